@@ -22,7 +22,7 @@ DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all check mypy pyright format bench bench-check results results-stale clean
+.PHONY: help install serve test test-all check mypy pyright format bench clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
@@ -30,9 +30,6 @@ help:
 	@echo "make test-all  every test, and a skip that nobody knows of is a failure"
 	@echo "make check     lint, format check, types"
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
-	@echo "make bench-check  is this code slower than the last release? A few minutes; BASE=COMMIT names another"
-	@echo "make results-stale  which results are older than the code that they measure?"
-	@echo "make results        measure those again, for hours"
 	@echo "make install   only create $(VENV), with everything in it"
 	@echo "make format    rewrite the sources as ruff wants them"
 	@echo "make clean     remove $(VENV) and caches"
@@ -87,6 +84,7 @@ test-all: $(DEVELOPING)
 check: $(DEVELOPING)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	@$(MAKE) --no-print-directory -j2 mypy pyright
 
 mypy pyright: $(DEVELOPING)
@@ -97,17 +95,7 @@ format: $(DEVELOPING)
 	$(BIN)/ruff format .
 
 bench: $(MEASURING)
-	$(BIN)/python -m lab.packed --json lab/results/packed.json
-	$(BIN)/ssd bench modes --json bench/results/modes.json $(ARGS)
-
-bench-check: $(MEASURING)
-	@$(BIN)/ssd bench check $(if $(BASE),--base $(BASE)) $(ARGS)
-
-results-stale: $(MEASURING)
-	@$(BIN)/python -m lab.stale
-
-results: $(MEASURING)
-	$(BIN)/python -m lab.rerun $(ARGS)
+	$(BIN)/ssd bench modes --json src/ssd_serve/bench/results/modes.json $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

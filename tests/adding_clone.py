@@ -26,7 +26,7 @@ class Clone:
 
     def __init__(self, heading: str, folder: Path) -> None:
         self._folder = folder
-        skipped = shutil.ignore_patterns("__pycache__", "bench", "recipes", "lab")
+        skipped = shutil.ignore_patterns("__pycache__", "bench", "recipes")
         shutil.copytree(
             ROOT / "src" / "ssd_serve", folder / "ssd_serve", ignore=skipped, copy_function=os.symlink
         )
@@ -44,8 +44,8 @@ class Clone:
             place.write_text(added, encoding="utf-8")
 
     def _place(self, path: str) -> Path:
-        """Of a file of the repository: rooms are found in the package."""
-        return self._folder / "ssd_serve" / path.removeprefix("src/ssd_serve/")
+        """Return the place in the copy of a path in the repository."""
+        return self._folder / path.removeprefix("src/")
 
     def run(self, *arguments: str) -> str:
         """What a Python program of the copy prints; it must succeed."""

@@ -60,4 +60,4 @@ def _forget(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _module(path: str) -> str:
-    return "ssd_serve." + path.replace("/", ".")
+    return path.removeprefix("src/").replace("/", ".")

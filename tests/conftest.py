@@ -37,7 +37,7 @@ pytest_plugins = ["tests.skips"]
 HERE = Path(__file__).parent
 SLOW_ROOMS = (HERE / "end_to_end", HERE / "hostile")
 """Every test there needs a whole server."""
-UNSTEADY_ROOMS = (*SLOW_ROOMS, HERE / "cluster", HERE / "deploy", HERE / "lab")
+UNSTEADY_ROOMS = (*SLOW_ROOMS, HERE / "cluster", HERE / "deploy", HERE / "chaos")
 """Tests there judge what processes do in time, on a machine that others may share: one that fails is run once
 more, and the summary names it. Tests of one process, and of what a text must be, have one try."""
 RANKS = HERE / "end_to_end" / "test_tensor_parallel.py"

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ssd_serve.errors import GrammarError
+from ssd_serve.base.errors import GrammarError
 from ssd_serve.sampling.grammar import Grammars, GrammarState, Masks
 from tests.fakes import EOS, VOCABULARY
 

@@ -9,22 +9,22 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from ssd_serve.bench.lossless.fixed_costs import FixedCost
-from ssd_serve.devices import Device
-from ssd_serve.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
-from ssd_serve.drafter.build import CoreParts, build_core
-from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
-from ssd_serve.drafter.sources.whole_model import DraftModel
-from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import (
+from ssd_serve.base.devices import Device
+from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.base.messages import (
     Committed,
     Figures,
     Finished,
     SamplingParameters,
     Submit,
 )
+from ssd_serve.bench.lossless.fixed_costs import FixedCost
+from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
+from ssd_serve.drafter.sources.whole_model import DraftModel
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.build import EngineParts, build_engine

@@ -12,14 +12,14 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ssd_serve.cli.main import EXIT_CODES
-from ssd_serve.cli.settings_table import as_markdown
-from ssd_serve.kernels.attention.registry import BACKENDS
-from ssd_serve.messages import Ready, Status
+from ssd_serve.app.cli.main import EXIT_CODES
+from ssd_serve.app.cli.settings_table import as_markdown
+from ssd_serve.base.attention_backends import BACKENDS
+from ssd_serve.base.messages import Ready, Status
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import origins, resolve
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.observability.metrics import ServerMetrics
-from ssd_serve.settings import Settings
-from ssd_serve.settings_sources import origins, resolve
 from tests.server.fakes import READY, STATUS
 
 DOCS = Path(__file__).parents[1] / "docs"

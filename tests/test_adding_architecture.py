@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
+from ssd_serve.app.plan.known_models import Computing, planned_model
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.bench.lossless.float64 import Float64Decoder
-from ssd_serve.errors import CheckpointError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.load import ModelWish, load_model
 from ssd_serve.models.sizes import model_sizes
-from ssd_serve.plan.known_models import Computing, planned_model
 from tests.adding_page import follow
 from tests.models import checkpoints
 

@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import AttentionWish, attention_for, candidates
-from ssd_serve.kernels.attention.registry import names
-from ssd_serve.settings import Settings
+from ssd_serve.base.attention_backends import names
+from ssd_serve.base.settings import Settings
 
 cache = KVCache(KVLayout((LayerKV(2, 16), LayerKV(2, 16, 9)), torch.float32), 16, "cpu")
 asked = Settings(tree_decode_backend="masked").tree_decode_backend

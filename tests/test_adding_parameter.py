@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 ACTS = """
 import torch
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.batched_processors import process_rows
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -41,7 +41,7 @@ print("acts")
 ASKED = """
 import json
 from ssd_serve import SamplingParams
-from ssd_serve.errors import RequestError
+from ssd_serve.base.errors import RequestError
 from ssd_serve.sampling.checks import engine_parameters
 from ssd_serve.server.openai.openapi import Doors, build_document
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest

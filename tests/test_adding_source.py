@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ssd_serve import LLM, SamplingParams
-from ssd_serve.errors import CheckpointError, SettingsError
+from ssd_serve.base.errors import CheckpointError, SettingsError
 from tests.adding_page import follow, install
 from tests.end_to_end.tiny_pair import write_pair
 

@@ -9,11 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOORS = {
-    "ssd_serve.verifier.engine": ("Engine", "verifier/build.py"),
-    "ssd_serve.verifier.planning.planner": ("RoundPlanner", "verifier/build.py"),
-    "ssd_serve.verifier.scheduler": ("Scheduler", "verifier/build.py"),
-    "ssd_serve.verifier.round": ("Rounds", "verifier/build.py"),
-    "ssd_serve.drafter.core": ("DrafterCore", "drafter/build.py"),
+    "ssd_serve.verifier.engine": ("Engine", "src/ssd_serve/verifier/build.py"),
+    "ssd_serve.verifier.planning.planner": ("RoundPlanner", "src/ssd_serve/verifier/build.py"),
+    "ssd_serve.verifier.scheduler": ("Scheduler", "src/ssd_serve/verifier/build.py"),
+    "ssd_serve.verifier.round": ("Rounds", "src/ssd_serve/verifier/build.py"),
+    "ssd_serve.drafter.core": ("DrafterCore", "src/ssd_serve/drafter/build.py"),
 }
 """Of each module, the class that is built in one place, and that place."""
 TESTS_OF_ONE_CLASS = {
@@ -26,9 +26,7 @@ TESTS_OF_ONE_CLASS = {
 @cache
 def house() -> dict[str, str]:
     """The source of every Python file of the repository, each once, by its path."""
-    rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in ("build", "dist")]
-    found = [path for room in rooms if not room.name.startswith(".") for path in room.rglob("*.py")]
-    files = {path.resolve() for path in found if not path.is_symlink()}
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
 
 

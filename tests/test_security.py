@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.settings import PREFIX, Settings
+from ssd_serve.base.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[1]
 VERDICTS = {"no", "closed", "open", "not known"}

@@ -8,17 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ssd_serve.llm.llm import LLM
-    from ssd_serve.llm.sampling_params import SamplingParams
+    from ssd_serve.app.llm.llm import LLM
+    from ssd_serve.app.llm.sampling_params import SamplingParams
+
+from ssd_serve.base.version import __version__
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
-__version__ = "0.1.0"
 
-_ROOMS = {"LLM": "ssd_serve.llm.llm", "SamplingParams": "ssd_serve.llm.sampling_params"}
+_LAZY = {"LLM": "ssd_serve.app.llm.llm", "SamplingParams": "ssd_serve.app.llm.sampling_params"}
 
 
 def __getattr__(name: str) -> object:
     """What is public and lives in a module that takes long to import."""
-    if name not in _ROOMS:
+    if name not in _LAZY:
         raise AttributeError(f"module 'ssd_serve' has no attribute '{name}'")
-    return getattr(import_module(_ROOMS[name]), name)
+    return getattr(import_module(_LAZY[name]), name)

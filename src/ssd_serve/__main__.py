@@ -2,6 +2,6 @@
 
 import sys
 
-from ssd_serve.cli.main import main
+from ssd_serve.app.cli.main import main
 
 sys.exit(main())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.errors import SsdError, UserError
 from ssd_serve.bench.check import checkouts, comparison
 from ssd_serve.bench.statistics import Verdict, ratio_interval
-from ssd_serve.errors import SsdError, UserError
 from tests.fakes import FakeClock
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.datasets import Question, as_prompts, read_questions
-from ssd_serve.errors import UserError
 from ssd_serve.models.text.tokenizer import Tokenizer
 from tests.end_to_end.tiny_pair import write_model
 

@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from ssd_serve.app.cli.main import main
+from ssd_serve.base.devices import Device, Machine
+from ssd_serve.base.draft_messages import Open
+from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.messages import SamplingParameters, Submit
+from ssd_serve.base.settings import Settings
 from ssd_serve.bench import commands
 from ssd_serve.bench.devices import Devices, chosen_devices
 from ssd_serve.bench.lossless import rig as lossless_rig
@@ -20,20 +27,13 @@ from ssd_serve.bench.rig import EngineWay, Rig
 from ssd_serve.bench.stage import CORES
 from ssd_serve.bench.timed_request import Runner
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.cli.main import main
-from ssd_serve.devices import Device, Machine
-from ssd_serve.draft_messages import Open
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.engine_settings import EMBEDDED
-from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.attention.backends import AttentionWish, ChosenAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model
-from ssd_serve.settings import Settings
 
 FIRST, SECOND = Device("cuda", (0,)), Device("cuda", (1,))
 SAMPLED = SamplingParameters(temperature=0.8, max_tokens=8)

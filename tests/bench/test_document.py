@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.document import read_as, read_json, replace_block, show
-from ssd_serve.errors import UserError
 
 
 class Speeds(msgspec.Struct, frozen=True):

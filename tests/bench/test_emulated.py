@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ssd_serve.base.settings import Settings
 from ssd_serve.bench.device_tables import Flat
 from ssd_serve.bench.emulated import (
     EmulatedModel,
@@ -15,7 +16,6 @@ from ssd_serve.bench.emulated import (
 )
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.models.wrapped import wrap_model
-from ssd_serve.settings import Settings
 from tests.fakes import FakeModel
 
 

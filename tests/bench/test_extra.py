@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench import extra
-from ssd_serve.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys(("httpx", "scipy", "matplotlib", "gguf")))
-from ssd_serve.cli.main import main
+from ssd_serve.app.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

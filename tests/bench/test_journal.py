@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.journal import Journal, work_folder
 from ssd_serve.bench.peers.client import Sample
-from ssd_serve.errors import UserError
 
 
 def sample(first_s: float) -> Sample:

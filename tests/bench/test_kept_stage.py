@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.journal import Journal, OutOfTimeError, TimeGiven, read_kept, write_kept
 from ssd_serve.bench.kept_stage import KeptStage
 from ssd_serve.bench.modes import Entry, run_modes
 from ssd_serve.bench.prompts import Chosen, Prompt
 from ssd_serve.bench.timed_request import TimedRequest
-from ssd_serve.errors import UserError
 from tests.bench.test_modes import CHOSEN, FakeStage
 
 

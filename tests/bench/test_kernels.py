@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from ssd_serve.app.cli.main import build_parser, main
+from ssd_serve.app.plan.roof import Roof
+from ssd_serve.base.errors import SettingsError, UserError
 from ssd_serve.bench.kernels import timing
 from ssd_serve.bench.kernels.conformance import ConformanceRow
 from ssd_serve.bench.kernels.timing import KernelPlan, check_conformance, layers_for, run_kernels, table
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.cli.main import build_parser, main
-from ssd_serve.errors import SettingsError, UserError
 from ssd_serve.kernels.attention.backends import Candidate
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.attention.self_test import Heads, Trial, TriedRequest, largest_error, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.plan.roof import Roof
 
 
 def refuses(cache: KVCache, heads: int) -> AttentionBackend[Any]:

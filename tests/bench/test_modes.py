@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from ssd_serve.base.errors import SsdError
+from ssd_serve.base.messages import Figures
 from ssd_serve.bench.modes import PLAIN, SSD, Entry, Share, neighbours, run_modes, shapes
 from ssd_serve.bench.modes_result import ModesRow, modes_tables
 from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, Prompt
 from ssd_serve.bench.rig import EngineWay
 from ssd_serve.bench.statistics import Verdict
 from ssd_serve.bench.timed_request import TimedRequest
-from ssd_serve.errors import SsdError
-from ssd_serve.messages import Figures
 
 PROMPTS = tuple(Prompt(f"file {number}", (number,), number) for number in range(72))
 CHOSEN = Chosen(PROMPTS[8:], PROMPTS[:8], 0.1)

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from ssd_serve.app.cli.main import main
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.document import read_json
 from ssd_serve.bench.modes_result import ModesRow, modes_tables
 from ssd_serve.bench.statistics import Interval
-from ssd_serve.cli.main import main
-from ssd_serve.errors import UserError
 from tests.bench.modes_rows import modes_row as row
 
 

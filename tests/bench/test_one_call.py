@@ -1,12 +1,12 @@
 """Several draft steps in one call: the same drafts as step by step, and forwards one behind the other."""
 
+from ssd_serve.base.draft_messages import Growth, Open
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.bench.device_tables import Flat
 from ssd_serve.bench.emulated import EmulatedModel
 from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
-from ssd_serve.draft_messages import Growth, Open
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import SamplingParameters
 from tests.bench.test_emulated import SpentTime, one_row
 from tests.fakes import HELLO, FakeModel, ScriptedSource, core_of
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.errors import PairMismatchError, UserError
+from ssd_serve.base.settings import Settings
 from ssd_serve.bench.own_pair import check_in_process, prompts_of
 from ssd_serve.bench.pair_flags import add_pair, pair_settings
-from ssd_serve.engine_settings import EMBEDDED
-from ssd_serve.errors import PairMismatchError, UserError
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 
 Pair = tuple[Path, Path]

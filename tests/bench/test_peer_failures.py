@@ -2,9 +2,9 @@
 
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.peer_failures import folded, with_folded_failures
 from ssd_serve.bench.peers.result import Failure
-from ssd_serve.errors import UserError
 
 LOOP = "the text is a loop (33% of it is repeated)"
 OTHER = "the text is a loop (71% of it is repeated)"

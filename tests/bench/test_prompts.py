@@ -2,6 +2,8 @@
 
 import pytest
 
+from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.errors import SsdError, UserError
 from ssd_serve.bench.prompts import (
     NEW_TOKENS,
     Prompt,
@@ -11,8 +13,6 @@ from ssd_serve.bench.prompts import (
     repeated_share,
     without_loops,
 )
-from ssd_serve.engine_settings import EMBEDDED
-from ssd_serve.errors import SsdError, UserError
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.recipes.corpus import standard_library

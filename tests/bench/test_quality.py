@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.quality import measurement
-from ssd_serve.errors import UserError
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.load import ModelWish, load_model
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     DrafterMessage,
     Growth,
     Open,
@@ -21,9 +21,9 @@ from ssd_serve.draft_messages import (
 )
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import SamplingParameters
-from ssd_serve.seeds import mix, root_name
+from ssd_serve.base.errors import ProtocolError
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.seeds import mix, root_name
 from tests.examples import examples
 from tests.fakes import VOCABULARY, ScriptedSource, core_of
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.seeds import mix
+from ssd_serve.base.seeds import mix
 from tests.cache.walking import Path, find
 
 ROOT = 77

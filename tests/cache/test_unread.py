@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.seeds import mix
+from ssd_serve.base.seeds import mix
 from tests.cache.walking import Path, find
 
 ROOT = 77

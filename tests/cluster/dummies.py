@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.devices import Machine
-from ssd_serve.logs import get_logger
+from ssd_serve.base.devices import Machine
+from ssd_serve.base.logs import get_logger
 
 HERE = Path(__file__).parent
 QUIET = get_logger("server", level="error")

@@ -5,11 +5,11 @@ import sys
 import time
 from pathlib import Path
 
+from ssd_serve.base.devices import this_machine
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local.launcher import local_engine
-from ssd_serve.devices import this_machine
-from ssd_serve.engine_settings import Mode
-from ssd_serve.logs import get_logger
-from ssd_serve.settings import Settings
 
 WORKER = Path(__file__).with_name("worker_dummy.py")
 

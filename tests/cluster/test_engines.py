@@ -6,12 +6,12 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
+from ssd_serve.base.devices import Machine
+from ssd_serve.base.errors import NoGpuError, SettingsError
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import resolve
 from ssd_serve.cluster.engines import chosen_launcher, usable_machine
 from ssd_serve.cluster.ray.cluster import ray_cluster
-from ssd_serve.devices import Machine
-from ssd_serve.errors import NoGpuError, SettingsError
-from ssd_serve.settings import Settings
-from ssd_serve.settings_sources import resolve
 
 
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

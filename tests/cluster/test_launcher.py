@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import PermissionProblemError, SettingsError
+from ssd_serve.base.messages import Progress
+from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local.launcher import local_engine
 from ssd_serve.cluster.local.process import WorkerProcess
 from ssd_serve.cluster.local.run_dir import make_run_dir
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError, describe_exit
-from ssd_serve.engine_settings import Mode
-from ssd_serve.errors import PermissionProblemError, SettingsError
-from ssd_serve.messages import Progress
-from ssd_serve.settings import Settings
 from tests.cluster.dummies import HERE, MACHINE, QUIET, alive, workers
 from tests.waiting import until
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.cluster.placement import Placement, of_drafter, of_rank, place, resolved
-from ssd_serve.devices import Device, Machine, parse_device
-from ssd_serve.engine_settings import Mode
-from ssd_serve.errors import CheckpointError, SettingsError
-from ssd_serve.settings import Settings
+from ssd_serve.base.devices import Device, Machine, parse_device
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import CheckpointError, SettingsError
+from ssd_serve.base.settings import Settings, of_rank
+from ssd_serve.cluster.placement import Placement, of_drafter, place, resolved
 
 
 def cpu(*cores: int) -> Device:

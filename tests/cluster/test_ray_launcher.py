@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from ssd_serve.base.errors import EngineDeadError, SettingsError
+from ssd_serve.base.logs import get_logger
 from ssd_serve.cluster.ray import launcher as ray_launcher
 from ssd_serve.cluster.ray.launcher import RayEngine, await_room
-from ssd_serve.errors import EngineDeadError, SettingsError
-from ssd_serve.logs import get_logger
 
 
 def test_a_stranger_at_the_port_of_a_verifier_that_died_is_not_the_end(

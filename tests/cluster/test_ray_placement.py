@@ -2,6 +2,9 @@
 
 import pytest
 
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.ray.placement import (
     RayNode,
     RayPlacement,
@@ -10,9 +13,6 @@ from ssd_serve.cluster.ray.placement import (
     node_of,
     ray_place,
 )
-from ssd_serve.engine_settings import Mode
-from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Settings
 
 MI300X = "AMD-Instinct-MI300X-OAM"
 

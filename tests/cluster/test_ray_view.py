@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from ssd_serve.base.devices import this_machine
 from ssd_serve.cluster.ray.view import RayView, ray_view
-from ssd_serve.devices import this_machine
 
 
 def answering(text: str) -> RayView:

@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
+from ssd_serve.base.settings import SECRETS, Settings
 from ssd_serve.cluster.local.process import WorkerPlan, start_worker
 from ssd_serve.cluster.role_secrets import blanked_secrets, hidden_secrets, settings_for, without_secrets
-from ssd_serve.settings import SECRETS, Settings
 
 EVERYTHING = {name: f"the secret {name} of 16 and more" for name in SECRETS}
 VARIABLES = {f"SSD_{name.upper()}": text for name, text in EVERYTHING.items()} | {

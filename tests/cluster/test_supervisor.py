@@ -9,6 +9,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.messages import Progress
+from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local.launcher import local_engine
 from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker
 from ssd_serve.cluster.supervision import restart_policy as comeback
@@ -16,9 +19,6 @@ from ssd_serve.cluster.supervision import supervisor
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.hang_detector import HangDetector
 from ssd_serve.cluster.supervision.supervisor import Supervisor
-from ssd_serve.engine_settings import Mode
-from ssd_serve.messages import Progress
-from ssd_serve.settings import Settings
 from tests.cluster.dummies import MACHINE, QUIET, alive, beats, workers
 from tests.waiting import until
 

@@ -8,7 +8,7 @@ import pytest
 
 ENDING_SLOWLY = """
 import atexit, sys, time
-from ssd_serve import errors
+from ssd_serve.base import errors
 from ssd_serve.cluster.worker import leave_worker
 atexit.register(time.sleep, float(sys.argv[2]))
 sys.exit(leave_worker("rank-1", getattr(errors, sys.argv[1])("it is gone")))

@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from ssd_serve.cluster.channels.listener import Listener
+from ssd_serve.base.errors import CheckpointError, RankLostError
+from ssd_serve.base.messages import Progress
 from ssd_serve.cluster.worker import enter_worker, leave_worker
-from ssd_serve.errors import CheckpointError, RankLostError
-from ssd_serve.messages import Progress
+from ssd_serve.transport.listener import Listener
 
 
 def main(role: str, behaviour: str, *arguments: str) -> int:

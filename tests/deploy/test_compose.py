@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from ssd_serve.settings import SECRETS, Settings
-from ssd_serve.settings_sources import resolve, variable_name
+from ssd_serve.base.settings import SECRETS, Settings
+from ssd_serve.base.settings_sources import resolve, variable_name
 from tests.deploy.files import DEPLOY, KINDS, by_default, deploying, environment, read_yaml, services
 
 OURS = [f"{name}-{kind}" for name in ("ssd", "target") for kind in KINDS]

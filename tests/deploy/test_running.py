@@ -14,8 +14,8 @@ import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from ssd_serve.cli.settings_table import as_env
-from ssd_serve.settings_sources import origins, resolve
+from ssd_serve.app.cli.settings_table import as_env
+from ssd_serve.base.settings_sources import origins, resolve
 from tests.deploy.containers import Container, Network
 from tests.deploy.files import (
     DEPLOY,

@@ -15,7 +15,7 @@ from ray.serve.schema import (
     ServeDeploySchema,
 )
 
-from ssd_serve.replicas import DEPLOYMENT, deployment_options, replica_settings
+from ssd_serve.app.replicas import DEPLOYMENT, deployment_options, replica_settings
 from tests.deploy.files import DEPLOY, read_yaml
 
 MANIFEST = "kubernetes/rayservice.yaml"
@@ -39,7 +39,7 @@ def application(config: Any) -> ServeApplicationSchema:
 @pytest.mark.parametrize("config", configs())
 def test_it_is_a_serve_config_of_the_replicas(config: Any) -> None:
     told = application(config)
-    assert told.import_path == "ssd_serve.replicas:app"
+    assert told.import_path == "ssd_serve.app.replicas:app"
     assert told.deployment_names == [DEPLOYMENT]
     # A proxy that answered with less patience would cut streams off.
     assert ServeDeploySchema.model_validate(config).http_options.request_timeout_s is None

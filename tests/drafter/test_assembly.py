@@ -12,14 +12,14 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from ssd_serve.draft_messages import Close, Hello, Open
+from ssd_serve.base.draft_messages import Close, Hello, Open
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.sources.loading import LoadedSource, Texts
-from ssd_serve.errors import PairMismatchError, SettingsError
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.errors import PairMismatchError, SettingsError
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.grammar_text import of_choice, written
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import ScriptedSource
 from tests.waiting import until

@@ -6,7 +6,7 @@ import torch
 
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.vectors import as_bytes
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Close,
     Features,
     Growth,
@@ -20,9 +20,9 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.drafter.width import LiveWidth
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.seeds import mix, root_name
+from ssd_serve.base.seeds import mix, root_name
 from tests.drafter.core_house import LIMITS, PROMPT, ROOT, grown, make, opening, outcome
 from tests.fakes import EOS, VOCABULARY, FakeModel, ScriptedSource, core_of
 

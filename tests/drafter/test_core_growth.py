@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.cache.expansions import unpack
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Close,
     DrafterMessage,
     Open,
@@ -21,8 +21,8 @@ from ssd_serve.draft_messages import (
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Branch, Candidates, Guesses, NodeRequest, Subtree
-from ssd_serve.messages import SamplingParameters
-from ssd_serve.seeds import mix, root_name
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.seeds import mix, root_name
 from tests.drafter.core_house import LIMITS, PROMPT, ROOT, grown, make, opening
 from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
 

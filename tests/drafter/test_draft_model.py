@@ -13,7 +13,7 @@ from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.examples import examples

@@ -15,19 +15,19 @@ from ssd_serve.cache.node import Node
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.draft_messages import Open, Outcome
+from ssd_serve.base.draft_messages import Open, Outcome
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
 from ssd_serve.drafter.sources.contract import Branch, Candidates, DraftSource, Found, NodeRequest, Subtree
 from ssd_serve.drafter.sources.draft_model import ModelSource
-from ssd_serve.errors import GrammarError
+from ssd_serve.base.errors import GrammarError
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.masking import only_masked
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.ranking import trusted_ranking
-from ssd_serve.seeds import mix, root_name
+from ssd_serve.base.seeds import mix, root_name
 from tests.counting_grammar import Counting, CountingGrammars, may_come
 from tests.fakes import EOS, VOCABULARY, FakeModel, ScriptedSource
 

@@ -1,6 +1,6 @@
 """The inline drafter: one draft step whenever the verifier waits."""
 
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Growth,
     Heartbeat,
     Open,
@@ -10,7 +10,7 @@ from ssd_serve.draft_messages import (
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.sources.whole_model import DraftModel
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.fakes import HELLO, VOCABULARY, FakeModel, ScriptedSource, core_of
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Close,
     Growth,
     Hello,
@@ -16,9 +16,9 @@ from ssd_serve.draft_messages import (
 )
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import InstantChannel, instant_channel
-from ssd_serve.messages import SamplingParameters, Submit
-from ssd_serve.seeds import mix
-from ssd_serve.settings import Settings
+from ssd_serve.base.messages import SamplingParameters, Submit
+from ssd_serve.base.seeds import mix
+from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.planning.layout import Layout
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
 

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.cluster.channels.channel import Channel
-from ssd_serve.cluster.channels.reconnect import Dial
-from ssd_serve.draft_messages import (
+from ssd_serve.transport.channel import Channel
+from ssd_serve.transport.reconnect import Dial
+from ssd_serve.base.draft_messages import (
     Close,
     Growth,
     Heartbeat,
@@ -26,9 +26,9 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.process import CoreAtWork, DrafterLoop
 from ssd_serve.drafter.verifier_connection import VerifierConnection
-from ssd_serve.errors import EngineDeadError, PairMismatchError
-from ssd_serve.logs import get_logger
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.errors import EngineDeadError, PairMismatchError
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.messages import SamplingParameters
 from tests.fakes import HELLO, VOCABULARY, ScriptedSource, core_of
 
 QUIET = get_logger("drafter-0", level="error")

@@ -12,9 +12,9 @@ import torch
 from msgspec.structs import replace
 
 from ssd_serve.cache.vectors import as_bytes
-from ssd_serve.cluster.channels.channel import Channel, Intake, SocketChannel
-from ssd_serve.cluster.channels.shared_memory import PiecePlace, SharedWriter
-from ssd_serve.draft_messages import (
+from ssd_serve.transport.channel import Channel, Intake, SocketChannel
+from ssd_serve.transport.shared_memory import PiecePlace, SharedWriter
+from ssd_serve.base.draft_messages import (
     Features,
     Message,
     Open,
@@ -22,8 +22,8 @@ from ssd_serve.draft_messages import (
     SharedMemory,
 )
 from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
-from ssd_serve.logs import get_logger
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.messages import SamplingParameters
 from tests.fakes import GROWTH, HELLO, ScriptedSource, core_of
 
 OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)

@@ -9,9 +9,9 @@ import pytest
 from ssd_serve.drafter.sources import registry
 from ssd_serve.drafter.sources.loading import SourceOrder
 from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, load_source
-from ssd_serve.errors import CheckpointError, SettingsError
-from ssd_serve.logs import get_logger
-from ssd_serve.settings import Settings
+from ssd_serve.base.errors import CheckpointError, SettingsError
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.settings import Settings
 
 HERE = __name__
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ssd_serve.app.cli.main import main
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.cli.main import main
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import free_port, running
 

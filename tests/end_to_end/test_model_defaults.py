@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from ssd_serve import LLM, SamplingParams
-from ssd_serve.cli.main import main
-from ssd_serve.errors import CheckpointError
+from ssd_serve.app.cli.main import main
+from ssd_serve.base.errors import CheckpointError
 from tests.end_to_end.tiny_pair import write_model
 from tests.servers import free_port, running
 

@@ -15,22 +15,22 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve.app.llm.engine_access import EngineProcesses
+from ssd_serve.app.llm.in_flight import Asked, Conversation
+from ssd_serve.app.llm.sampling_params import SamplingParams
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import visible_gpus
 from ssd_serve.cluster.local.launcher import local_engine
 from ssd_serve.cluster.ray.cluster import ray_cluster
 from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.cluster.ray.placement import STRATEGY, ray_place
 from ssd_serve.cluster.ray.workers import ALL_VISIBLE
 from ssd_serve.cluster.running import RunningEngine
-from ssd_serve.engine_settings import Mode
-from ssd_serve.errors import SettingsError
-from ssd_serve.llm.engine_access import EngineProcesses
-from ssd_serve.llm.in_flight import Asked, Conversation
-from ssd_serve.llm.sampling_params import SamplingParams
-from ssd_serve.logs import get_logger
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.checks import engine_parameters
-from ssd_serve.settings import Settings
-from ssd_serve.settings_sources import visible_gpus
 from tests.end_to_end.tiny_pair import write_pair
 from tests.waiting import until
 
@@ -246,8 +246,8 @@ def test_kinds_of_gpu_and_their_numbers_are_rays(cluster: SimulatedCluster, sett
 
 OF_ITS_OWN = """
 from ssd_serve.cluster.ray import cluster as module
-from ssd_serve.devices import Machine
-from ssd_serve.settings import Settings
+from ssd_serve.base.devices import Machine
+from ssd_serve.base.settings import Settings
 
 module.this_machine = lambda: Machine((0,), 3)
 with module.ray_cluster(Settings(launcher="ray")) as cluster:

@@ -13,8 +13,8 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from lab.faults.ray_nodes import two_nodes
 from ssd_serve.bench.metrics_page import metric
+from tests.chaos.faults.ray_nodes import two_nodes
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import Server, free_port, running
 

@@ -9,8 +9,8 @@ OF_ITS_OWN = """
 import os, subprocess, sys
 from ssd_serve.cluster.ray.cluster import ray_cluster
 from ssd_serve.cluster.ray.token import answers_strangers, warn_of_strangers
-from ssd_serve.logs import get_logger
-from ssd_serve.settings import Settings
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.settings import Settings
 
 with ray_cluster(Settings(launcher="ray")) as cluster:
     address = cluster.ray.get_runtime_context().gcs_address
@@ -27,8 +27,8 @@ with ray_cluster(Settings(launcher="ray")) as cluster:
 JOINING = """
 import sys
 from ssd_serve.cluster.ray.cluster import ray_cluster
-from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Settings
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.settings import Settings
 
 try:
     with ray_cluster(Settings(ray_address=sys.argv[1])) as cluster:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ssd_serve.errors import HubError
+from ssd_serve.base.errors import HubError
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import Server, await_health, children, complete, free_port, gone, started
 

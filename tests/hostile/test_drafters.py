@@ -11,12 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cluster.channels.channel import SocketChannel
-from ssd_serve.cluster.channels.framing import FrameWriter
-from ssd_serve.cluster.channels.handshake import introduce
-from ssd_serve.cluster.channels.tls import identity
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     NOISE_SCHEME,
     PROTOCOL_VERSION,
     Growth,
@@ -28,10 +23,15 @@ from ssd_serve.draft_messages import (
     Refusal,
     Resync,
 )
-from ssd_serve.errors import ProtocolError
-from ssd_serve.messages import Abort
+from ssd_serve.base.errors import ProtocolError
+from ssd_serve.base.messages import Abort
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.transport.channel import SocketChannel
+from ssd_serve.transport.framing import FrameWriter
+from ssd_serve.transport.handshake import introduce
+from ssd_serve.transport.tls import identity
 from tests.hostile.victim import Victim, open_victim
 from tests.servers import free_port
 

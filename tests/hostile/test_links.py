@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ssd_serve.cluster.channels.framing import FrameWriter
-from ssd_serve.cluster.channels.listener import connect
-from ssd_serve.cluster.channels.tls import Sealed, identity
-from ssd_serve.draft_messages import Heartbeat
-from ssd_serve.errors import SettingsError, SsdError
+from ssd_serve.base.draft_messages import Heartbeat
+from ssd_serve.base.errors import SettingsError, SsdError
+from ssd_serve.transport.framing import FrameWriter
+from ssd_serve.transport.listener import connect
+from ssd_serve.transport.tls import Sealed, identity
 from tests.hostile.victim import Victim, open_victim
 from tests.servers import free_port
 from tests.waiting import until

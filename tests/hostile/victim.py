@@ -263,7 +263,7 @@ def open_victim(
         **({"SSD_API_KEY": key} if key else {}),
         **settings,
     }
-    program = f"{before}\nimport sys\nfrom ssd_serve.cli.main import main\nsys.exit(main())"
+    program = f"{before}\nimport sys\nfrom ssd_serve.app.cli.main import main\nsys.exit(main())"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", program, "serve", *arguments],

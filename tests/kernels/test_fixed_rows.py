@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
 from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary

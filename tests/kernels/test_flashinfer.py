@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention import self_test
 from ssd_serve.kernels.attention.invariance import depends_on_batch
 from ssd_serve.kernels.attention.reference import visible_slots

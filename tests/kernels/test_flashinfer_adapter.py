@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.flashinfer.adapter import MakeWrapper, describe, import_package, natural
 from ssd_serve.kernels.flashinfer.versions import installed_versions
 from tests.kernels.flashinfer_double import Doubles

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.errors import PermissionProblemError, UserError
+from ssd_serve.base.errors import PermissionProblemError, UserError
 from ssd_serve.kernels.flashinfer import compiled
 from ssd_serve.kernels.flashinfer.compiled import Build, clear_stale, use_folder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.flashinfer import loading
 from ssd_serve.kernels.flashinfer.loading import load_package
 from tests.kernels.flashinfer_signatures import PORT, UPSTREAM, Recorded

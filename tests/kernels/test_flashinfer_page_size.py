@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.base.logs import Logger
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import candidates
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.kernels.flashinfer import loading, page_size
 from ssd_serve.kernels.flashinfer.page_size import PAGE_SIZES, UNMEASURED, fastest_page_size, long_batch
 from ssd_serve.kernels.flashinfer.tables import leading_pages
-from ssd_serve.logs import Logger
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles, WrapperDouble
 from tests.kernels.flashinfer_signatures import UPSTREAM
 from tests.kernels.test_flashinfer import chunk

@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.flashinfer import versions
 from ssd_serve.kernels.flashinfer.versions import choose
 from tests.kernels.flashinfer_signatures import ALL, PORT, Recorded

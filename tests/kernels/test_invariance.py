@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention.backends import candidates, choose_attention
 from ssd_serve.kernels.attention.contract import Maker
 from ssd_serve.kernels.attention.invariance import depends_on_batch

@@ -6,7 +6,7 @@ Without VNNI sums are scaled once and not in two parts: exact all the same, but 
 import pytest
 import torch
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix, can_multiply_int8, has_int8_products
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products import int8

@@ -8,13 +8,13 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
+from ssd_serve.base.attention_backends import AUTO, BACKENDS, Where, choices, names
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import resolve
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.errors import SettingsError
 from ssd_serve.kernels.attention.backends import candidates
 from ssd_serve.kernels.attention.contract import AttentionFactory
-from ssd_serve.kernels.attention.registry import AUTO, BACKENDS, Where, choices, names
-from ssd_serve.settings import Settings
-from ssd_serve.settings_sources import resolve
 
 
 def test_auto_is_no_backend() -> None:
@@ -50,6 +50,6 @@ def test_another_cannot() -> None:
 
 
 def test_settings_need_no_torch() -> None:
-    said = "import sys, ssd_serve.settings; print('torch' in sys.modules)"
+    said = "import sys, ssd_serve.base.settings; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.errors import UserError
 from ssd_serve.kernels.attention.backends import Candidate, choose_attention
 from ssd_serve.kernels.attention.contract import Capturable, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan

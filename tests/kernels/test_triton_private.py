@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from triton import knobs
 
+from ssd_serve.base.owned import make_folder, weakness
 from ssd_serve.kernels.triton.private import keep_private
-from ssd_serve.owned import make_folder, weakness
 
 
 def test_a_folder_of_this_users_alone_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ And the factors of sampling parameters, so that every two of them meet under spe
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 
 Row = dict[str, object]
 Pairs = set[tuple[str, object, str, object]]

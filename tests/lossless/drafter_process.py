@@ -5,10 +5,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ssd_serve.cluster.channels.listener import Listener
+from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.local.run_dir import make_run_dir
-from ssd_serve.settings import Settings
+from ssd_serve.transport.listener import Listener
 from ssd_serve.verifier.engine import Engine
 
 _JOIN_S = 90.0

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from msgspec.structs import replace
 
+from ssd_serve.base.draft_messages import Features, Message
 from ssd_serve.bench.lossless.drafters import MemoryDrafter, RigDraft
 from ssd_serve.bench.lossless.rig import Case
 from ssd_serve.cache.vectors import as_bytes, from_bytes
-from ssd_serve.draft_messages import Features, Message
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.interface import Inputs
 from ssd_serve.verifier.engine import Engine

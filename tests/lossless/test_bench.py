@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.app.cli.main import main
+from ssd_serve.base.engine_settings import EMBEDDED
 from ssd_serve.bench.lossless.proof import BATCHES, BUDGETS, DRAFTERS, ProofPlan, add, cases, run_lossless
-from ssd_serve.cli.main import main
-from ssd_serve.engine_settings import EMBEDDED
 from tests.end_to_end.tiny_pair import write_pair
 
 SMALL = ProofPlan(("random-llama",), batches=(4,), budgets=(0, 4), sets=2, max_tokens=10)

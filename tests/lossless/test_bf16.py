@@ -2,9 +2,9 @@
 
 import pytest
 
+from ssd_serve.base.engine_settings import EMBEDDED
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
-from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import has_bf16_products
 from ssd_serve.models.hub import resolve_model

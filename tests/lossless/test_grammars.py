@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import jsonschema
 import pytest
 
-from lab.grammars.schemas import make_schema
 from ssd_serve import LLM, SamplingParams
-from ssd_serve.llm.outputs import Output
-from ssd_serve.llm.sampling_params import StructuredOutputsParams
+from ssd_serve.app.llm.outputs import Output
+from ssd_serve.app.llm.sampling_params import StructuredOutputsParams
+from tests.lossless.schemas import make_schema
 
 SCHEMAS = 200
 PROMPTS = ("def read", "The settings as JSON:\n", "import json\n\ndata = ", "class Node:\n    ")

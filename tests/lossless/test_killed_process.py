@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.messages import Committed, SamplingParameters, Submit
+from ssd_serve.base.settings import Settings
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.named import load_named
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
-from ssd_serve.engine_settings import Mode
-from ssd_serve.messages import Committed, SamplingParameters, Submit
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_head, write_pair
 from tests.lossless.drafter_process import drafter_process
 

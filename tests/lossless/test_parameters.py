@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.bench.lossless.proof import Judge
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
-from ssd_serve.messages import SamplingParameters, Submit
 from tests.lossless.covering import parameter_design
 
 MAX_TOKENS = 40

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.engine_settings import EMBEDDED
 from ssd_serve.bench.lossless.proof import Judge, requests
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
-from ssd_serve.engine_settings import EMBEDDED
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import resolve_model
 from tests.models.ranked import ranked

@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
+from ssd_serve.base.logs import get_logger
 from ssd_serve.bench.lossless.drafters import MemoryDrafter, RigDraft
 from ssd_serve.bench.lossless.rig import Case
-from ssd_serve.cluster.channels.channel import TRUSTED, Intake, SocketChannel
-from ssd_serve.cluster.channels.shared_memory import PiecePlace, SharedReader
 from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
-from ssd_serve.logs import get_logger
+from ssd_serve.transport.channel import TRUSTED, Intake, SocketChannel
+from ssd_serve.transport.shared_memory import PiecePlace, SharedReader
 from ssd_serve.verifier.engine import Engine
 from tests.lossless.every_source import EverySource
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.bench.lossless.drafters import RigDraft
 from ssd_serve.bench.lossless.rig import GROWTH, Case
 from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.sources.contract import Branch, Candidates, Found, NodeRequest, Subtree
-from ssd_serve.messages import SamplingParameters
 from tests.lossless.every_source import EverySource
 
 VOCABULARY = 257

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from ssd_serve.errors import CaptureError
+from ssd_serve.base.errors import CaptureError
 from ssd_serve.kernels.capture import CapturedGraph
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 import pytest
 import torch
 
+from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.draft_messages import FINAL
 from ssd_serve.kernels.attention.unrolled import UnrolledAttention
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, captured_rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssd_serve.errors import CheckpointError, UserError
+from ssd_serve.base.errors import CheckpointError, UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ssd_serve.errors import DeviceHangError
+from ssd_serve.base.errors import DeviceHangError
 from ssd_serve.models.completion import wait_until
 
 

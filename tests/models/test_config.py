@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ssd_serve.errors import CheckpointError
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name

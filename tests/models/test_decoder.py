@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.draft_messages import FINAL
+from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelWish, load_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve.errors import CheckpointError
+from ssd_serve.base.errors import CheckpointError
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, change_config, change_tensors, with_fp8_cache, write
 from tests.models.test_fp8_checkpoints import TOKENS, distance, load_model, logits

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.errors import CheckpointError, UserError
+from ssd_serve.base.errors import CheckpointError, UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.products import fp8
 from ssd_serve.models import load

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.errors import CheckpointError
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.weights.quantization import Fp8Scheme, parse_quantization
 from tests.models.fp8_checkpoints import (
     BLOCK,

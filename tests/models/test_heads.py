@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ssd_serve.draft_messages import FINAL
-from ssd_serve.errors import CheckpointError
+from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.heads.eagle import OWN, EagleHead

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ssd_serve.errors import CheckpointError, HubError, MemoryShortError
+from ssd_serve.base.errors import CheckpointError, HubError, MemoryShortError
 from ssd_serve.models import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

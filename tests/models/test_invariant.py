@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import has_bf16_products

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve.errors import MemoryShortError, UserError
+from ssd_serve.base.errors import MemoryShortError, UserError
 from ssd_serve.kernels.attention.backends import AttentionWish
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products import packed

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ssd_serve.errors import DeviceHangError
+from ssd_serve.base.errors import DeviceHangError
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.batch_bytes import pack
 from ssd_serve.models.interface import ForwardResult

@@ -10,8 +10,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from ssd_serve.draft_messages import FINAL
-from ssd_serve.errors import ProtocolError, RankLostError, UserError
+from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.base.errors import ProtocolError, RankLostError, UserError
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.batch_bytes import pack, unpack
 from ssd_serve.models import load

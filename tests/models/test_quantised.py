@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.base.errors import UserError
+from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
-from ssd_serve.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.int8 import NativeInt8Matrix
 from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products.int8 import can_multiply_int8
-from ssd_serve.messages import SamplingParameters, Submit
 from ssd_serve.models import load, sizes
 from ssd_serve.models.interface import Model
 from ssd_serve.models.weights import linear

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ssd_serve.errors import RequestError
+from ssd_serve.base.errors import RequestError
 from ssd_serve.models.text.chat import ChatTemplate
 from ssd_serve.models.text.sandbox import BoundedEnvironment
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ssd_serve.errors import CheckpointError, RequestError
+from ssd_serve.base.errors import CheckpointError, RequestError
 from ssd_serve.models.text.tokenizer import Tokenizer
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}

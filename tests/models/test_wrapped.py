@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.errors import SettingsError
+from ssd_serve.base.errors import SettingsError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel, wrap_model

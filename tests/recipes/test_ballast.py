@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.recipes.ballast import add_ballast
 
 transformers = pytest.importorskip("transformers")

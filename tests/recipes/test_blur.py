@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.recipes.blur import blur
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.recipes.commands import add_commands
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.recipes.checkpoint import read_checkpoint, read_decoder
 from ssd_serve.recipes.distil import Distilled, DistilRecipe, check_tokenizers, distil, export_distilled
 from ssd_serve.recipes.export import data_lines

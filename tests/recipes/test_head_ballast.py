@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.models.heads.eagle import OWN
 from ssd_serve.models.heads.load import head_config

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise
 from ssd_serve.recipes.processes import ALONE, TrainingProcess, joined_processes
 from ssd_serve.recipes.training import Phase, Recipe, Training, run

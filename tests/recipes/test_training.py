@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.errors import UserError
+from ssd_serve.base.errors import UserError
 from ssd_serve.recipes.data import Sampler
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise
 from ssd_serve.recipes.evaluation import evaluate_pair, scored_windows

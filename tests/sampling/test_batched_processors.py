@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.batched_processors import process_rows
 from ssd_serve.sampling.edits import Edits
 from ssd_serve.sampling.processors import TokenCounts, process

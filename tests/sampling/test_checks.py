@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from ssd_serve.errors import ContextLengthError, RequestError
-from ssd_serve.llm.sampling_params import SamplingParams
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.app.llm.sampling_params import SamplingParams
+from ssd_serve.base.errors import ContextLengthError, RequestError
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.checks import banned, check_prompt, encode, engine_parameters, output_limit
 from ssd_serve.sampling.fields import with_numbers
 from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range, Stage, at

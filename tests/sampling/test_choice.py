@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.choice import (
     lowest_argmax,
     lowest_argmax_on_device,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from ssd_serve.errors import GrammarError
+from ssd_serve.base.errors import GrammarError
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.messages import SamplingParameters
 from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.choice import only_allowed, sample

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.errors import CheckpointError
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.sampling.model_defaults import model_defaults
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as with_parameters
 
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.choice import Sampled, sample
 from ssd_serve.sampling.native.choosing import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows

@@ -6,8 +6,8 @@ import pytest
 import torch
 from msgspec.structs import asdict, replace
 
+from ssd_serve.base.messages import SamplingParameters, ThinkingBudget
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.messages import SamplingParameters, ThinkingBudget
 from ssd_serve.sampling.batched_processors import BATCHED, edited, process_rows
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.native.choosing import COMPILED, NativeChoice

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.messages import SamplingParameters
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.native.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows

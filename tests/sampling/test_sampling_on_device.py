@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.noise import integers_rows, integers_torch_rows, log_exponential
 from ssd_serve.sampling.noise_rows import NoiseRows

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.parameters import needs_counts, needs_processing
 from ssd_serve.sampling.processors import TextBefore, TokenCounts, keep_top_k, keep_top_p, process
 from tests.examples import examples

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.errors import GrammarError
-from ssd_serve.messages import SamplingParameters, ThinkingBudget
+from ssd_serve.base.errors import GrammarError
+from ssd_serve.base.messages import SamplingParameters, ThinkingBudget
 from ssd_serve.sampling.grammar import Masks
 from ssd_serve.sampling.thinking import ThinkingState, output_state
 from tests.counting_grammar import Counting, CountingGrammars, may_come

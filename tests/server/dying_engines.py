@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ssd_serve.cluster.channels.channel import SocketChannel
-from ssd_serve.errors import EngineDeadError
-from ssd_serve.messages import (
+from ssd_serve.transport.channel import SocketChannel
+from ssd_serve.base.errors import EngineDeadError
+from ssd_serve.base.messages import (
     Abort,
     Committed,
     Figures,

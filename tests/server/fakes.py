@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ssd_serve.cluster.channels.channel import SocketChannel
-from ssd_serve.draft_messages import PROTOCOL_VERSION, Message
-from ssd_serve.errors import RequestError
-from ssd_serve.messages import (
+from ssd_serve.transport.channel import SocketChannel
+from ssd_serve.base.draft_messages import PROTOCOL_VERSION, Message
+from ssd_serve.base.errors import RequestError
+from ssd_serve.base.messages import (
     Abort,
     AcceptanceHealth,
     Committed,

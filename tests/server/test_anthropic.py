@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, Script, say, tokens
 from tests.server.played_servers import House, open_house, post
 from tests.server.template_reader import TemplateReader

@@ -8,7 +8,7 @@ import pytest
 
 from ssd_serve.server.access.exposure import exposure_warnings
 from ssd_serve.server.access.tenants import Tenants
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import STATUS, say
 from tests.server.played_servers import House, open_house, post
 from tests.server.test_keys import ANNA, BEN, write

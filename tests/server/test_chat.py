@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import CONTEXT, END, Script, say, tokens
 from tests.server.played_servers import events, open_house, post
 from tests.server.template_reader import TemplateReader

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import READY, say
 from tests.server.played_servers import House, events, open_house
 
@@ -45,10 +45,10 @@ LIBRECHAT_CHAT: dict[str, Any] = {
 
 RECORDED: list[dict[str, Any]] = [
     asked
-    for software in json.loads((ROOT / "lab/results/clients.json").read_text())["software"]
+    for software in json.loads((ROOT / "tests/clients/results/clients.json").read_text())["software"]
     for asked in software.get("asked", [])
 ]
-"""By `python -m lab.clients openwebui`, which runs the program."""
+"""By `python -m tests.clients openwebui`, which runs the program."""
 CHATS = [asked["body"] for asked in RECORDED if asked["method"] == "POST"]
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ssd_serve.messages import Refused, Submit
-from ssd_serve.seeds import choice_seed
+from ssd_serve.base.messages import Refused, Submit
+from ssd_serve.base.seeds import choice_seed
 from tests.server.fakes import BEGIN, CONTEXT, END, OTHER_END, ByteTokenizer, Script, say, tokens
 from tests.server.played_servers import events, open_house, post
 

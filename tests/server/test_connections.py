@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.messages import Abort
+from ssd_serve.base.messages import Abort
 from ssd_serve.server.http.connections import Crowd
 from ssd_serve.server.http.door import max_connections
 from ssd_serve.server.limits import Limits
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import PATIENCE_S, say
 from tests.server.played_servers import Address, open_server
 from tests.server.test_tls import make_pair, trusting

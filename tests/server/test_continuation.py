@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.messages import Submit
+from ssd_serve.base.messages import Submit
 from tests.examples import examples
 from tests.server.fakes import END, Script, tokens
 from tests.server.played_servers import events, open_house, post

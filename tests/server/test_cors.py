@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
-from ssd_serve.errors import SettingsError
-from ssd_serve.settings import Settings
-from ssd_serve.settings_sources import resolve
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import resolve
 from tests.server.fakes import ByteTokenizer, say
 from tests.server.played_servers import House, open_house
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.draft_messages import PROTOCOL_VERSION, Heartbeat, Message
-from ssd_serve.errors import EngineDeadError, OverloadedError, RequestError
-from ssd_serve.messages import (
+from ssd_serve.base.draft_messages import PROTOCOL_VERSION, Heartbeat, Message
+from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError
+from ssd_serve.base.messages import (
     Abort,
     Choice,
     Committed,

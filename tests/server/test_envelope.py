@@ -8,7 +8,7 @@ from ssd_serve.server.errors import ApiError
 from ssd_serve.server.limits import MAX_UNKNOWN_FIELDS
 from ssd_serve.server.openai.envelope import HEADER, Envelope, names_of
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
 from tests.server.played_servers import open_house, post
 

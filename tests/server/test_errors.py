@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.messages import Refused
+from ssd_serve.base.messages import Refused
 from ssd_serve.server.limits import Limits
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import CONTEXT, END, VOCABULARY, ByteDetokenizer, ByteTokenizer, Script, say
 from tests.server.played_servers import House, open_house, post
 

@@ -8,9 +8,9 @@ from collections.abc import Generator
 
 import pytest
 
-from ssd_serve.logs import Bridge, Logger
+from ssd_serve.base.logs import Bridge, Logger
 from ssd_serve.server.http.request_ids import request_in_logs
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
 from tests.server.played_servers import open_house
 from tests.waiting import until

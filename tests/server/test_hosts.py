@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.middleware import Middleware
 
-from ssd_serve.errors import SettingsError
+from ssd_serve.base.errors import SettingsError
 from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, name_of
-from ssd_serve.settings import Settings
-from ssd_serve.settings_sources import resolve
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import resolve
 from tests.server.fakes import say
 from tests.server.played_servers import open_house
 

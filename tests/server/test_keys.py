@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.errors import SettingsError
+from ssd_serve.base.errors import SettingsError
 from ssd_serve.server.access.keys import Holder, Keyring, KeysFile, KnownKey, parse_keys, read_keys
 from tests.server.test_rates import Clock
 

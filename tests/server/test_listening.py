@@ -17,12 +17,12 @@ import openai
 import pytest
 
 from ssd_serve.bench.metrics_page import by_label
-from ssd_serve.http_port import listen
-from ssd_serve.messages import Abort, Submit
+from ssd_serve.server.http.http_port import listen
+from ssd_serve.base.messages import Abort, Submit
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.serving import build_server, heeded_signals
 from ssd_serve.server.limits import Limits
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
 from tests.server.played_servers import Address, open_server, wait_until_healthy
 
@@ -270,7 +270,7 @@ SERVING = """
 import socket
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.serving import serve
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import READY, ByteTokenizer, FakeEngine, channel_pair, say
 
 ours, theirs = channel_pair()

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 from tests.server.fakes import CONTEXT, READY, say
 from tests.server.played_servers import open_house, post
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ssd_serve.errors import OverloadedError
+from ssd_serve.base.errors import OverloadedError
 from ssd_serve.server.http.off_loop import OffLoop, Steps
 
 pytestmark = pytest.mark.anyio

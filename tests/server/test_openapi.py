@@ -8,10 +8,10 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from ssd_serve.messages import Refused
+from ssd_serve.base.messages import Refused
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.openai.openapi import OPERATIONS, Doors, build_document
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import ByteTokenizer, Script, say
 from tests.server.played_servers import House, open_house, open_server
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
 from tests.server.generating import generate_requests
 from tests.server.played_servers import open_server

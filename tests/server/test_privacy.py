@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.server.access.tenants import Tenants
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.dying_engines import House as MortalHouse
 from tests.server.fakes import FIGURES, FakeEngine, say
 from tests.server.played_servers import House, events, open_house, post

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from ssd_serve.errors import EngineDeadError
-from ssd_serve.messages import Finished, SamplingParameters
+from ssd_serve.base.errors import EngineDeadError
+from ssd_serve.base.messages import Finished, SamplingParameters
 from ssd_serve.server.engine.submitted import Interrupted
 from tests.server.dying_engines import Heard, House, begun, some
 from tests.server.fakes import channel_pair

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
 from tests.server.played_servers import open_house
 

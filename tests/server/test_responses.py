@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from openai import AsyncOpenAI
 
-from ssd_serve.messages import Submit
+from ssd_serve.base.messages import Submit
 from tests.server.fakes import END, Script, say, tokens
 from tests.server.played_servers import House, open_house, post
 from tests.server.template_reader import TemplateReader

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from ssd_serve.errors import EngineDeadError
-from ssd_serve.messages import Finished, SamplingParameters
+from ssd_serve.base.errors import EngineDeadError
+from ssd_serve.base.messages import Finished, SamplingParameters
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.event_channel import MessageChannel
 from ssd_serve.server.engine.submitted import Interrupted, Wanted

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from pydantic import TypeAdapter
 
 from ssd_serve.bench.metrics_page import metric
-from ssd_serve.messages import (
+from ssd_serve.base.messages import (
     Decided,
     Price,
     Progress,
@@ -22,7 +22,7 @@ from ssd_serve.messages import (
 from ssd_serve.server.information_models import Load
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import model_name
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import CONTEXT, FIGURES, READY, STATUS, say
 from tests.server.played_servers import House, open_house, post
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.messages import Abort
+from ssd_serve.base.messages import Abort
 from tests.server.fakes import say
 from tests.server.played_servers import open_house, post
 

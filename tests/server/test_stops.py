@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.messages import Abort, Finish
+from ssd_serve.base.messages import Abort, Finish
 from tests.server.fakes import END, Script, say, tokens
 from tests.server.played_servers import events, open_house, post
 

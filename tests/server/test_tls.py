@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ssd_serve.cli import main as cli
-from ssd_serve.errors import PermissionProblemError, SettingsError
+from ssd_serve.app.cli import main as cli
+from ssd_serve.base.errors import PermissionProblemError, SettingsError
 from ssd_serve.server.http.tls import tls_context
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
 from tests.server.played_servers import open_server
 

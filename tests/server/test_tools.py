@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.messages import ThinkingBudget
+from ssd_serve.base.messages import ThinkingBudget
 from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, ByteTokenizer, Script, say, tokens
 from tests.server.played_servers import events, open_house, post
 from tests.server.template_reader import TemplateReader

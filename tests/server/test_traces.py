@@ -11,10 +11,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from ssd_serve.errors import SettingsError
+from ssd_serve.base.errors import SettingsError
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import FIGURES, ByteTokenizer, say
 from tests.server.played_servers import open_house
 

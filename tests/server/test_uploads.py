@@ -9,7 +9,7 @@ import pytest
 
 from ssd_serve.server.bodies.uploads import Uploads
 from ssd_serve.server.limits import Limits
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
 from tests.server.played_servers import House, open_house, post
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.errors import EngineDeadError, SettingsError
-from ssd_serve.messages import Abort, Finish, Refused
+from ssd_serve.base.errors import EngineDeadError, SettingsError
+from ssd_serve.base.messages import Abort, Finish, Refused
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.workers.process import apply_for_work
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import STATUS, Script, say
 from tests.server.worker_crew import Crewed, open_crew, worker_ends
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from ssd_serve.cluster.channels.channel import Intake, SocketChannel
-from ssd_serve.front_messages import FromWorker, Hired, ToWorker
+from ssd_serve.transport.channel import Intake, SocketChannel
+from ssd_serve.server.workers.front_messages import FromWorker, Hired, ToWorker
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.interface import ServedEngine
 from ssd_serve.server.http.app import create_app
@@ -20,7 +20,7 @@ from ssd_serve.server.workers.hub import Hub
 from ssd_serve.server.workers.process import apply_for_work
 from ssd_serve.server.workers.relayed import RelayedEngine
 from ssd_serve.server.workers.seat import Post
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from tests.server.fakes import READY, ByteTokenizer, FakeEngine, Playwright, channel_pair
 
 SALT_SECRET = b"a secret of these tests"

@@ -92,7 +92,7 @@ class Pip:
 
     def _install(self, word: str, arguments: list[str]) -> bool:
         if "-e" in arguments:
-            write_package(self.site, "ssd-serve", "0.1.0", origin=Path(word).as_uri())
+            write_package(self.site, "ssd-serve", "0.2.0", origin=Path(word).as_uri())
             return True
         wanted = Requirement(word)
         version = wanted.url.partition("@v")[2] if wanted.url else self._best(wanted)

@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cluster.channels.framing import FrameWriter
-from ssd_serve.draft_messages import (
+from ssd_serve.transport.framing import FrameWriter
+from ssd_serve.base.draft_messages import (
     Close,
     Heartbeat,
     Message,
@@ -19,8 +19,8 @@ from ssd_serve.draft_messages import (
     Refusal,
     Resync,
 )
-from ssd_serve.messages import Abort, SamplingParameters, Submit
-from ssd_serve.seeds import mix
+from ssd_serve.base.messages import Abort, SamplingParameters, Submit
+from ssd_serve.base.seeds import mix
 from tests.fakes import HELLO, VOCABULARY
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 2**31, 2**53, 2**63 - 1, 2**64 - 1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Close,
     Open,
     Outcome,
@@ -20,10 +20,10 @@ from ssd_serve.draft_messages import (
     Resync,
 )
 from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.engine_settings import Mode
+from ssd_serve.base.engine_settings import Mode
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.logs import get_logger
-from ssd_serve.messages import (
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.messages import (
     Abort,
     Choice,
     Finish,
@@ -35,12 +35,12 @@ from ssd_serve.messages import (
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.choice import Sampled, sample
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.environment import Environment, MeasuredStart
 from ssd_serve.verifier.observer import Turn
-from ssd_serve.verifier.planning.cost import Timing
+from ssd_serve.base.cost import Timing
 from ssd_serve.verifier.replay.recording import SessionRecorder
 from tests.end_to_end.tiny_pair import write_pair
 

@@ -2,7 +2,7 @@
 
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.verifier.request import Request, accept, share
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 

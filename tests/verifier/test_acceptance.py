@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.replica import Replica
-from ssd_serve.depths import added, by_position
+from ssd_serve.base.depths import added, by_position
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Figures, SourceFigures
+from ssd_serve.base.messages import Figures, SourceFigures
 from ssd_serve.verifier.acceptance import Acceptance
 from ssd_serve.verifier.planning.growth import FixedSteps
 from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.cluster.channels.channel import Channel
-from ssd_serve.draft_messages import (
+from ssd_serve.transport.channel import Channel
+from ssd_serve.base.draft_messages import (
     Growth,
     Heartbeat,
     Message,
@@ -17,9 +17,9 @@ from ssd_serve.draft_messages import (
     Refusal,
     Resync,
 )
-from ssd_serve.errors import PairMismatchError, ProtocolError
-from ssd_serve.labels import LONGEST_LABEL, as_label, is_label
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.errors import PairMismatchError, ProtocolError
+from ssd_serve.base.labels import LONGEST_LABEL, as_label, is_label
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.verifier.drafts.admission import OTHERS, Admission, Bans
 from tests.fakes import HELLO, FakeClock
 from tests.verifier.drafter_house import OTHER, House, growth, of

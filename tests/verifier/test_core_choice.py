@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.verifier.planning.core_choice import CoreChoice
-from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
+from ssd_serve.base.cost import CostTable, Reading, Timing
 
 FEW_S, ALL_S = 0.010, 0.006
 

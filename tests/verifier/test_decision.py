@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.devices import Device
+from ssd_serve.base.devices import Device
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import (
+from ssd_serve.base.messages import (
     Price,
     SamplingParameters,
     Submit,
@@ -19,7 +19,7 @@ from ssd_serve.messages import (
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
+from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never

@@ -10,15 +10,15 @@ import pytest
 import torch
 from msgspec import structs
 
-from ssd_serve.engine_settings import Mode
+from ssd_serve.base.engine_settings import Mode
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.architectures.dense.decoder import DenseDecoder
 from ssd_serve.models.interface import Inputs, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.settings import Settings
+from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.planning import startup_benchmark
 from ssd_serve.verifier.request import Request

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Close,
     Heartbeat,
     Hello,
@@ -14,7 +14,7 @@ from ssd_serve.draft_messages import (
     Refusal,
     Resync,
 )
-from ssd_serve.errors import PairMismatchError
+from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.verifier.drafts.admission import check_hello
 from tests.fakes import HELLO
 from tests.verifier.drafter_house import OTHER, House, growth, of

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Close,
     Heartbeat,
     Open,

@@ -7,11 +7,11 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.draft_messages import Open, Outcome
+from ssd_serve.base.draft_messages import Open, Outcome
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import (
+from ssd_serve.base.messages import (
     Committed,
     Finished,
     Refused,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from ssd_serve.cluster.channels.channel import Intake, SocketChannel
-from ssd_serve.cluster.channels.shared_memory import PiecePlace, SharedReader
-from ssd_serve.draft_messages import (
+from ssd_serve.transport.channel import Intake, SocketChannel
+from ssd_serve.transport.shared_memory import PiecePlace, SharedReader
+from ssd_serve.base.draft_messages import (
     Features,
     Heartbeat,
     Message,
@@ -26,7 +26,7 @@ from ssd_serve.draft_messages import (
     SharedMemory,
 )
 from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS
-from ssd_serve.logs import get_logger
+from ssd_serve.base.logs import get_logger
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.drafts.feature_sender import FeatureSender
 from ssd_serve.verifier.drafts.liveness import Liveness

@@ -15,7 +15,7 @@ from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.cache.vectors import from_bytes
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     FINAL,
     Close,
     Features,
@@ -25,9 +25,9 @@ from ssd_serve.draft_messages import (
     Resync,
 )
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.errors import PairMismatchError
+from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.messages import Committed, SamplingParameters, Submit
+from ssd_serve.base.messages import Committed, SamplingParameters, Submit
 from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import Admission

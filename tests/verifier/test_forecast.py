@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.verifier.planning.cost import CostTable, HostCost, Timing
+from ssd_serve.base.cost import CostTable, HostCost, Timing
 from ssd_serve.verifier.planning.forecast import DecodingLoad, DraftStep, Rightness, forecast, with_reading
 from ssd_serve.verifier.planning.layout import Layout
 

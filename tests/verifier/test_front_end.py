@@ -5,8 +5,8 @@ import io
 from collections.abc import Sequence
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.logs import Logger
-from ssd_serve.messages import (
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.messages import (
     Abort,
     Choice,
     Finish,

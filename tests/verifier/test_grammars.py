@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import Refused, Submit, ThinkingBudget
+from ssd_serve.base.messages import Refused, Submit, ThinkingBudget
 from ssd_serve.verifier.engine import Engine
 from tests.counting_grammar import TIRED, Counting, CountingGrammars
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run

@@ -2,7 +2,7 @@
 
 from threading import Event
 
-from ssd_serve.messages import (
+from ssd_serve.base.messages import (
     Abort,
     Choice,
     Finish,

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.draft_messages import Heartbeat, Hello
+from ssd_serve.base.draft_messages import Heartbeat, Hello
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import WhenItPays
 from tests.examples import examples

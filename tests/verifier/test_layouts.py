@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.devices import Device
-from ssd_serve.draft_messages import (
+from ssd_serve.base.devices import Device
+from ssd_serve.base.draft_messages import (
     Close,
     Open,
     Outcome,
@@ -19,11 +19,11 @@ from ssd_serve.draft_messages import (
 )
 from ssd_serve.drafter.assembly import AssembledDrafter, assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.engine_settings import Mode
-from ssd_serve.settings import Settings
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.settings import Settings
 from ssd_serve.verifier import assembly
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.cost import CostTable, Timing
+from ssd_serve.base.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import FixedSteps
 from ssd_serve.verifier.planning.layout import Cores, Layout

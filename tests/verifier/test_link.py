@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Close,
     Growth,
     Message,
@@ -17,8 +17,8 @@ from ssd_serve.draft_messages import (
     Pause,
     Resync,
 )
-from ssd_serve.logs import get_logger
-from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.drafts.link import Knows, Link
 from ssd_serve.verifier.planning.layout import Layout

@@ -6,7 +6,7 @@ import pytest
 
 from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, memory_pair, seeded
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.draft_messages import (
+from ssd_serve.base.draft_messages import (
     Growth,
     Heartbeat,
     Hello,

@@ -4,11 +4,11 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.draft_messages import Hello
+from ssd_serve.base.draft_messages import Hello
 from ssd_serve.drafter.process import CoreAtWork, DrafterLoop
 from ssd_serve.drafter.verifier_connection import VerifierConnection
-from ssd_serve.logs import get_logger
-from ssd_serve.messages import Committed
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.messages import Committed
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import FixedSteps
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ssd_serve.messages import AcceptanceHealth
+from ssd_serve.base.messages import AcceptanceHealth
 from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
 
 

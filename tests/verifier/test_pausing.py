@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.draft_messages import Open, Outcome, Pause
+from ssd_serve.base.draft_messages import Open, Outcome, Pause
 from ssd_serve.verifier.planning.layout import Layout
 from tests.fakes import HELLO, VOCABULARY
 from tests.verifier.drafter_house import House, growth, make_request, of

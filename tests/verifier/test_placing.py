@@ -2,7 +2,7 @@
 
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.planning.cost import CostTable, Reading, Timing
+from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import Never
 from ssd_serve.verifier.planning.layout import Layout

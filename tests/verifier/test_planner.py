@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.devices import Device
-from ssd_serve.draft_messages import Hello
+from ssd_serve.base.devices import Device
+from ssd_serve.base.draft_messages import Hello
 from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.planning.cost import CostTable, HostCost, Reading, Timing
+from ssd_serve.base.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.verifier.planning.governor import Governor
 from ssd_serve.verifier.planning.growth import Never
 from ssd_serve.verifier.planning.layout import Cores, Layout

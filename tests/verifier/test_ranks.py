@@ -3,10 +3,10 @@ memory."""
 
 import pytest
 
-from ssd_serve.cluster.channels.rank_sockets import Leader
-from ssd_serve.engine_settings import EMBEDDED, Mode
-from ssd_serve.errors import MemoryShortError
-from ssd_serve.settings import Settings
+from ssd_serve.transport.rank_sockets import Leader
+from ssd_serve.base.engine_settings import EMBEDDED, Mode
+from ssd_serve.base.errors import MemoryShortError
+from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.ranks import LeadingRank
 

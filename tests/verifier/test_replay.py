@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.cli.main import main
-from ssd_serve.cli.replay import find_session, read_header
-from ssd_serve.errors import PermissionProblemError, RecordingError
-from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.app.cli.main import main
+from ssd_serve.app.cli.replay import find_session, read_header
+from ssd_serve.base.errors import PermissionProblemError, RecordingError
+from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.replay.recording import SessionRecorder, recorded_bytes, session_recorder

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import (
+from ssd_serve.base.messages import (
     Committed,
     Finished,
     SamplingParameters,

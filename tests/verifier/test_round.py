@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.messages import SamplingParameters, Submit
+from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.verifier.request import accept, share
 from ssd_serve.verifier.round import RequestStep, TreeRows, Walk
 from ssd_serve.verifier.scheduler import ScheduledChunk

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.messages import (
+from ssd_serve.base.messages import (
     Choice,
     Refused,
     SamplingParameters,

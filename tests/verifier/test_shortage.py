@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.errors import DeviceMemoryError
+from ssd_serve.base.errors import DeviceMemoryError
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.models.memory import within_memory

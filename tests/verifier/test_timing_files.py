@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.logs import get_logger
-from ssd_serve.verifier.planning.cost import Timing
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.cost import Timing
 from ssd_serve.verifier.planning.timing_files import GainFile, TimingFiles
 
 MEASURED = [Timing(1, 128, 0.010), Timing(16, 128, 0.020), Timing(1, 1024, 0.012)]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ssd_serve.app.cli.main import main
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.load import run
 from ssd_serve.bench.load.plot import Panel, plot
 from ssd_serve.bench.load.report import load_plot, load_tables
-from ssd_serve.cli.main import main
-from ssd_serve.errors import UserError
 
 BEGIN, END = "<!-- load:begin -->", "<!-- load:end -->"
 

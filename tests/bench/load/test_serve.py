@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from ssd_serve.app.cli.main import main
+from ssd_serve.base.errors import SsdError, UserError
 from ssd_serve.bench.load.arrivals import arrival_times
 from ssd_serve.bench.load.client import Endpoint as Api
 from ssd_serve.bench.load.serve import ServePlan, as_requests, run_serve, serve_table
-from ssd_serve.cli.main import main
-from ssd_serve.errors import SsdError, UserError
 from tests.bench.load.endpoint import Endpoint, listening
 
 SLACK_MS = 1000.0

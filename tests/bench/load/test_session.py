@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.errors import SsdError, UserError
+from ssd_serve.base.settings import Settings
 from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.journal import OutOfTimeError, TimeGiven
 from ssd_serve.bench.load.client import Endpoint, LoadClient, LoadRequest
@@ -23,8 +25,6 @@ from ssd_serve.bench.load.statistics import GoodLimits
 from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.load.traffic import OpenLoop
 from ssd_serve.bench.prompts import Prompt
-from ssd_serve.errors import SsdError, UserError
-from ssd_serve.settings import Settings
 from tests.bench.load.fakes import FakeApi
 
 PLAN = LoadPlan(

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from ssd_serve.base.errors import SsdError, UserError
 from ssd_serve.bench.completions import Speculation
 from ssd_serve.bench.load.client import Answer, Endpoint, LoadClient, LoadRequest
 from ssd_serve.bench.load.requests import Mix, RequestMaker
 from ssd_serve.bench.load.sets import Sets, candidate_sets, choose
 from ssd_serve.bench.load.trace import Arrival
 from ssd_serve.bench.load.traffic import OpenLoop
-from ssd_serve.errors import SsdError, UserError
 from tests.bench.load.test_session import PLAN, POOL
 
 FINE, LOOP = tuple(range(48)), (1, 2, 3) * 16

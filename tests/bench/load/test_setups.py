@@ -2,18 +2,18 @@
 
 import pytest
 
+from ssd_serve.app.cli.flags import given_flags
+from ssd_serve.app.cli.main import build_parser
+from ssd_serve.base.devices import Device, Machine
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import UserError
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import resolve
 from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.load.groups import ALL, SAME
 from ssd_serve.bench.load.servers import serve_flags
 from ssd_serve.bench.load.setups import setups
-from ssd_serve.cli.flags import given_flags
-from ssd_serve.cli.main import build_parser
 from ssd_serve.cluster.placement import place
-from ssd_serve.devices import Device, Machine
-from ssd_serve.engine_settings import Mode
-from ssd_serve.errors import UserError
-from ssd_serve.settings import Settings
-from ssd_serve.settings_sources import resolve
 
 MODES = ("ar", "sd", "ssd", "auto")
 EMULATED = emulating("mi300x-70b-1b")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.load.trace import Arrival, fit, read_trace
-from ssd_serve.errors import UserError
 
 HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.load.trace_report import trace_table
-from ssd_serve.errors import UserError
 from tests.bench.load.test_report import RESULT, row
 
 

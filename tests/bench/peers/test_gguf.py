@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.peers.gguf_file import gguf_name, interleaved, write_gguf
-from ssd_serve.errors import UserError
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.recipes.checkpoint import read_checkpoint
 from tests.end_to_end.tiny_pair import END, write_pair

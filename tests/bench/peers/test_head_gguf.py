@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.peers.gguf_file import interleaved
 from ssd_serve.bench.peers.head_gguf import write_head_gguf
-from ssd_serve.errors import UserError
 from ssd_serve.recipes.checkpoint import read_checkpoint, write_json
 from ssd_serve.recipes.decoder import Shape
 from ssd_serve.recipes.eagle3 import TrainedHead

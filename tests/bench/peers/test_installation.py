@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.app.cli.main import main
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.peers import installation, vllm_mending
 from ssd_serve.bench.peers.installation import INSTALLABLE, install, installed, program, steps
 from ssd_serve.bench.peers.ways import LLAMA, VLLM
-from ssd_serve.cli.main import main
-from ssd_serve.errors import UserError
 
 
 @pytest.mark.parametrize("engine", INSTALLABLE)

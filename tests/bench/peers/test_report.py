@@ -9,13 +9,13 @@ import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.patches import Rectangle
 
+from ssd_serve.app.cli.main import main
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.peers.chart import bar_chart, plot
 from ssd_serve.bench.peers.client import Sample
 from ssd_serve.bench.peers.figures import Answers, ratios, row
 from ssd_serve.bench.peers.report import markdown
 from ssd_serve.bench.peers.ways import DRAFT, LLAMA, OURS, PLAIN, Way
-from ssd_serve.cli.main import main
-from ssd_serve.errors import UserError
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 

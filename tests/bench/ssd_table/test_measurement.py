@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from ssd_serve.base.devices import Machine
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import UserError
+from ssd_serve.base.settings import Settings
 from ssd_serve.bench.completions import Speculation
 from ssd_serve.bench.load.client import Answer
 from ssd_serve.bench.ssd_table.measurement import (
@@ -19,10 +23,6 @@ from ssd_serve.bench.ssd_table.measurement import (
 from ssd_serve.bench.ssd_table.published import AMD, TABLE
 from ssd_serve.bench.ssd_table.report import ssd_tables
 from ssd_serve.cluster.placement import place
-from ssd_serve.devices import Machine
-from ssd_serve.engine_settings import Mode
-from ssd_serve.errors import UserError
-from ssd_serve.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 
 PLAIN, SYNC, SSD = (RankedWay(mode, 1) for mode in (Mode.AR, Mode.SD, Mode.SSD))

@@ -9,7 +9,7 @@ from ssd_serve.drafter.lookup.shared import SharedTexts
 from ssd_serve.drafter.lookup.source import LookupSource
 from ssd_serve.drafter.lookup.text import NOTHING, Tokens
 from ssd_serve.drafter.sources.contract import NodeRequest, Subtree
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 
 
 def ids(*tokens: int) -> Tokens:

@@ -8,7 +8,7 @@ import pytest
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.lookup.source import LookupSource
 from ssd_serve.drafter.sources.contract import Branch, NodeRequest
-from ssd_serve.messages import SamplingParameters
+from ssd_serve.base.messages import SamplingParameters
 
 
 def source(text: Sequence[int], fan_out: int = 3, temperature: float = 0.0) -> LookupSource:

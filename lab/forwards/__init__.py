@@ -1,1 +1,0 @@
-"""What forwards of well-known models take on a GPU that is here, beside what its data sheet says."""

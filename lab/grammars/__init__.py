@@ -1,1 +1,0 @@
-"""Two libraries that hold outputs to grammars, on the same schemas and the same texts."""

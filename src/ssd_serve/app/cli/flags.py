@@ -1,0 +1,161 @@
+"""Settings as command-line flags, and a parser that explains what it does not know.
+
+Every field of `Settings` becomes a flag; commands of other rooms may add them to their parsers too.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from ssd_serve.base.engine_settings import EngineSettings
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.front_settings import FrontSettings
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import flag_name, resolve, successor, suggestion
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
+"""What commands are added to; argparse has no public name for it."""
+
+_PREFIX = "setting_"
+"""Keeps settings apart from other arguments of the same name."""
+_GROUPS: dict[str, type[BaseSettings]] = {
+    "models, devices and speculation": EngineSettings,
+    "front end": FrontSettings,
+    "processes": Settings,
+}
+ALIASES: dict[str, tuple[str, ...]] = {
+    "target": ("-m", "--model"),
+    "draft": ("-md", "--model-draft", "--speculative-model"),
+    "tensor_parallel": ("-tp", "--tensor-parallel-size"),
+    "context": ("-c", "--ctx-size", "--max-model-len"),
+    "api_workers": ("--api-server-count",),
+    "max_running": ("-np", "--parallel", "--max-num-seqs"),
+    "prefill_chunk": ("-ub", "--ubatch-size"),
+    "draft_device": ("-devd", "--device-draft"),
+    "served_model_name": ("-a", "--alias"),
+    "prefix_cache": ("--enable-prefix-caching",),
+    "root_path": ("--api-prefix",),
+    "tls_certificate": ("--ssl-cert-file", "--ssl-certfile"),
+    "tls_key": ("--ssl-key-file", "--ssl-keyfile"),
+    "tool_parser": ("--tool-call-parser",),
+}
+"""Names that vLLM's and llama.cpp's users type for the same."""
+
+
+class Parser(argparse.ArgumentParser):
+    """No abbreviations; mistakes are `SettingsError`s with a suggestion instead of an exit.
+
+    `fill` adds its arguments when they are asked for the first time.
+    """
+
+    def __init__(self, fill: "Callable[[Parser], None] | None" = None, **options: Any) -> None:
+        options.setdefault("allow_abbrev", False)
+        super().__init__(**options)
+        self._fill = fill
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Refuse what is unknown here already: this parser knows which flags were possible."""
+        self._filled()
+        known, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                name = word.partition("=")[0]
+                hint = successor(name, flag_name) or suggestion(name, self._option_string_actions)
+                raise SettingsError(f"the flag {name} is unknown{hint} (`{self.prog} --help` lists all)")
+        if unknown:
+            raise SettingsError(f"the argument '{unknown[0]}' is one too many (`{self.prog} --help`)")
+        return known, unknown
+
+    @property
+    def words(self) -> list[str]:
+        """Its long flags, and the words that may follow it."""
+        self._filled()
+        flags = [each for each in self._option_string_actions if each.startswith("--")]
+        return flags + [
+            str(word)
+            for action in self._actions
+            if not action.option_strings and action.choices
+            for word in action.choices
+        ]
+
+    def _filled(self) -> None:
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse found wrong, as an error of ours."""
+        raise SettingsError(f"{message} (`{self.prog} --help` explains)")
+
+
+def add_settings_flags(
+    parser: argparse.ArgumentParser, leave_out: Sequence[str] = (), others: bool = False
+) -> None:
+    """A flag for every setting, without values of its own: what is not given comes from variables. `others`:
+    also by the names that other servers have for it, and from a file."""
+    if others:
+        parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, below variables")
+    for title, kind in _GROUPS.items():
+        group = parser.add_argument_group(f"{title} (each is also a variable SSD_<NAME>)")
+        for name in _own_fields(kind):
+            if name not in leave_out:
+                _add_flag(group, name, Settings.model_fields[name], ALIASES.get(name, ()) if others else ())
+
+
+def _own_fields(kind: type[BaseSettings]) -> list[str]:
+    """The settings that a class adds to those of its bases."""
+    inherited = {name for base in kind.__bases__ for name in getattr(base, "model_fields", {})}
+    return [name for name in kind.model_fields if name not in inherited]
+
+
+def _add_flag(group: Any, name: str, field: FieldInfo, aliases: Sequence[str]) -> None:
+    text = (field.description or "").replace("%", "%%")
+    if field.default is not None and field.default != "":
+        usual = field.default.value if isinstance(field.default, Enum) else field.default
+        text += f" ({str(usual).lower() if isinstance(usual, bool) else usual})"
+    how: dict[str, Any] = {"dest": _PREFIX + name, "default": argparse.SUPPRESS, "help": text}
+    if field.annotation is bool:
+        group.add_argument(flag_name(name), *aliases, action=argparse.BooleanOptionalAction, **how)
+    else:
+        group.add_argument(flag_name(name), *aliases, metavar=_metavar(field.annotation), **how)
+
+
+def _metavar(annotation: Any) -> str:
+    """What a value looks like: its choices, or a word for its type."""
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    if all(isinstance(kind, str) for kind in kinds):  # a Literal
+        return "{" + ",".join(kind or "''" for kind in kinds) + "}"
+    kind = kinds[0]
+    if get_origin(kind) is Literal:
+        return _metavar(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "{" + ",".join(str(each.value) for each in kind) + "}"
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
+
+
+def given_config(args: argparse.Namespace) -> dict[str, object]:
+    """The settings of the file that was named, if one was."""
+    from ssd_serve.base.config_file import read_config
+
+    return {} if args.config is None else read_config(args.config)
+
+
+def given_flags(args: argparse.Namespace) -> dict[str, object]:
+    """The settings that were given as flags, by field name."""
+    given: dict[str, object] = {}
+    for name, value in vars(args).items():
+        if name.startswith(_PREFIX):
+            given[name.removeprefix(_PREFIX)] = value
+    return given
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """Settings of a command whose parser has the settings' flags."""
+    return resolve(given_flags(args))

@@ -1,0 +1,141 @@
+"""`ssd generate`: one text, continued in the terminal.
+
+Knows flags and how to print; nothing of how tokens come about.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ssd_serve.app.llm.llm import LLM
+from ssd_serve.app.llm.outputs import Output
+from ssd_serve.app.llm.sampling_params import SamplingParams
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import RequestError, SettingsError
+from ssd_serve.base.messages import Ready
+from ssd_serve.base.seeds import MASK64
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.terminal import ProgressLine
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What a user wants generated: the prompt and how to choose. None: as the model asks for it."""
+
+    text: str
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+
+    def check(self) -> None:
+        """A clear error for a value that cannot be meant. Call it before anything is loaded."""
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise SettingsError("--temperature must be 0 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise SettingsError("--top-p must be above 0 and at most 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise SettingsError("--min-p must be from 0 to 1")
+        if self.top_k is not None and self.top_k < 0:
+            raise SettingsError("--top-k must be 0 (off) or more")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise SettingsError("--max-tokens must be at least 1")
+        if self.seed is not None and not 0 <= self.seed <= MASK64:
+            raise SettingsError("--seed must be from 0 to 2^64 - 1")
+        with told_as_flags():
+            self.params()
+
+    def params(self, usual: SamplingParams | None = None) -> SamplingParams:
+        """The same, without the text; what is not given is as `usual`."""
+        given = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+        }
+        named = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams.model_validate({**(dict(usual or SamplingParams())), **named})
+
+
+@contextmanager
+def told_as_flags() -> Generator[None]:
+    """What is wrong with a request, in the words of the command line."""
+    try:
+        yield
+    except RequestError as error:
+        flag = "the text" if error.field == "prompt" else f"--{error.field.replace('_', '-')}"
+        raise SettingsError(flag + str(error).removeprefix(error.field)) from error
+
+
+def run_generate(settings: Settings, wish: GenerateOptions, *, as_json: bool) -> int:
+    """Start an engine, generate, print, end it."""
+    wish.check()
+    line = ProgressLine()
+    with told_as_flags(), LLM.of(settings, line.show) as llm:
+        params = wish.params(llm.get_default_sampling_params())
+        line.clear()
+        for piece in llm.stream(wish.text, params):
+            if not as_json:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            if piece.output is not None:
+                told = json.dumps(report(piece.output, llm.ready))
+                print(told if as_json else f"\n{summary(piece.output, llm.ready)}")
+    return 0
+
+
+def report(output: Output, ready: Ready) -> dict[str, object]:
+    """The object that `--json` prints."""
+    figures = output.figures
+    # The first token comes with the last chunk of the prompt, which does not count as a round.
+    in_rounds = figures.tokens - output.first_tokens
+    speculates = ready.mode != Mode.AR.value
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "seed": output.seed,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "mode": ready.mode,
+        "target": ready.target,
+        "target_device": ready.target_device,
+        "draft_device": ready.draft_device or None,
+        "tokens_per_s": _rounded(output.tokens_per_s),
+        "first_token_s": _rounded(output.first_token_s),
+        "tokens_per_round": _rounded(_ratio(in_rounds, figures.rounds)),
+        "acceptance": _rounded(_ratio(figures.accepted, figures.drafted)),
+        "hit_rate": _rounded(_ratio(figures.hits, figures.hits + figures.misses)) if speculates else None,
+        "rounds": figures.rounds,
+        "drafted": figures.drafted,
+        "accepted": figures.accepted,
+    }
+
+
+def summary(output: Output, ready: Ready) -> str:
+    """The line that ends the output in a terminal."""
+    told = report(output, ready)
+    parts = [f"{len(output.token_ids)} tokens", f"mode {ready.mode}", f"seed {output.seed}"]
+    for name, unit in (
+        ("tokens_per_s", "tokens/s"),
+        ("tokens_per_round", "tokens a round"),
+        ("acceptance", "acceptance"),
+        ("hit_rate", "hit rate"),
+    ):
+        value = told[name]
+        parts.append(f"{value} {unit}" if name.startswith("tokens") else f"{unit} {value}")
+    return "[" + ", ".join(part for part in parts if "None" not in part) + "]"
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

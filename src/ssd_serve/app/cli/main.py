@@ -1,0 +1,371 @@
+"""The command line `ssd`: which commands there are, and how errors end it.
+
+Each command's work lives where its subject lives; nothing heavy is imported before a command runs.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from ssd_serve.app.cli.completion import SHELLS, completion
+from ssd_serve.app.cli.draft import add_draft
+from ssd_serve.app.cli.flags import Commands, Parser, add_settings_flags, given_config, given_flags
+from ssd_serve.app.cli.replay_command import add_replay
+from ssd_serve.app.doctor.command import add_doctor, add_report
+from ssd_serve.app.plan.command import add_plan
+from ssd_serve.base.errors import (
+    CheckpointError,
+    DeviceHangError,
+    EngineDeadError,
+    HubError,
+    MemoryShortError,
+    NoGpuError,
+    PairMismatchError,
+    PermissionProblemError,
+    PortInUseError,
+    ProtocolError,
+    SettingsError,
+    SsdError,
+)
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import Origin, flag_name, origins, resolve, suggestion
+from ssd_serve.base.version import __version__
+
+if TYPE_CHECKING:
+    from ssd_serve.app.cli.generate import GenerateOptions
+
+INTERRUPTED = 130
+HUNG_UP = 129
+TERMINATED = 143
+EXIT_CODES: tuple[tuple[int, str], ...] = (
+    (0, "done; a server ended as it was told to, also where SSD_DRAIN_SECONDS cut requests off"),
+    (SsdError.exit_code, "an error that has no code of its own"),
+    (SettingsError.exit_code, "a setting, flag, variable or argument is wrong"),
+    (PortInUseError.exit_code, "the HTTP port is taken by another process"),
+    (PermissionProblemError.exit_code, "a folder, file or port may not be used by this user"),
+    (MemoryShortError.exit_code, "weights and caches would not fit into memory"),
+    (CheckpointError.exit_code, "a model is missing, damaged, half downloaded or of an unknown kind"),
+    (HubError.exit_code, "a download from the model hub was refused or failed"),
+    (PairMismatchError.exit_code, "draft and target cannot work together"),
+    (NoGpuError.exit_code, "the machine has a GPU that torch cannot use"),
+    (EngineDeadError.exit_code, "the verifier process died"),
+    (ProtocolError.exit_code, "a process received a message that does not fit the protocol"),
+    (DeviceHangError.exit_code, "a GPU did not end a forward in time"),
+    (HUNG_UP, "ended by SIGHUP, a closed terminal, while models were loaded"),
+    (INTERRUPTED, "interrupted with Ctrl-C"),
+    (TERMINATED, "ended by SIGTERM while models were loaded"),
+)
+_OTHER_ROOMS = {
+    "bench": ("ssd_serve.bench.commands", "measure: modes, kernels, losslessness"),
+    "recipe": ("ssd_serve.recipes.commands", "make models: train the embedded pair, add ballast, evaluate"),
+}
+"""Commands of rooms that no server needs: a module, imported when it is called, and a line of help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def run() -> int:
+        args = build_parser().parse_args(arguments)
+        code: int = args.run(args)
+        return code
+
+    return exit_code(run, "ssd")
+
+
+def exit_code(run: Callable[[], int], name: str) -> int:
+    """What `run` returns, or the code of the error that ends it, told on stderr in the name of `name`."""
+    try:
+        code = run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`ssd settings | head`); Python would complain once more at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except SsdError as error:
+        if not getattr(error, "explained", False):
+            print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    return code
+
+
+def build_parser() -> Parser:
+    """All commands of `ssd`."""
+    parser = _Root(
+        prog="ssd",
+        description="An inference server for large language models that speculates while it verifies.",
+        epilog="exit codes:\n" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ssd {__version__}")
+    commands = cast(Commands, parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=Parser))
+    parser.set_defaults(run=lambda _args: _no_command(parser))
+    _add_serve(commands)
+    _add_chat(commands)
+    _add_generate(commands)
+    _add_pull(commands)
+    add_draft(commands)
+    _add_settings(commands)
+    add_plan(commands)
+    add_doctor(commands)
+    add_report(commands)
+    add_replay(commands)
+    _add_version(commands)
+    _add_completion(commands)
+    for name, (module, text) in _OTHER_ROOMS.items():
+        commands.add_parser(name, help=text, fill=partial(_fill, module))
+    _add_worker(commands)
+    parser.command_names = _shown(commands)
+    return parser
+
+
+def _shown(commands: Commands) -> list[str]:
+    """The commands that people may call."""
+    return [name for name in commands.choices if name != "worker"]
+
+
+class _Root(Parser):
+    """The parser of the first word: argparse's own complaint would list hidden commands."""
+
+    command_names: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Name the nearest command when the first word is none."""
+        first: str = args[0] if args else "-"
+        if not first.startswith("-") and first not in (*self.command_names, "worker"):
+            hint = suggestion(first, self.command_names) or f"; there are {', '.join(self.command_names)}"
+            raise SettingsError(f"the command '{first}' is unknown{hint}")
+        return super().parse_known_args(args, namespace)
+
+
+def _fill(module: str, parser: argparse.ArgumentParser) -> None:
+    """Add what comes after the word whose commands this module holds."""
+    import_module(module).add_commands(parser)
+
+
+def _no_command(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return SettingsError.exit_code
+
+
+def _add_serve(commands: Commands) -> None:
+    parser = commands.add_parser("serve", help="serve a model over HTTP, OpenAI-compatible")
+    _add_models(parser)
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_serve)
+
+
+def _add_generate(commands: Commands) -> None:
+    parser = commands.add_parser("generate", help="continue one text in the terminal")
+    parser.add_argument("text", help="the text to continue; - reads it from stdin")
+    _add_choice(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, nothing else")
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_generate)
+
+
+def _add_chat(commands: Commands) -> None:
+    parser = commands.add_parser("chat", help="talk with a model in the terminal")
+    _add_models(parser)
+    _add_choice(parser)
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_chat)
+
+
+def _add_pull(commands: Commands) -> None:
+    parser = commands.add_parser("pull", help="download a model, so that a server finds it here")
+    parser.add_argument("model", metavar="MODEL", help="a hub id, or a state of it as owner/name@revision")
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_pull)
+
+
+def _add_version(commands: Commands) -> None:
+    parser = commands.add_parser("version", help="the version, and with --full all that a report needs")
+    parser.add_argument("--full", action="store_true", help="also of what it runs on, as JSON")
+    parser.set_defaults(run=_run_version)
+
+
+def _add_completion(commands: Commands) -> None:
+    parser = commands.add_parser("completion", help="a script that completes words in a shell")
+    parser.add_argument("shell", choices=SHELLS, help='for bash: eval "$(ssd completion bash)"')
+
+    def run(args: argparse.Namespace) -> int:
+        parsers = {name: commands.choices[name] for name in _shown(commands)}
+        print(
+            completion(args.shell, {name: cast(Parser, each).words for name, each in parsers.items()}), end=""
+        )
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    """The models as words without flags; see `_settings_of_models`."""
+    parser.add_argument("model", nargs="?", metavar="TARGET", help="the same as --target")
+    parser.add_argument("draft", nargs="?", metavar="DRAFT", help="the same as --draft")
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen."""
+    parser.add_argument("--temperature", type=float, help="0: always the best token (the model's, or 1.0)")
+    parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens only")
+    parser.add_argument("--top-p", type=float, help="sample from this much probability only")
+    parser.add_argument("--min-p", type=float, help="drop tokens below this share of the best")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same text (a random one)")
+    parser.add_argument("--max-tokens", type=int, help="most new tokens (the model's, or 128)")
+
+
+def _add_settings(commands: Commands) -> None:
+    parser = commands.add_parser("settings", help="print all settings and where they come from")
+    style = parser.add_mutually_exclusive_group()
+    style.add_argument("--json", action="store_true", help="as JSON")
+    style.add_argument("--markdown", action="store_true", help="the values as a Markdown table")
+    style.add_argument("--env", action="store_true", help="as a .env file, for containers")
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_settings)
+
+
+def _add_worker(commands: Commands) -> None:
+    """Hidden: without `help` a command is not listed. Started by the launcher alone."""
+    parser = commands.add_parser("worker")
+    roles = parser.add_subparsers(required=True, metavar="ROLE")
+    verifier = roles.add_parser("verifier")
+    verifier.add_argument("server_socket")
+    verifier.add_argument("drafter_socket")
+    verifier.add_argument("ranks_folder")
+    verifier.set_defaults(run=_run_verifier)
+    rank = roles.add_parser("rank")
+    rank.add_argument("rank", type=int)
+    rank.add_argument("ranks_folder")
+    rank.set_defaults(run=_run_rank)
+    drafter = roles.add_parser("drafter")
+    drafter.add_argument("name")
+    drafter.add_argument("drafter_socket")
+    drafter.set_defaults(run=_run_drafter)
+    api = roles.add_parser("api")
+    api.add_argument("name")
+    api.add_argument("workers_socket")
+    api.set_defaults(run=_run_api)
+
+
+def _run_serve(args: argparse.Namespace) -> int:
+    from ssd_serve.app.cli.serve import run_serve
+
+    return run_serve(_settings_of_models(args))
+
+
+def _settings_of_models(args: argparse.Namespace) -> Settings:
+    """Settings of a command whose first words may be the target and the draft."""
+    flags = given_flags(args)
+    for name, word in (("target", args.model), ("draft", args.draft)):
+        if word is not None:
+            if flags.get(name, word) != word:
+                raise SettingsError(f"the {name} is given twice: {word} and {flag_name(name)}")
+            flags[name] = word
+    return resolve(flags, config=given_config(args))
+
+
+def _run_chat(args: argparse.Namespace) -> int:
+    from ssd_serve.app.cli.chat import run_chat
+
+    return run_chat(_settings_of_models(args), _choice(args, ""))
+
+
+def _run_pull(args: argparse.Namespace) -> int:
+    from ssd_serve.base.terminal import ProgressLine
+    from ssd_serve.models.hub import find_model
+
+    line = ProgressLine()
+    settings = resolve(given_flags(args), config=given_config(args))
+    folder = find_model(settings, args.model, "target", report=line.show)
+    line.clear()
+    print(folder)
+    return 0
+
+
+def _run_version(args: argparse.Namespace) -> int:
+    if not args.full:
+        print(f"ssd {__version__}")
+        return 0
+    from ssd_serve.app.cli.version import full_version
+
+    print(json.dumps(full_version(), indent=2))
+    return 0
+
+
+def _run_generate(args: argparse.Namespace) -> int:
+    from ssd_serve.app.cli.generate import run_generate
+
+    wish = _choice(args, sys.stdin.read() if args.text == "-" else args.text)
+    return run_generate(resolve(given_flags(args), config=given_config(args)), wish, as_json=args.json)
+
+
+def _choice(args: argparse.Namespace, text: str) -> "GenerateOptions":
+    from ssd_serve.app.cli.generate import GenerateOptions
+
+    return GenerateOptions(
+        text=text,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+    )
+
+
+def _run_settings(args: argparse.Namespace) -> int:
+    from ssd_serve.app.cli.settings_table import as_env, as_json, as_markdown, as_table
+
+    flags, config = given_flags(args), given_config(args)
+    rows: list[Origin] = origins(resolve(flags, config=config), flags, config)
+    chosen = ((args.json, as_json), (args.markdown, as_markdown), (args.env, as_env), (True, as_table))
+    print(next(style for wanted, style in chosen if wanted)(rows))
+    return 0
+
+
+def _run_verifier(args: argparse.Namespace) -> int:
+    from ssd_serve.cluster.worker import leave_worker, run_verifier
+
+    try:
+        return run_verifier(args.server_socket, args.drafter_socket, args.ranks_folder)
+    except SsdError as error:
+        return leave_worker("verifier", error)
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    from ssd_serve.cluster.worker import leave_worker, run_rank
+
+    try:
+        return run_rank(args.rank, args.ranks_folder)
+    except SsdError as error:
+        return leave_worker(f"rank-{args.rank}", error)
+
+
+def _run_api(args: argparse.Namespace) -> int:
+    from ssd_serve.cluster.worker import leave_worker
+    from ssd_serve.server.workers.process import run_api
+
+    try:
+        return run_api(args.name, args.workers_socket)
+    except SsdError as error:
+        return leave_worker(args.name, error)
+
+
+def _run_drafter(args: argparse.Namespace) -> int:
+    from ssd_serve.cluster.worker import leave_worker, run_drafter
+
+    try:
+        return run_drafter(args.name, args.drafter_socket)
+    except SsdError as error:
+        return leave_worker(args.name, error)

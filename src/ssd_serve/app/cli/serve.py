@@ -1,0 +1,202 @@
+"""`ssd serve`: the port, the processes, the HTTP server, and what ends them, put together.
+
+Knows who has to start in which order; the parts know their work.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import setproctitle
+from rich.console import Console
+
+from ssd_serve.app.find_models import find_models
+from ssd_serve.base.descriptors import raise_descriptor_limit
+from ssd_serve.base.devices import pin_cores
+from ssd_serve.base.errors import EngineDeadError
+from ssd_serve.base.logs import carry_library_logs, get_logger
+from ssd_serve.base.memory import settle_memory
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import refuse_empty_keys
+from ssd_serve.base.terminal import ProgressLine
+from ssd_serve.cluster.engines import start_engine, usable_machine
+from ssd_serve.cluster.running import RunningEngine
+from ssd_serve.cluster.supervision.supervisor import Supervisor
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.server.access.exposure import exposure_warnings
+from ssd_serve.server.access.hosts import allowed_hosts
+from ssd_serve.server.banner import show_banner
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.http.door import max_connections
+from ssd_serve.server.http.http_port import listen_all, listens_alone
+from ssd_serve.server.http.request_ids import request_in_logs
+from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, heeded_signals
+from ssd_serve.server.http.tls import tls_context
+from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
+from ssd_serve.server.workers.crew import Crew
+from ssd_serve.transport.channel import Channel
+
+_LOOK_EVERY_S = 0.1
+_FAREWELL_S = 0.5
+"""Between the engine's death and the server's: time for running requests to be told."""
+_COMES_BACK_S = math.inf
+"""The launcher says sooner when no engine will come back."""
+_LEAVES_WITHIN_S = 20.0
+"""What holds an end up for longer is left behind: threads that download wait for the end of their file."""
+
+
+class ServingClient(EngineClient):
+    """Gets the next engine from the launcher, and tells it that the end is meant, when it is."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            reconnect=lambda: self._started().connect(_COMES_BACK_S),
+            on_ready=lambda: self._started().target_is_ready(),
+            on_silence=lambda silent_s: self._started().suspect_verifier(silent_s),
+            on_explained=lambda: self._started().deaths_are_explained(),
+        )
+        self._engine: RunningEngine | None = None
+
+    def arrive(self, engine: RunningEngine, channel: Channel) -> None:
+        """The engine has been started. On the event loop."""
+        self._engine = engine
+        self.target = engine.settings.target
+        self.meet(channel)
+
+    def stop(self) -> None:
+        """Abort what runs and close the channel."""
+        if self._engine is not None:
+            self._engine.expect_end()
+        super().stop()
+
+    def _started(self) -> RunningEngine:
+        if self._engine is None:
+            raise EngineDeadError("no engine has been started")
+        return self._engine
+
+
+def run_serve(settings: Settings) -> int:
+    """Serve until a signal says stop, or the engine dies. Answers from the start: 503 while it loads."""
+    setproctitle.setproctitle("ssd: server")
+    for number in heeded_signals():
+        if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, _leave_tidily)
+    log = get_logger("server", settings.log_level, settings.log_format)
+    carry_library_logs(log, request_in_logs)
+    before, descriptors = raise_descriptor_limit()
+    most = max_connections(settings, descriptors)
+    log.info("open files", limit=descriptors, before=before, connections=most)
+    line = ProgressLine()
+    tls_context(settings)  # wrong files are told before anything is done
+    machine = usable_machine(settings)
+    client, tokenizer = ServingClient(), ServingTokenizer()
+
+    def tell(text: str) -> None:
+        client.progress = text
+        line.show(text)
+
+    refuse_empty_keys()
+    with ExitStack() as ports:
+        sock, *others = [ports.enter_context(one) for one in listen_all(settings)]
+        alone = listens_alone(sock)
+        for warning in exposure_warnings(settings, alone):
+            log.warning(warning, host=settings.host)
+        crew = Crew(client) if settings.api_workers > 1 else None
+        server = build_server(
+            settings,
+            client,
+            tokenizer,
+            hosts=allowed_hosts(settings, alone),
+            company=crew.company if crew is not None else None,
+            hub=crew.hub if crew is not None else None,
+        )
+        with ServerThread(server, [sock, *others]) as answering:
+            found = find_models(settings, tell, log.warning)
+            tokenizer.arrive(Tokenizer(found.target))
+            settle_memory()
+            tell("starting")
+            with start_engine(found.settings, log, machine) as engine, ExitStack() as beside:
+                # After the workers: they would inherit the binding.
+                cores = engine.placement.front_end
+                answering.call(partial(pin_cores, cores))
+                pin_cores(cores)
+                answering.call(partial(client.arrive, engine, engine.connect()))
+                workers: Supervisor | None = None
+                if crew is not None:
+                    # Of the settings that were asked for: so all processes tell the same of themselves.
+                    workers = beside.enter_context(crew.at_work(settings, found.target, sock, answering, log))
+                url = address(sock, settings.tls_certificate is not None)
+                with server.capture_signals():
+                    _watch(server, answering, client, engine, line, url)
+                failure = engine.failure or (workers.failure if workers is not None else None)
+                if failure is not None:
+                    raise failure
+    log.info("stopped")
+    return 0
+
+
+def _watch(
+    server: HttpServer,
+    answering: ServerThread,
+    client: EngineClient,
+    engine: RunningEngine,
+    line: ProgressLine,
+    url: str,
+) -> None:
+    """Until the server has ended, or has to because its engine is dead."""
+    announced = False
+    while engine.failure is None:
+        if not announced and client.ready is not None:
+            announced = True
+            line.clear()
+            with contextlib.suppress(OSError):  # a terminal that is gone, descriptors that have run out
+                show_banner(Console(), client.ready, engine.settings, url, program_name())
+        elif not announced:
+            line.show(client.progress)
+        if answering.ends_within(_LOOK_EVERY_S):
+            return
+    line.clear()
+    if not answering.ends_within(_FAREWELL_S):
+        server.stop()
+        while not answering.ends_within(_LOOK_EVERY_S):
+            pass
+
+
+def program_name() -> str:
+    """How to call the command line that this process came from: `ssd` where a shell finds it."""
+    here = Path(sys.argv[0])
+    if here.name != "ssd" or shutil.which("ssd") == str(here):
+        return "ssd"
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
+
+
+def address(sock: socket.socket, encrypted: bool = False) -> str:
+    """Where people of this machine reach the server."""
+    name = sock.getsockname()
+    host, port = str(name[0]), int(name[1])
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _leave_tidily(number: int, _frame: FrameType | None) -> NoReturn:
+    """A signal while everything is loaded: leave through every `finally`, so that workers and sockets go too.
+    It may come twice, from a group and from a parent in it: only the first one means something. Ctrl-C may be
+    repeated. Python drops what a handler raises in a destructor, hence the last resort."""
+    for other in heeded_signals():
+        if signal.getsignal(other) is _leave_tidily:
+            signal.signal(other, signal.default_int_handler if other == signal.SIGINT else signal.SIG_IGN)
+    last_resort = threading.Timer(_LEAVES_WITHIN_S, os._exit, (128 + number,))
+    last_resort.daemon = True
+    last_resort.start()
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

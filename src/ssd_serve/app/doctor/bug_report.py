@@ -1,0 +1,217 @@
+"""`ssd report`: everything that a bug report about speed or wrong results needs, in one archive.
+
+Runs the project's own checks and benchmarks one after the other, each in a process of its own, and packs what
+they wrote. A step that fails or takes too long is part of the report. No secrets, no prompts: values of
+secret settings and variables, and the home folder's name, are blotted out wherever they stand. Does not know
+what the steps' results mean.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+from urllib.parse import unquote
+
+from ssd_serve.base.errors import SettingsError
+
+TIMED_OUT = 124
+"""What `timeout` of the shell returns."""
+INTERRUPTED = 130
+_BLOT = "<left out>"
+_HOME = "<home>"
+_STEP_S = 30 * 60.0
+_GRACE_S = 10.0
+_SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|KEY|APIKEY|SECRET|(PG)?PASSWORD|PASSWD|PASSPHRASE|PASS|AUTH)$", re.IGNORECASE
+)
+_PROXY_NAME = re.compile(r"(^|_)PROXY$", re.IGNORECASE)
+_MIN_SECRET = 4
+_MIN_LIKELY_SECRET = 8
+"""Characters below which a value is more likely a word that the results need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command of `ssd`. `{file}` in its arguments is where it writes its result; without one, what it
+    prints is the result."""
+
+    name: str
+    arguments: tuple[str, ...]
+    device: str | None = None
+    """What it measures, by torch's name; None: it measures nothing."""
+
+
+def steps(device: str, *, quick: bool) -> list[Step]:
+    """What is run on `device` (torch's name); `quick`: without the table of modes, which takes minutes."""
+    where = ("--device", device, "--json", "{file}")
+    found = [
+        Step("settings", ("settings", "--json")),
+        Step("doctor", ("doctor", "--json")),
+        Step("conformance", ("bench", "conformance", *where), device),
+        Step("kernels", ("bench", "kernels", *where), device),
+        Step("divergence", ("bench", "lossless", "--quick", *where), device),
+    ]
+    if not quick:
+        modes = ("bench", "modes", "--setting", "real", "--num-prompts", "4", *where)
+        found.append(Step("modes", modes, device))
+    return found
+
+
+def write_report(
+    out: Path,
+    todo: Sequence[Step],
+    secrets: Sequence[str],
+    say: Callable[[str], None],
+    program: Sequence[str] = (sys.executable, "-m", "ssd_serve"),
+    step_s: float = _STEP_S,
+) -> dict[str, int]:
+    """Run the steps, each for at most `step_s` seconds, and write the archive `out` (.tar.gz).
+
+    Returns each step's exit code. What is there is packed also when it is interrupted. Raises `SettingsError`
+    where `out` cannot be written, before the first step if that shows then.
+    """
+    codes: dict[str, int] = {}
+    with _opened(out) as archive, TemporaryDirectory(prefix="ssd-report-") as folder:
+        place = Path(folder)
+        try:
+            for step in todo:
+                say(f"running: ssd {' '.join(step.arguments[:2])}")
+                started = time.monotonic()
+                codes[step.name] = INTERRUPTED  # until it has ended
+                codes[step.name] = _run(step, place, program, step_s)
+                say(f"  exit code {codes[step.name]} after {time.monotonic() - started:.0f} s")
+        finally:
+            summary = {"exit_codes": codes, "devices": {step.name: step.device for step in todo}}
+            (place / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+            say(f"packing {out}")
+            try:
+                _pack(archive, place, secrets)
+            except OSError as error:
+                raise _unwritable(out, error) from error
+    return codes
+
+
+def _opened(out: Path) -> IO[bytes]:
+    """What was there before stays until there is something to put in its place."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return out.open("ab")
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: Path, error: OSError) -> SettingsError:
+    return SettingsError(f"{out} cannot be written ({error.strerror or error}); name another file with --out")
+
+
+def _run(step: Step, place: Path, program: Sequence[str], step_s: float) -> int:
+    """What it prints goes to files, which are there however it ends."""
+    result, printed, log = (place / f"{step.name}.{kind}" for kind in ("json", "printed", "log"))
+    arguments = [str(result) if each == "{file}" else each for each in step.arguments]
+    with printed.open("wb") as output, log.open("wb") as errors:
+        # A session of its own: what a step has started can then be ended with it.
+        process = subprocess.Popen(
+            [*program, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(step_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return TIMED_OUT
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            if result.exists():
+                log.write_bytes(printed.read_bytes() + log.read_bytes())
+                printed.unlink()
+            else:
+                printed.rename(result)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it and all that it started: politely first, so that shared memory is given back."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _pack(out: IO[bytes], place: Path, secrets: Sequence[str]) -> None:
+    blots = {form: _BLOT for secret in secrets for form in _forms(secret)}
+    with contextlib.suppress(RuntimeError):  # neither HOME nor an entry of this user in the passwd file
+        blots |= dict.fromkeys(_forms(str(Path.home())), _HOME)
+    out.truncate(0)
+    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        for path in sorted(place.iterdir()):
+            data = blotted(path.read_text(encoding="utf-8", errors="replace"), blots).encode()
+            entry = tarfile.TarInfo(f"ssd-report/{path.name}")
+            entry.size, entry.mtime = len(data), int(time.time())
+            archive.addfile(entry, io.BytesIO(data))
+    out.flush()
+
+
+def _forms(word: str) -> set[str]:
+    """As it is, and as it stands inside JSON, whose quotes and backslashes are escaped."""
+    return {word, json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1]}
+
+
+def blotted(text: str, blots: Mapping[str, str]) -> str:
+    """The text without what must not be in it; the longest first, for one may contain another."""
+    for word in sorted(blots, key=len, reverse=True):
+        if len(word) > 1:
+            text = text.replace(word, blots[word])
+    return text
+
+
+def known_secrets(values: Sequence[str | None]) -> list[str]:
+    """The values of secret settings, of variables that are named as secrets are, and what proxies' URLs hold.
+
+    Not what is so short, or so plainly a number, that blotting it out would damage the results.
+    """
+    found = [value for value in values if value and len(value) >= _MIN_SECRET]
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _MIN_LIKELY_SECRET and not _is_number(value):
+            found.append(value)
+        if _PROXY_NAME.search(name):
+            found += _credentials(value)
+    return found
+
+
+def _credentials(url: str) -> list[str]:
+    """Those before the last @ of a URL, whose scheme may be left out, and the password by itself."""
+    credentials, at, _ = url.split("://", 1)[-1].rpartition("@")
+    if not at:
+        return []
+    password = credentials.partition(":")[2]
+    alone = {password, unquote(password)}
+    return [
+        credentials + at,
+        *(each for each in alone if len(each) >= _MIN_SECRET and not _is_number(each)),
+    ]
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,262 @@
+"""Generating texts from Python: `LLM("path-or-id").generate(prompts)`.
+
+Knows prompts and what is asked of them; where the engine runs, and how tokens come about, is told elsewhere.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import Progress
+from typing_extensions import Self
+
+from ssd_serve.app.find_models import find_models
+from ssd_serve.app.llm.engine_access import reach_engine
+from ssd_serve.app.llm.in_flight import Asked, Conversation
+from ssd_serve.app.llm.outputs import Output, Piece
+from ssd_serve.app.llm.sampling_params import SamplingParams
+from ssd_serve.base.engine_settings import EMBEDDED, Mode
+from ssd_serve.base.errors import EngineDeadError, RequestError
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.messages import Ready, ThinkingBudget
+from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import resolve_arguments
+from ssd_serve.cluster.engines import usable_machine
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.sampling.checks import (
+    banned,
+    check_prompt,
+    encode,
+    ending_tokens,
+    engine_parameters,
+    output_limit,
+)
+from ssd_serve.sampling.thought_marks import begins_in_thought, budget_of
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+_USUAL_MAX_TOKENS = 128
+
+
+class LLM:
+    """A loaded model that continues texts. Not for several threads at once.
+
+        with LLM("path-or-id", draft="path-or-id") as llm:
+            print(llm.generate("def read_lines(path):")[0].text)
+
+    It works in this process, with the draft inline; with `mode="ssd"` in processes of its own. Every setting
+    of `ssd serve` is an argument, and may come from its variable instead.
+    """
+
+    def __init__(
+        self,
+        target: str | Path = EMBEDDED,
+        *,
+        draft: str | Path | None = None,
+        report: Callable[[str], None] = lambda _text: None,
+        **settings: object,
+    ) -> None:
+        """`report` is told what goes on while models are loaded. Whatever is wrong is an `SsdError`."""
+        named = {"target": str(target), **({} if draft is None else {"draft": str(draft)}), **settings}
+        self._start(_usual_here(resolve_arguments(named)), report)
+
+    @classmethod
+    def of(cls, settings: Settings, report: Callable[[str], None]) -> Self:
+        """With settings that somebody else has put together; nothing about them is chosen here."""
+        made = cls.__new__(cls)
+        made._start(settings, report)
+        return made
+
+    def _start(self, settings: Settings, report: Callable[[str], None]) -> None:
+        if "log_level" not in settings.model_fields_set:
+            # Lines of workers would run into what a program prints.
+            settings = settings.model_copy(update={"log_level": "warning"})
+        log = get_logger("generate", settings.log_level, settings.log_format)
+        machine = usable_machine(settings)
+        found = find_models(settings, report, log.warning)
+        self.tokenizer = Tokenizer(found.target)
+        report("starting")
+        with ExitStack() as stack:
+            access = stack.enter_context(reach_engine(found.settings, machine, log, report))
+            self.ready: Ready = access.ready
+            most = settings.max_running + settings.max_waiting
+            self._open: Conversation | None = Conversation(access, self.tokenizer, most)
+            # Also when the program ends, or forgets this object, without closing it.
+            self._end = weakref.finalize(self, stack.pop_all().close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine and its processes. A second call does nothing."""
+        self._open = None
+        self._end()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without parameters takes: those of the model's `generation_config.json`, unless
+        `generation_config="none"`."""
+        return SamplingParams.model_validate(self.ready.sampling)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """Continue each prompt; the n texts of a prompt follow one another. `params`: for all prompts, or
+        one for each; None: as the model asks for it. `progress`: show a bar; None: for several prompts, on
+        a terminal."""
+        ids = self._all_ids(prompts)
+        asked = self._asked(zip(ids, self._all_params(params, len(ids)), strict=True))
+        bar = len(asked) > 1 and sys.stderr.isatty() if progress is None else progress
+        return self._outputs(asked, bar)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        **variables: Any,
+    ) -> list[Output]:
+        """The n answers to a conversation of `{"role": ..., "content": ...}`; `variables` are those of the
+        model's chat template."""
+        return self._outputs(self._asked_of_chat(messages, params, variables), bar=False)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        **variables: Any,
+    ) -> Iterator[Piece]:
+        """The answer to a conversation, piece by piece; the last piece has the whole output."""
+        return self._pieces(self._asked_of_chat(messages, _of_one(params), variables))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """The continuation of one prompt, piece by piece; the last piece has the whole output."""
+        params = _of_one(params) or self.get_default_sampling_params()
+        return self._pieces(self._asked([(self._ids(prompt), params)]))
+
+    def _asked_of_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None,
+        variables: Mapping[str, Any],
+    ) -> list[Asked]:
+        text = self.tokenizer.apply_chat_template(messages, **variables)
+        ids = self._ids(text, special=False)  # chat templates write the begin token themselves
+        return self._asked([(ids, params or self.get_default_sampling_params())], self.ready.context)
+
+    def _pieces(self, asked: Sequence[Asked]) -> Iterator[Piece]:
+        conversation = self._conversation()
+        (text,) = conversation.ask(asked)
+        try:
+            while not text.over:
+                conversation.turn()
+                while text.pieces:
+                    yield text.pieces.popleft()
+            if text.failure is not None:
+                raise text.failure
+        finally:
+            conversation.drop([text])
+
+    def _outputs(self, asked: Sequence[Asked], bar: bool) -> list[Output]:
+        conversation = self._conversation()
+        texts = conversation.ask(asked)
+        try:
+            shown = Progress(console=Console(stderr=True), disable=not bar, transient=sys.stderr.isatty())
+            with shown:
+                task = shown.add_task("generating", total=len(texts))
+                while (over := sum(text.over for text in texts)) < len(texts):
+                    shown.update(task, completed=over)
+                    conversation.turn()
+                shown.update(task, completed=over)
+        finally:
+            conversation.drop(texts)
+        for text in texts:
+            if text.failure is not None:
+                raise text.failure
+        return [text.output for text in texts if text.output is not None]
+
+    def _asked(
+        self, prompts: Iterable[tuple[tuple[int, ...], SamplingParams]], usual: int = _USUAL_MAX_TOKENS
+    ) -> list[Asked]:
+        """What the engine is asked of prompts; `usual`: tokens where nobody says how many."""
+        asked: list[Asked] = []
+        for place, (ids, params) in enumerate(prompts):
+            words = [each for word in params.bad_words for each in banned(self.tokenizer, word)]
+            ending = ending_tokens(params.stop_token_ids, params.ignore_eos, self.tokenizer.eos_token_ids)
+            parameters = engine_parameters(
+                params,
+                self.ready,
+                max_tokens=output_limit(params.max_tokens, usual, len(ids), self.ready, "max_tokens"),
+                logprobs=params.logprobs,
+                bad_words=tuple(dict.fromkeys(words)),
+                ending=ending,
+                grammar=params.structured_outputs.written if params.structured_outputs else "",
+                thinking_budget=self._thinking_budget(ids, params.thinking_token_budget),
+            )
+            seed = random_seed() if params.seed is None else params.seed & MASK64
+            seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
+            asked.append(Asked(place, ids, seeds, params, parameters, ending))
+        return asked
+
+    def _thinking_budget(self, prompt: Sequence[int], most: int | None) -> ThinkingBudget | None:
+        if most is None:
+            return None
+        thinking = begins_in_thought(self.tokenizer.decode(prompt, skip_special_tokens=False))
+        return budget_of(most, thinking, partial(self.tokenizer.encode, add_special_tokens=False))
+
+    def _all_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+    ) -> Sequence[SamplingParams]:
+        """Those of each prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * prompts
+        if not all(isinstance(each, SamplingParams) for each in cast(Sequence[object], params)):
+            raise RequestError("params: must be SamplingParams, or one for each prompt", "params")
+        if len(params) != prompts:
+            raise RequestError(
+                f"params: there are {len(params)} for {prompts} prompts; give one for all, or one for each",
+                "params",
+            )
+        return params
+
+    def _all_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[int, ...]]:
+        """Token ids of one prompt or of several."""
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [cast(Prompt, prompts)]
+        return [self._ids(cast(Prompt, prompt)) for prompt in prompts]
+
+    def _ids(self, prompt: Prompt, special: bool = True) -> tuple[int, ...]:
+        ids = encode(self.tokenizer, prompt, special, "prompt") if isinstance(prompt, str) else prompt
+        found = tuple(ids)
+        check_prompt(found, self.ready, "prompt")
+        return found
+
+    def _conversation(self) -> Conversation:
+        if self._open is None:
+            raise EngineDeadError("this LLM has been closed")
+        return self._open
+
+
+def _of_one(params: SamplingParams | None) -> SamplingParams | None:
+    if params is not None and params.n != 1:
+        raise RequestError("n: a stream is one text", "n")
+    return params
+
+
+def _usual_here(settings: Settings) -> Settings:
+    """Where nobody has named a mode: the draft inline, in this process."""
+    if "mode" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"mode": Mode.SD if settings.drafts else Mode.AR})

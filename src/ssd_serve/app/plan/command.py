@@ -1,0 +1,108 @@
+"""The command line of `ssd plan`. Everything heavy is imported when it runs."""
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ssd_serve.app.cli.flags import Commands
+from ssd_serve.app.plan.device_tables import device_sheet, sheet_names
+from ssd_serve.base.devices import this_machine
+from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.errors import MemoryShortError, SettingsError
+from ssd_serve.base.settings_sources import resolve
+from ssd_serve.cluster.local.process import worker_environment
+
+if TYPE_CHECKING:
+    from ssd_serve.app.plan.devices import Platform
+
+_HERE = ("cpu", "cuda")
+
+
+def add_plan(commands: Commands) -> None:
+    """Add the parser `plan`; it sets `run`."""
+    parser = commands.add_parser("plan", help="what this machine, or another one, can give a pair of models")
+    parser.add_argument(
+        "target",
+        nargs="?",
+        default=EMBEDDED,
+        metavar="TARGET",
+        help="a folder, a hub id, a name or 'embedded'",
+    )
+    parser.add_argument("drafts", nargs="*", metavar="DRAFT", help="the same; several are compared")
+    parser.add_argument(
+        "--device", help=f"{', '.join((*sheet_names(), *_HERE))} (this machine's GPUs, else its cores)"
+    )
+    parser.add_argument("--devices", type=int, help="how many of them (1; of this machine: all)")
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        nargs="+",
+        default=[0.75],
+        help="share of first guesses that are right; one for each draft, or for all (0.75)",
+    )
+    parser.add_argument("--requests", type=int, default=1, help="requests that decode together (1)")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of each, prompt and output (4096)")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the page")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """0, or the exit code of too little memory where the target does not fit."""
+    os.environ.update(worker_environment())  # torch is not imported yet
+    from ssd_serve.app.plan.known_models import (
+        Computing,
+        PlannedModel,
+        multiplied_fp8,
+        planned_model,
+        torch_dtype,
+    )
+    from ssd_serve.app.plan.page import as_json, page
+    from ssd_serve.app.plan.plan import PlanOptions, best_draft, make_plan
+    from ssd_serve.kernels.dtypes import dtype_name
+
+    drafts: list[str] = args.drafts or ([EMBEDDED] if args.target == EMBEDDED else [])
+    acceptances: list[float] = args.acceptance
+    if len(acceptances) not in (1, max(1, len(drafts))):
+        raise SettingsError("--acceptance needs one value, or one for each draft")
+    wishes = [PlanOptions(each, args.requests, args.context) for each in acceptances]
+    for wish in wishes:
+        wish.check()
+    if args.devices is not None and not 1 <= args.devices <= 1024:
+        raise SettingsError("--devices must be from 1 to 1024")
+    token = resolve({}).hf_token
+    device = args.device or ("cuda" if this_machine().gpus else "cpu")
+    kind = "cpu" if device == "cpu" else "cuda:0"
+    dtype = torch_dtype(args.dtype, kind)
+    computing = Computing(kind, dtype, multiplied_fp8(device))
+    target = planned_model(args.target, "target", computing, token)
+    others: list[PlannedModel | None] = [planned_model(name, "draft", computing, token) for name in drafts]
+    platform = _platform(device, args.devices, dtype_name(dtype))
+    if len(wishes) == 1:
+        wishes *= max(1, len(others))
+    pairs = zip(others or [None], wishes, strict=True)
+    plans = [make_plan(platform, target, draft, wish) for draft, wish in pairs]
+    print(json.dumps(as_json(plans), indent=1) if args.json else page(plans))
+    return 0 if best_draft(plans).best is not None else MemoryShortError.exit_code
+
+
+def _platform(device: str, count: int | None, dtype: str) -> "Platform":
+    """From the table, or measured now."""
+    from ssd_serve.app.plan.devices import Sheets
+
+    if device not in _HERE:
+        sheet = device_sheet(device)
+        if dtype == "float32":
+            raise SettingsError("the table's throughput is that of bf16; use --dtype bf16 or fp16")
+        return Sheets(sheet, count or 1)
+    from ssd_serve.app.plan.this_machine import this_cpu, this_gpu
+
+    machine = this_machine()
+    print("measuring this machine for some seconds", file=sys.stderr, flush=True)
+    have = len(machine.cores) if device == "cpu" else machine.gpus
+    if (count or 1) > have:
+        raise SettingsError(f"--devices is {count}, and this machine has {have}; name another --device")
+    count = count or have
+    return this_cpu(machine.cores[:count], dtype) if device == "cpu" else this_gpu(count, dtype)

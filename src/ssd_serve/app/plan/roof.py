@@ -1,0 +1,154 @@
+"""What a device can do at most: reading weights, and multiplying matrices. Measured, not looked up.
+
+Streams matrices that no cache holds through products of few rows, as a decoding step does, and multiplies two
+large matrices. The best of some repeats counts: a roof is what was reached once. Knows devices and threads;
+no models. Run it on an idle machine: whatever else runs is measured too.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ssd_serve.base.settings import Settings
+from ssd_serve.kernels.native.library import native_library
+from ssd_serve.models.memory import available_memory
+from ssd_serve.models.weights.linear import matrix_kind
+
+_SIDE = 4096
+_CACHES = 4
+"""The matrices are at least this many times as large as the last-level cache."""
+_MIN_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
+_MAX_MEMORY = 0.25
+_SQUARE = {"cpu": 2048, "cuda": 8192}
+_TASKS = Path("/proc/self/task")
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How thoroughly to measure. `rows` begins with 1."""
+
+    rows: Sequence[int]
+    repeats: int
+
+
+QUICK = Effort((1, 2, 4, 8, 16, 32, 64), 3)
+THOROUGH = Effort((1, 2, 4, 8, 16, 32, 64), 15)
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """One device, or some cores of a CPU. `seconds_per_byte` is what a product of so many rows takes for a
+    byte of its matrix."""
+
+    cores: int
+    """0: a GPU."""
+    dtype: str
+    seconds_per_byte: dict[int, float]
+    flops: float
+    """Floating-point operations a second of a large matrix product."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Weight bytes a second of the fastest product of few rows."""
+        return 1 / min(self.seconds_per_byte.values())
+
+    def seconds(self, weight_bytes: float, flops: float) -> float:
+        """The least time of a forward: it reads its weights once, and computes."""
+        return max(weight_bytes / self.bandwidth, flops / self.flops)
+
+
+def measure_roof(device: str, dtype: str, cores: Sequence[int] = (), effort: Effort = THOROUGH) -> Roof:
+    """Measure a GPU, or these cores. `device` and `dtype` are torch's names."""
+    kind = getattr(torch, dtype)
+    with torch.inference_mode(), _bound_to(cores):
+        layers, size = _layers(device, kind)
+        per_byte = {
+            rows: min(_times(_pass(layers, _operand(rows, device, kind)), device, effort.repeats)) / size
+            for rows in effort.rows
+        }
+        del layers
+        side = _SQUARE[_kind(device)]
+        a, b = _operand(side, device, kind, side), _operand(side, device, kind, side)
+        product_s = min(_times(lambda: torch.mm(a, b), device, effort.repeats))
+    return Roof(len(cores), dtype, per_byte, 2 * side**3 / product_s)
+
+
+def last_level_cache() -> int:
+    """Bytes of the processor's last cache; 0 where the system does not tell."""
+    try:
+        text = _LAST_CACHE.read_text().strip()
+    except OSError:
+        return 0
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return int(text[:-1]) * units[text[-1]] if text[:-1].isdigit() and text[-1] in units else 0
+
+
+def _kind(device: str) -> str:
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def _layers(device: str, dtype: torch.dtype) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], int]:
+    """Square matrices in the format that models use on this device, and their bytes."""
+    wanted = _MIN_BYTES[_kind(device)]
+    if device == "cpu":
+        wanted = max(wanted, _CACHES * last_level_cache())
+    wanted = min(wanted, int(_MAX_MEMORY * available_memory(device)))
+    each = _SIDE * _SIDE * dtype.itemsize
+    count = max(2, wanted // each)
+    wrap = matrix_kind(dtype, device, native_library(Settings()) if device == "cpu" else None)
+    matrix = _operand(_SIDE, device, dtype)
+    return [wrap(matrix.clone(), None) for _ in range(count)], count * each
+
+
+def _operand(rows: int, device: str, dtype: torch.dtype, columns: int = _SIDE) -> torch.Tensor:
+    return torch.randn((rows, columns), dtype=torch.float32, device=device).to(dtype)
+
+
+def _pass(layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        for layer in layers:
+            layer(x)
+
+    return run
+
+
+def _times(run: Callable[[], object], device: str, repeats: int) -> list[float]:
+    """Seconds of every repeat, after one that warms up."""
+    times: list[float] = []
+    for repeat in range(repeats + 1):
+        started = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        if repeat:
+            times.append(time.perf_counter() - started)
+    return times
+
+
+@contextlib.contextmanager
+def _bound_to(cores: Sequence[int]) -> Generator[None]:
+    """Compute on these cores meanwhile, with as many threads; the threads that torch keeps move along."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores_before, threads_before = os.sched_getaffinity(0), torch.get_num_threads()
+    _move(cores)
+    torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        _move(cores_before)
+        torch.set_num_threads(threads_before)
+
+
+def _move(cores: Sequence[int] | set[int]) -> None:
+    tasks = [int(task.name) for task in _TASKS.iterdir()] if _TASKS.is_dir() else [0]
+    for task in tasks:
+        with contextlib.suppress(OSError):  # a thread may end meanwhile
+            os.sched_setaffinity(task, cores)

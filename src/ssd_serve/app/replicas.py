@@ -1,0 +1,248 @@
+"""Run replicas of the server behind one address, on Ray Serve; each has its own front end and engine.
+
+A Serve configuration imports `app` (`import_path: ssd_serve.app.replicas:app`). Ray Serve owns port and TLS,
+routes each request to the replica with the fewest requests, and starts and replaces replicas.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import BackpressureConfig
+from ray.serve.exceptions import RayServeException
+from starlette.middleware import Middleware
+
+from ssd_serve.app.cli.serve import ServingClient
+from ssd_serve.app.find_models import find_models
+from ssd_serve.base.devices import Machine, parse_device, this_machine
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import EngineDeadError, SettingsError
+from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.base.memory import settle_memory
+from ssd_serve.base.settings import SECRETS, Settings
+from ssd_serve.base.settings_sources import refuse_empty_keys, resolve, successor, variable_name
+from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.ray.launcher import ray_engine
+from ssd_serve.cluster.ray.token import warn_of_strangers
+from ssd_serve.cluster.running import RunningEngine
+from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.server.access.exposure import exposure_warnings
+from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts
+from ssd_serve.server.access.keys import read_keys
+from ssd_serve.server.http.app import create_app
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.observability.metrics_pages import join_pages
+from ssd_serve.server.service import Company
+from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
+
+DEPLOYMENT = "ssd"
+_PROXYS = {
+    "host": "http_options.host",
+    "port": "http_options.port",
+    "tls_certificate": "http_options.ssl_certfile",
+    "tls_key": "http_options.ssl_keyfile",
+}
+"""Settings of a server that listens itself, and where a Serve config has them."""
+_LOOK_EVERY_S = 0.1
+_FAREWELL_S = 0.5
+"""Between the engine's death and the replica's: time for running requests to be told."""
+_SPARE_REQUESTS = 8
+"""Beyond what decodes: health checks and scrapes must get through to a busy replica."""
+_LAST_WORDS_S = 10
+_PAGES_WITHIN_S = 3.0
+_PLACE_S = 86400.0
+"""Serve starts replicas before there is room for them, until a node joins or another replica leaves; after
+some that gave up it would start no more."""
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """The application of a Serve config, whose `args` are settings by field name. What they leave out comes
+    from the `SSD_` variables of the machine that a replica runs on. Wrong ones raise `SettingsError`."""
+    options = deployment_options(replica_settings(arguments))
+    # Serve adds to the class what mypy cannot know.
+    replica: Any = serve.ingress()(ServerReplica)
+    deployment: Any = cast(Any, serve).deployment(**options)(replica)
+    application: serve.Application = deployment.bind(arguments)
+    return application
+
+
+def deployment_options(settings: Settings) -> dict[str, Any]:
+    """What Serve is told about replicas with these settings; a Serve config may say otherwise."""
+    return {
+        "name": DEPLOYMENT,
+        "max_ongoing_requests": settings.max_running + _SPARE_REQUESTS,
+        "max_queued_requests": settings.max_waiting,
+        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1.0),
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": settings.drain_seconds + _LAST_WORDS_S,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 30.0,
+        # What three starts cannot mend is a mistake: `serve status` shows it.
+        "max_constructor_retry_count": 3,
+        "ray_actor_options": resources(settings),
+    }
+
+
+def resources(settings: Settings) -> dict[str, int]:
+    """What one replica asks Ray for: the GPUs that its settings name, counted from cuda:0, which is how Ray
+    shows a replica its own; a core for each process that computes on one, and with GPUs for the front end.
+    With the launcher `ray` only the front end's core: its engine asks for itself, and may be elsewhere."""
+    if settings.launcher == "ray":
+        return {"num_cpus": 1}
+    named = (settings.target_device, settings.draft_device)
+    devices = [parse_device(text) for text in named if text is not None]
+    gpus = max((1 + index for each in devices if each.kind == "cuda" for index in each.indices), default=0)
+    drafters = 0 if settings.mode is Mode.AR else settings.drafters or len(settings.draft_models)
+    workers = settings.tensor_parallel + drafters
+    return {"num_cpus": workers + 1, "num_gpus": gpus} if gpus else {"num_cpus": workers}
+
+
+def replica_settings(arguments: Mapping[str, Any]) -> Settings:
+    """Settings of one replica. Raises `SettingsError` for unknown ones, wrong ones and those of the proxy."""
+    for name in arguments:
+        if name not in Settings.model_fields:
+            hint = successor(name, str)
+            raise SettingsError(f"args: '{name}' is not a setting{hint} (`ssd settings` lists all)")
+        if name in SECRETS:
+            raise SettingsError(
+                f"args: '{name}' is a secret, and Ray's dashboard shows args to everybody: set "
+                f"{variable_name(name)} in the containers' environment, from a Kubernetes secret"
+            )
+        if name in _PROXYS:
+            raise SettingsError(f"args: '{name}' is the proxy's: set {_PROXYS[name]} in the Serve config")
+    settings = resolve(arguments)
+    if settings.metrics_port is not None:
+        raise SettingsError("replicas share one port: SSD_METRICS_KEY instead of SSD_METRICS_PORT")
+    if settings.api_workers > 1:
+        raise SettingsError("a replica answers in one process: more replicas instead of SSD_API_WORKERS")
+    return settings
+
+
+def cores_of(machine: Machine, count: int, rank: int) -> Machine:
+    """The part of a machine's cores that replica number `rank` on it computes on, `count` of them. Ray counts
+    cores but binds nobody to them. All of them where there are too few, or the replica asked for none."""
+    parts = len(machine.cores) // count if count else 0
+    if parts < 2:
+        return machine
+    first = count * (rank % parts)
+    return Machine(machine.cores[first : first + count], machine.gpus)
+
+
+def check_doors(settings: Settings, log: Logger) -> None:
+    """Raise what is wrong with keys before anything is loaded, and warn where there are none: where Serve's
+    proxies listen is not told to replicas, and in Pods it is every address."""
+    refuse_empty_keys()
+    if settings.api_keys_file is not None:
+        read_keys(settings.api_keys_file)
+    for warning in exposure_warnings(settings, alone=False):
+        log.warning(warning)
+
+
+class ServerReplica:
+    """A front end and its engine in one process of Ray. It is ready when it has been constructed."""
+
+    async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]
+        """Start the engine and wait until it can generate. Raises why it cannot."""
+        context = serve.get_replica_context()
+        self._name = context.replica_tag
+        self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._settings = replica_settings(arguments)
+        self._log = get_logger(f"replica-{self._name}", self._settings.log_level, self._settings.log_format)
+        self._limits = Limits()
+        check_doors(self._settings, self._log)
+        self._parts = ExitStack()
+        try:
+            self._engine = await asyncio.to_thread(self._start_engine, context.rank.local_rank)
+            self._client = ServingClient()
+            self._client.start()
+            self._client.arrive(self._engine, await asyncio.to_thread(self._engine.connect))
+            await self._ready()
+        except BaseException:
+            self._parts.close()
+            raise
+        self._watching = asyncio.create_task(self._watch())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The same application as `ssd serve` has; Serve calls this after the constructor."""
+        # Only where they are named: the proxies' address is not known here.
+        hosts = allowed_hosts(self._settings, alone=False)
+        return create_app(
+            self._engine.settings,
+            self._client,
+            self._tokenizer,
+            self._limits,
+            company=Company(pages=self._all_pages, show=self._show),
+            guards=[] if hosts is None else [Middleware(AllowedHosts, allowed=hosts)],
+        )
+
+    async def check_health(self) -> None:
+        """Raise what is wrong; Serve then replaces this replica. An engine that is being started again is
+        its launcher's business."""
+        if self._client.dead is not None:
+            raise EngineDeadError(str(self._engine.failure or self._client.dead))
+        silent_s = self._client.silent_s
+        if self._client.lost_s is None and silent_s > self._limits.engine_silence_s:
+            raise EngineDeadError(f"the engine has said nothing for {silent_s:.0f} s: it seems to hang")
+
+    def metrics_page(self) -> tuple[str, str]:
+        """The replica's name and its own page."""
+        return self._name, self._page().decode()
+
+    def _show(self, page: Callable[[], bytes]) -> None:
+        self._page = page
+
+    def __del__(self) -> None:
+        """Serve calls it when no request runs any more, or when they have had their time."""
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
+        if hasattr(self, "_parts"):
+            self._parts.close()
+
+    def _start_engine(self, rank: int) -> RunningEngine:
+        found = find_models(self._settings, lambda text: self._log.debug(text), self._log.warning)
+        self._tokenizer = ServingTokenizer()
+        self._tokenizer.arrive(Tokenizer(found.target))
+        settle_memory()
+        if self._settings.launcher == "ray":
+            return self._parts.enter_context(ray_engine(found.settings, self._log, place_s=_PLACE_S))
+        warn_of_strangers(ray, self._log)
+        asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
+        machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
+        return self._parts.enter_context(local_engine(found.settings, self._log, machine=machine))
+
+    async def _ready(self) -> None:
+        while self._client.ready is None:
+            if self._client.dead is not None:
+                reason = await asyncio.to_thread(self._engine.await_failure, _LAST_WORDS_S)
+                # Not the reason itself: Ray could not bring it to the controller.
+                raise EngineDeadError(str(reason or self._client.dead))
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _watch(self) -> None:
+        """A replica whose engine is dead answers fast, with errors: the least loaded one. It leaves at once
+        instead, and Serve sends what comes to others."""
+        while self._engine.failure is None:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_FAREWELL_S)
+        failure: WorkerDiedError = self._engine.failure
+        self._log.error("replica leaves", why=str(failure))
+        await asyncio.to_thread(self._parts.close)
+        os._exit(failure.exit_code)
+
+    async def _all_pages(self) -> bytes:
+        """The metrics pages of all replicas that live. Serve hands out all answers or none: while one of them
+        hangs this replica's page stands alone, and the others' series have a gap."""
+        try:
+            answers = await self._handle.broadcast("metrics_page").results_async(
+                timeout_s=_PAGES_WITHIN_S, return_exceptions=True
+            )
+        except (TimeoutError, RayServeException):
+            answers = []
+        pages = dict(answer for answer in answers if not isinstance(answer, BaseException))
+        return join_pages(pages or dict([self.metrics_page()]))

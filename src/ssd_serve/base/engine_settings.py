@@ -1,0 +1,224 @@
+"""What is generated with, on which devices, and how much is guessed. Other settings are in `settings.py`."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from ssd_serve.base.attention_backends import AUTO, told
+from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.base.setting_values import LOOKUPS, NGRAM, NO_DRAFT, Drafts, DType, Layers, TreeAttention
+
+EMBEDDED = "embedded"
+EMBEDDED_HEAD = "embedded-head"
+"""The EAGLE-3 head of the embedded target."""
+
+
+class Mode(str, Enum):
+    """How drafts are made: not at all, inline on the target's device, or on a device of their own."""
+
+    AR = "ar"
+    SD = "sd"
+    SSD = "ssd"
+    AUTO = "auto"
+
+
+class EngineSettings(BaseSettings):
+    """Settings of models, devices and speculation."""
+
+    target: str = Field(
+        default=EMBEDDED,
+        description="target model: a folder, a hub id, a state of it as owner/name@revision, or 'embedded'",
+    )
+    draft: Drafts | None = Field(
+        default=None,
+        description="what drafts: a folder, a hub id or 'embedded' for a model, 'embedded-head' for the "
+        "EAGLE-3 head of the embedded target, 'self:N' for the target's first N layers, 'ngram' for lookup "
+        "in a request's own text, 'suffix' for lookup in others too, or "
+        "'none'; several with commas between draft beside each other; empty: the embedded model for the "
+        "embedded target, else ngram",
+    )
+    drafters: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="drafter processes, which share the requests, or the draft models where there are more "
+        "of these; empty: one for each draft model; "
+        "0: none here, they join at SSD_DRAFTER_ADDRESS",
+    )
+    mode: Mode = Field(
+        default=Mode.AUTO, description="ar (plain), sd (draft inline), ssd (draft on its own device) or auto"
+    )
+    target_device: str | None = Field(
+        default=None,
+        description="device of the target: cpu, cpu:0, cpu:0-1, cuda:0, for 4 ranks cuda:0-3; "
+        "empty: chosen by the mode",
+    )
+    target_device_alone: str | None = Field(
+        default=None,
+        description="device of the target while no drafter works beside it; mode auto chooses all cores",
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=8,
+        description="ranks that share the target: as many processes, each on a GPU or on a part of the cores",
+    )
+    draft_device: str | None = Field(
+        default=None,
+        description="device of the drafter, or those of several: cuda:4-7, cpu:2-5; "
+        "empty: chosen by the mode",
+    )
+    drafter_address: str | None = Field(
+        default=None,
+        description="address at which drafters of other places join, e.g. tcp://127.0.0.1:4711 "
+        "(`ssd draft --connect`); empty: none",
+    )
+    allow_cpu: bool = Field(
+        default=False, description="let cores compute on a machine with a GPU that torch cannot use"
+    )
+    dtype: DType = Field(
+        default="auto",
+        description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "
+        "int8: weights of 8 bits, activations in bf16, on CPUs",
+    )
+    tree_decode_backend: TreeAttention = Field(
+        default=AUTO,
+        description=f"tree attention: {told()} or {AUTO}, the fastest that works",
+    )
+    tree_decode_check: Literal["", "sdpa"] = Field(
+        default="",
+        description="compute the attention of one batch in 64 with this backend too, and report differences; "
+        "empty: no check",
+    )
+    batch_invariant: bool = Field(
+        default=False,
+        description="compute every row of the target alike whatever is in the batch, so that bf16 and fp16 "
+        "texts are the same in every mode too; costs speed",
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="sampling parameters that a request leaves out: auto, those of the target's "
+        "generation_config.json; none, those of the API",
+    )
+    context: int | None = Field(
+        default=None, ge=16, description="longest prompt + output in tokens; empty: the model's"
+    )
+    kv_memory_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="memory for the target's KV cache in MiB; empty: a share of what is free",
+    )
+    draft_kv_memory_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="memory for a drafter's KV cache in MiB; empty: 256, or a tenth of a GPU of its own",
+    )
+    max_running: int = Field(default=32, ge=1, le=1024, description="requests that decode at the same time")
+    max_waiting: int = Field(default=256, ge=0, description="requests that may queue; more are answered 429")
+    prefill_chunk: int = Field(
+        default=256, ge=16, description="prompt tokens of one round, over all requests"
+    )
+    budget: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="most nodes verified in a round, over all requests; empty: cost model alone",
+    )
+    tree_nodes: int = Field(default=4096, ge=1, le=65536, description="most candidates in one request's tree")
+    draft_width: int = Field(
+        default=16, ge=1, le=256, description="most nodes that the drafter expands in a step"
+    )
+    eagle_layers: Layers | None = Field(
+        default=None,
+        description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. 1,15,28, "
+        "and final, what EAGLE-1 reads; empty: those that the head names, or that follow from the target",
+    )
+    features_mb: int = Field(
+        default=1024,
+        ge=0,
+        description="most MiB of what the target has computed of cached tokens that are kept for EAGLE heads",
+    )
+    suffix_shared: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 22,
+        description="tokens of requests that are over in which the draft 'suffix' looks too, always for "
+        "requests of the same key and salt only; 0: none",
+    )
+    draft_grammars: bool = Field(
+        default=True, description="drafters guess only what the grammar of a structured output allows"
+    )
+    draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
+    draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
+    cache_dir: Path = Field(
+        default=Path("~/.cache/ssd-serve"),
+        description="folder of measured step times and compiled kernels, which later starts use again",
+    )
+    native_kernels: bool = Field(
+        default=True,
+        description="compile kernels for this CPU once, where there is a C compiler, and use them",
+    )
+    graphs: bool = Field(
+        default=True,
+        description="on GPUs capture forwards as CUDA or HIP graphs and replay them; "
+        "with flashinfer or triton attention",
+    )
+    tpot_target_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="most milliseconds for a token of a running request; empty: fastest overall",
+    )
+    grow_first: bool = Field(default=True, description="wait for one more draft step where that pays")
+    speculation_may_stop: bool = Field(
+        default=True, description="stop speculating while plain decoding measures faster"
+    )
+    prefix_cache: bool = Field(default=True, description="reuse the KV of prompts that begin alike")
+    allow_pickle: bool = Field(
+        default=False,
+        description="load weights from .bin files too, which can run code of whoever made them",
+    )
+
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """All that drafts. Unless it is named, the embedded target brings its own; with any other there is
+        lookup, or who comes from other places."""
+        usual = NGRAM if self.drafters != 0 else NO_DRAFT
+        named = self.draft or (EMBEDDED if self.target == EMBEDDED else usual)
+        return tuple(name for each in named.split(",") if (name := each.strip()) and name != NO_DRAFT)
+
+    @property
+    def draft_models(self) -> tuple[str, ...]:
+        """Those of them that are to be loaded."""
+        return tuple(name for name in self.drafts if name not in LOOKUPS)
+
+    @property
+    def lookups(self) -> tuple[str, ...]:
+        """Those that need no model and no device."""
+        return tuple(name for name in self.drafts if name in LOOKUPS)
+
+    @property
+    def eagle_features(self) -> tuple[int, ...] | None:
+        """The layers that are named."""
+        layers = self.eagle_layers
+        if layers is None:
+            return None
+        return tuple(FINAL if each == "final" else int(each) for each in layers.split(","))
+
+    @property
+    def draft_model(self) -> str | None:
+        """The first of the models."""
+        return next(iter(self.draft_models), None)
+
+    @property
+    def drafter_count(self) -> int:
+        """Drafter processes that are started here where a mode has any; fewer than the draft models share
+        these."""
+        return self.drafters if self.drafters is not None else len(self.draft_models)
+
+    @property
+    def joining_drafters(self) -> int:
+        """How many drafters these processes are to the verifier: one for each draft model that one has."""
+        return max(self.drafter_count, len(self.draft_models)) if self.drafter_count else 0

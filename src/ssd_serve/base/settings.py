@@ -1,0 +1,111 @@
+"""All settings: one class, prefix `SSD_`. `engine_settings.py` and `front_settings.py` have most of them.
+
+Worker processes get their settings as JSON from the process that starts them, so that all of them agree. Does
+not know where values come from: `settings_sources.py` does.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AliasChoices, Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ssd_serve.base.devices import parse_device
+from ssd_serve.base.engine_settings import EngineSettings
+from ssd_serve.base.front_settings import FrontSettings
+from ssd_serve.base.setting_values import ClusterKey
+
+PREFIX = "SSD_"
+HUB_TOKEN_VARIABLE = "HF_TOKEN"
+RAY_VARIABLE = "RAY_ADDRESS"
+OTHER_VARIABLES = {"hf_token": HUB_TOKEN_VARIABLE, "ray_address": RAY_VARIABLE}
+"""Variables of other programs that are read too."""
+SECRETS = frozenset({"api_key", "metrics_key", "cluster_key", "hf_token"})
+KEY_SETTINGS = (
+    *("api_key", "api_keys_file", "key_requests_per_minute", "key_tokens_per_minute", "salt_by_key"),
+    *("tell_cached_tokens", "metrics_key", "metrics_port", "metrics_prefix"),
+)
+"""Who may ask for what: a benchmark, which asks itself, has none of them."""
+GONE = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}
+"""Settings that earlier versions had: the ones that took their places, with values that say the same."""
+
+
+class Settings(FrontSettings, EngineSettings):
+    """Settings of a deployment; every field is a variable `SSD_<NAME>` and a flag `--<name>`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
+    )
+
+    hf_token: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("SSD_HF_TOKEN", HUB_TOKEN_VARIABLE, "hf_token"),
+        description="token for gated hub models; HF_TOKEN is read too",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe line to log"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="one line an event, for people or machines"
+    )
+    run_dir: Path | None = Field(
+        default=None, description="folder for sockets; empty: a private temporary one"
+    )
+    launcher: Literal["auto", "local", "ray"] = Field(
+        default="auto",
+        description="who places the processes: local (on this machine), ray (as Ray actors) or auto: ray "
+        "with several GPUs or a Ray address",
+    )
+    ray_address: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("SSD_RAY_ADDRESS", RAY_VARIABLE, "ray_address"),
+        description="Ray cluster to join, host:port or auto; RAY_ADDRESS is read too; empty: its own",
+    )
+    target_accelerator: str | None = Field(
+        default=None,
+        description="with Ray, kind of GPU for the target: mi300x, mi325x, mi350x, mi355x, h100, h200; "
+        "empty: any",
+    )
+    draft_accelerator: str | None = Field(
+        default=None, description="with Ray, kind of GPU for the drafters; empty: any"
+    )
+    cluster_key: ClusterKey | None = Field(
+        default=None,
+        description="key that processes which meet over TCP prove to know, and by which they encrypt; "
+        "empty: a random one for each run",
+    )
+    record: Path | None = Field(
+        default=None,
+        description="folder to record sessions in, with all prompts and outputs, for `ssd replay`; empty: no",
+    )
+    record_mb: int = Field(default=1024, ge=1, description="most MiB of all sessions in that folder")
+    model_wrapper: str | None = Field(
+        default=None,
+        description="import path of a function that puts something before each loaded model, as "
+        "package.module:function:argument; for benchmarks and tests",
+    )
+    drain_seconds: int = Field(
+        default=30,
+        ge=0,
+        description="seconds for running requests to end after SIGTERM or Ctrl-C; 0: do not wait",
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 the names are pydantic's
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then variables, then defaults; no files."""
+        return (init_settings, env_settings)
+
+
+def of_rank(settings: Settings, rank: int) -> Settings:
+    """Return resolved settings for one rank of the target, with its own part of the target's device."""
+    if settings.tensor_parallel == 1 or settings.target_device is None:
+        return settings
+    own = parse_device(settings.target_device).split(settings.tensor_parallel)[rank]
+    return settings.model_copy(update={"target_device": str(own)})

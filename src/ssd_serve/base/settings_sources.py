@@ -1,0 +1,177 @@
+"""Settings from flags and variables: flags override variables, unknown names are errors.
+
+No other module reads the environment, besides the class of settings itself. Knows names and origins of
+settings, not what they mean.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from pydantic import ValidationError
+
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.settings import GONE, OTHER_VARIABLES, PREFIX, SECRETS, Settings
+
+_OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
+"""Variables that Kubernetes gives every container for a service whose name begins with ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One setting as `ssd settings` shows it. Secrets are masked in `shown`."""
+
+    name: str
+    variable: str
+    flag: str
+    shown: str
+    origin: Literal["flag", "variable", "file", "default"]
+    meaning: str
+
+
+def visible_gpus() -> str | None:
+    """What the machine of this process shows of its GPUs, if not all: numbers or names, with commas. Raises
+    `SettingsError` where ROCm's and CUDA's variables say different things: libraries read either; and for
+    ROCm's third one alone, which renumbers GPUs below what Ray counts."""
+    hip, cuda = os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hip and cuda and hip != cuda:
+        raise SettingsError(
+            f"HIP_VISIBLE_DEVICES={hip} and CUDA_VISIBLE_DEVICES={cuda} differ: set both alike, or one"
+        )
+    if os.environ.get("ROCR_VISIBLE_DEVICES") and hip is None:
+        raise SettingsError(
+            "set HIP_VISIBLE_DEVICES instead of ROCR_VISIBLE_DEVICES: Ray refuses that one alone"
+        )
+    return hip or cuda
+
+
+def flag_name(field: str) -> str:
+    """The flag of a setting: `--draft-width` for `draft_width`."""
+    return "--" + field.replace("_", "-")
+
+
+def variable_name(field: str) -> str:
+    """The variable of a setting: `SSD_DRAFT_WIDTH` for `draft_width`."""
+    return PREFIX + field.upper()
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing when no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def successor(name: str, called: Callable[[str], str]) -> str:
+    """`; use X=Y instead` for a setting that earlier versions had, as flags, variables or arguments are
+    `called`; nothing for others."""
+    gone = {called(field): f"; use {called(now)}={value} instead" for field, (now, value) in GONE.items()}
+    return gone.get(name, "")
+
+
+def resolve_arguments(arguments: Mapping[str, object]) -> Settings:
+    """The same from arguments of a Python call."""
+    for name in arguments:
+        if name not in Settings.model_fields:
+            hint = successor(name, str) or suggestion(name, Settings.model_fields)
+            raise SettingsError(f"there is no setting {name}{hint}")
+    return resolve(arguments, lambda field: f"the argument {field}")
+
+
+def resolve(
+    flags: Mapping[str, object],
+    called: Callable[[str], str] = lambda field: f"the flag {flag_name(field)}",
+    config: Mapping[str, object] | None = None,
+) -> Settings:
+    """Settings from flags (by field name), variables, a `config` file and defaults, in this order. Everything
+    wrong is a `SettingsError`, in which a flag is `called` what the user typed."""
+    known = [variable_name(field) for field in Settings.model_fields]
+    for variable, value in os.environ.items():
+        if variable.startswith(PREFIX) and variable not in known and not _of_kubernetes(variable, value):
+            hint = successor(variable, variable_name) or suggestion(variable, known)
+            raise SettingsError(f"the variable {variable} is not a setting{hint} (`ssd settings` lists all)")
+    from_file = {
+        name: value
+        for name, value in (config or {}).items()
+        if name not in flags and not _variable_is_set(name)
+    }
+
+    def named(field: str) -> str:
+        return f"{field} of the configuration file" if field in from_file else called(field)
+
+    given = {**from_file, **flags}
+    try:
+        return Settings.model_validate(given)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, given, named)) from error
+
+
+def _of_kubernetes(variable: str, value: str) -> bool:
+    address = variable.endswith("_PORT") and "://" in value
+    return address or _OF_KUBERNETES.search(variable) is not None
+
+
+def refuse_empty_keys() -> None:
+    """Raise `SettingsError` where a key is a variable with nothing in it: whoever set it wants a key, though
+    empty variables otherwise count as not set. For processes that let clients in."""
+    for variable in map(variable_name, ("api_key", "api_keys_file", "metrics_key")):
+        if os.environ.get(variable) == "":
+            raise SettingsError(
+                f"the variable {variable} is set but empty: give it a value, or take it away to serve without"
+            )
+
+
+def origins(settings: Settings, flags: Mapping[str, object], config: Collection[str] = ()) -> list[Origin]:
+    """Where each value came from, in the order of the class; `config`: what a file names."""
+    rows: list[Origin] = []
+    for name, field in Settings.model_fields.items():
+        value: object = getattr(settings, name)
+        rows.append(
+            Origin(
+                name=name,
+                variable=variable_name(name),
+                flag=flag_name(name),
+                shown=_shown(name, value),
+                origin=_origin(name, flags, config),
+                meaning=field.description or "",
+            )
+        )
+    return rows
+
+
+def _origin(
+    name: str, flags: Collection[str], config: Collection[str]
+) -> Literal["flag", "variable", "file", "default"]:
+    if name in flags:
+        return "flag"
+    if _variable_is_set(name):
+        return "variable"
+    return "file" if name in config else "default"
+
+
+def _variable_is_set(field: str) -> bool:
+    names = [variable_name(field), OTHER_VARIABLES.get(field, "")]
+    return any(os.environ.get(name) for name in names)
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if name in SECRETS:
+        return "****"
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
+def _explain(error: ValidationError, flags: Mapping[str, object], called: Callable[[str], str]) -> str:
+    """One sentence for each wrong value; values are left out, they may be secrets."""
+    sentences: list[str] = []
+    for problem in error.errors(include_input=False, include_url=False):
+        field = str(problem["loc"][0]).lower() if problem["loc"] else ""
+        field = field.removeprefix(PREFIX.lower())
+        where = called(field) if field in flags else f"the variable {variable_name(field)}"
+        message = problem["msg"]
+        sentences.append(f"{where}: {message[:1].lower()}{message[1:]}")
+    return "; ".join(sentences)

@@ -1,0 +1,68 @@
+"""Whatever drafts by name, as the settings say it, for the losslessness proof: models, heads, a target's own
+layers, lookups and installed sources, alone or beside each other. Knows how they are loaded, not what is
+compared."""
+
+from functools import partial
+
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.settings import Settings
+from ssd_serve.bench.devices import Devices
+from ssd_serve.bench.lossless.drafters import RigDraft
+from ssd_serve.bench.lossless.rig import GROWTH, LoadedTarget, load_on, wish
+from ssd_serve.drafter.assembly import greeting, load_draft
+from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.instant import instant_channel
+from ssd_serve.drafter.sources.loading import LoadedSource
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.config import model_name
+from ssd_serve.models.hub import find_model
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.verifier.drafts.admission import check_hello
+
+
+class _Cores:
+    """Fresh cores over one source, one at a time: what the last one had open is closed."""
+
+    def __init__(self, loaded: LoadedSource, name: str) -> None:
+        self._loaded = loaded
+        self._name = name
+        self._last: DrafterCore | None = None
+
+    def __call__(self) -> DrafterCore:
+        if self._last is not None:
+            for request in list(self._last.requests):
+                self._last.forget(request)
+        parts = CoreParts(
+            guesses=self._loaded.source, limits=GROWTH, ends=self._loaded.texts.ends, name=self._name
+        )
+        self._last = build_core(parts)
+        return self._last
+
+
+def load_named(settings: Settings, devices: Devices, native: NativeLibrary | None) -> LoadedTarget:
+    """The target that the settings name, and all their drafts, of whatever kind, on its device. Raises
+    `SettingsError`, `CheckpointError` and `PairMismatchError`."""
+    folder, log = find_model(settings, settings.target, "target"), get_logger("bench", "error")
+    settings = settings.model_copy(update={"draft_fan_out": GROWTH.fan_out, "draft_width": GROWTH.width})
+    device = str(devices.target)
+    loaded = {
+        name: load_draft(settings.model_copy(update={"draft": name}), name, device, native, log)
+        for name in settings.draft_models
+    }
+    features = tuple(dict.fromkeys(layer for each in loaded.values() for layer in each.features))
+    wished = wish(settings.dtype, native, settings.batch_invariant, features)
+    model = load_on(folder, devices.target, wished)
+    name = model_name(folder)
+    target = LoadedTarget(name, folder, model, native, Tokenizer(folder).vocabulary_hash())
+    target.features = wished.features
+    target.drafts = [
+        RigDraft(greeting(each, draft, f"draft-{place}", 1e-3), _Cores(each, f"draft-{place}"))
+        for place, (draft, each) in enumerate(loaded.items())
+    ]
+    for draft in target.drafts:
+        check_hello(target.hello, draft.hello)
+    target.lookups = [
+        partial(instant_channel, name, settings, target.hello, target.eos) for name in settings.lookups
+    ]
+    return target

@@ -1,0 +1,255 @@
+"""The rig of the losslessness proof: a loaded target with its drafts, and an engine for a case.
+
+Everything runs in this process and does not depend on time: drafters stand behind deterministic channels, a
+round awaits a fixed number of draft steps, and the cost model is a fixed curve.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from ssd_serve.base.devices import Device
+from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.base.errors import SsdError
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.messages import Committed, Finished, Submit
+from ssd_serve.bench.devices import Devices
+from ssd_serve.bench.lossless.drafters import GarbageDrafter, MemoryDrafter, RigDraft
+from ssd_serve.bench.lossless.fixed_costs import FixedCost, FixedHost
+from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.sources.whole_model import DraftModel
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.wrapped import WrappedModel
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.transport.channel import Channel
+from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.features import FeatureStore
+from ssd_serve.verifier.planning.growth import FixedSteps, Never
+from ssd_serve.verifier.scheduler import SchedulerLimits
+
+_CPUS = Devices()
+_SLOTS = 4096
+GROWTH = GrowthLimits(width=4, fan_out=4, depth=8, nodes=512)
+_STEPS = 3
+_FEATURE_BYTES = 64 << 20
+_TICK_S = 1e-3
+"""What passes between two looks at the engine's clock."""
+_PREFILL_CHUNK = 48
+_MIN_STEPS = 8
+"""A drafter that is to die lives at least as many rounds, and until a node of it was accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to run the same requests. `batch`: requests at a time; `budget`: most nodes a round."""
+
+    mode: str
+    """ar, sd or ssd"""
+    batch: int
+    budget: int = 0
+    drafter: str = "sane"
+    """sane, garbage or killed"""
+    slots: int = _SLOTS
+    """KV slots that requests have together; few make some of them wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The tokens of each request, and what speculation did."""
+
+    tokens: dict[int, tuple[int, ...]]
+    drafted: int
+    accepted: int
+    preemptions: int = 0
+    cached: int = 0
+    """Tokens of prompts that the prefix cache had."""
+
+
+class _OnGpu(WrappedModel):
+    """A model whose GPU is the current one while it computes: that is where kernels start."""
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        with torch.cuda.device(self.facts.device):
+            return self._model.forward(batch)
+
+
+class LoadedTarget:
+    """A loaded target in `folder`, and what drafts for it: `drafts`, and `lookups` that need no device.
+    `tokenizer` tells texts from others; `features` are the layers whose outputs some drafts read, which the
+    model gives."""
+
+    drafts: Sequence[RigDraft] = ()
+    lookups: Sequence[Callable[[], Channel]] = ()
+    features: tuple[int, ...] = ()
+
+    def __init__(
+        self, name: str, folder: Path, model: Model, native: NativeLibrary | None, tokenizer: str
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self.target = model
+        facts = model.facts
+        self.eos = facts.eos_token_ids
+        self.vocabulary = facts.vocabulary
+        self.native = native
+        self.noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, native)
+        self.hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            noise=NOISE_SCHEME,
+            tokenizer=tokenizer,
+            vocabulary=facts.vocabulary,
+            context=facts.context,
+            name=name,
+            step_ms=1.0,
+        )
+
+    def engine(self, case: Case) -> Engine:
+        """A fresh engine of a case, without its drafters."""
+        plain = case.mode == "ar"
+        budget = 0 if plain else case.budget
+        return build_engine(
+            EngineParts(
+                model=self.target,
+                # Time stands still for the drafters' links: a busy machine must not make one look silent.
+                drafters=Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error")),
+                cost=FixedCost(),
+                host=FixedHost(),
+                slots=case.slots,
+                limits=SchedulerLimits(case.batch, 1024, _PREFILL_CHUNK),
+                # The plain baseline computes every prompt: reuse is one more thing to be proven.
+                prefix_cache=not plain,
+                context=512,
+                budget=budget,
+                draft_width=GROWTH.width,
+                tree_nodes=GROWTH.nodes * max(1, len(self.drafts) + len(self.lookups)),
+                policy=FixedSteps(_STEPS) if budget else Never(),
+                noise=self.noise,
+                native=self.native,
+                clock=partial(next, count(0.0, _TICK_S)),
+                features=FeatureStore(self.features, _FEATURE_BYTES, case.slots)
+                if self.features and not plain
+                else None,
+            )
+        )
+
+
+class LoadedPair(LoadedTarget):
+    """A loaded target and draft model, each on its device; which cores of a CPU is left to the caller."""
+
+    def __init__(
+        self,
+        name: str,
+        target: Path,
+        draft: Path,
+        dtype: str = "fp32",
+        native: NativeLibrary | None = None,
+        devices: Devices = _CPUS,
+        batch_invariant: bool = False,
+    ) -> None:
+        model = load_on(target, devices.target, wish(dtype, native, batch_invariant))
+        super().__init__(name, target, model, native, name)
+        self.draft = load_on(draft, devices.draft, wish(dtype, native))
+        device = self.draft.facts.device
+        self._draft_noise = NoiseRows(self.vocabulary, capacity_for(self.vocabulary), device, native)
+        self.drafts = (RigDraft(self.hello, self._core),)
+
+    def _core(self) -> DrafterCore:
+        model = DraftModel(self.draft, _SLOTS, self._draft_noise)
+        return build_core(CoreParts(guesses=model, limits=GROWTH, ends=self.eos, name=self.name))
+
+
+def wish(
+    dtype: str,
+    native: NativeLibrary | None,
+    batch_invariant: bool = False,
+    features: tuple[int, ...] = (),
+) -> ModelWish:
+    """What is asked of a model on the CPU."""
+    return ModelWish(
+        device="cpu",
+        dtype=dtype,
+        slots=_SLOTS,
+        context=512,
+        native=native,
+        batch_invariant=batch_invariant,
+        features=features,
+    )
+
+
+def load_on(path: Path, device: Device, wished: ModelWish) -> Model:
+    """Load a model for a device; forwards of a GPU are captured, as in serving."""
+    wished = replace(wished, device=device.torch_name, graphs=device.kind != "cpu")
+    if device.kind == "cpu":
+        return load_model(path, wished)
+    with torch.cuda.device(device.torch_name):
+        return _OnGpu(load_model(path, wished))
+
+
+def run_case(
+    target: LoadedTarget,
+    case: Case,
+    submits: Sequence[Submit],
+    beside: Callable[[RigDraft, Engine], MemoryDrafter] = MemoryDrafter,
+) -> Outputs:
+    """All requests to their ends; `beside` makes those who draft beside the engine."""
+    engine = target.engine(case)
+    drafters = _connected(target, case, engine, beside)
+    for submit in submits:
+        refused = engine.submit(submit)
+        if refused is not None:
+            raise SsdError(f"the proof's own request was refused: {refused}")
+    tokens: dict[int, list[int]] = {submit.request: [] for submit in submits}
+    steps = 0
+    while engine.busy:
+        for drafter in drafters:
+            drafter.work()
+        for report in engine.step():
+            if isinstance(report, Committed):
+                tokens[report.request].extend(report.tokens)
+            elif isinstance(report, Finished) and report.reason not in ("stop", "length"):
+                raise SsdError(f"request {report.request} ended with {report.reason}: {report.message}")
+        steps += 1
+        seen = engine.totals.figures.accepted > 0 or case.budget == 0
+        if case.drafter == "killed" and steps >= _MIN_STEPS and seen:
+            for drafter in drafters:
+                if isinstance(drafter, MemoryDrafter):
+                    drafter.die()
+            drafters = []
+    figures, scheduler = engine.totals.figures, engine.scheduler
+    return Outputs(
+        {number: tuple(each) for number, each in tokens.items()},
+        figures.drafted,
+        figures.accepted,
+        scheduler.preemptions,
+        scheduler.prefix.hits if scheduler.prefix is not None else 0,
+    )
+
+
+def _connected(
+    target: LoadedTarget, case: Case, engine: Engine, beside: Callable[[RigDraft, Engine], MemoryDrafter]
+) -> Sequence[MemoryDrafter | GarbageDrafter]:
+    """The drafters of a case, connected; those that work beside the engine. Lookups do in every mode that
+    drafts; whoever talks nonsense stands in for all others."""
+    if case.mode == "ar":
+        return []
+    for lookup in target.lookups:
+        engine.drafters.connect(lookup(), synchronous=True)
+    if case.mode == "ssd" and case.drafter == "garbage":
+        return [GarbageDrafter(target.hello, engine)]
+    if case.mode == "ssd":
+        return [beside(draft, engine) for draft in target.drafts]
+    for draft in target.drafts:
+        engine.drafters.connect(InlineChannel(draft.core(), draft.hello), synchronous=True)
+    return []

@@ -1,0 +1,279 @@
+"""The bench's rig: one target model, and an engine for each way to speculate, all in this process.
+
+The engines share the target, its kernels and its measured cost table, so that only the way of drafting
+differs. The drafter of `ssd` is the real process on its own device. Knows how things are put together, not
+what is measured.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+import torch
+from msgspec import structs
+
+from ssd_serve.base.cost import CostTable, Reading, Timing
+from ssd_serve.base.devices import parse_device
+from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import SsdError
+from ssd_serve.base.hub_id import pinned
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.settings import Settings
+from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
+from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
+from ssd_serve.cluster.local.run_dir import make_run_dir
+from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.instant import instant_channel
+from ssd_serve.drafter.sources.whole_model import DraftModel
+from ssd_serve.kernels.native.library import native_library
+from ssd_serve.models.hub import find_model
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_served
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
+from ssd_serve.models.wrapped import wrap_model
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.transport.channel import Channel
+from ssd_serve.transport.listener import Listener
+from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, WhenItPays
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.placing import Governing
+from ssd_serve.verifier.planning.startup_benchmark import measure_cost
+from ssd_serve.verifier.scheduler import SchedulerLimits
+
+_SLOTS = 20480
+_JOIN_S = 600.0
+"""A GPU's kernels may be compiled at the drafter's first start."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWay:
+    """One way to run: `mode`, and for synchronous drafts their shape. `steps` 0: as many as pay.
+
+    `sd-chain` drafts all its steps in one call, so that no Python between them is measured. `lookup`: n-gram
+    lookup drafts beside the model.
+    """
+
+    mode: str
+    steps: int = 0
+    width: int = 1
+    fan_out: int = 1
+    lookup: bool = False
+
+    @property
+    def label(self) -> str:
+        """For tables and result files."""
+        beside = " + lookup" if self.lookup else ""
+        if self.mode in ("ar", "ssd"):
+            return f"{self.mode}{beside}"
+        if self.mode == "ngram":
+            return f"ngram {self.fan_out}"
+        shape = "" if self.mode == "sd-chain" else f" {self.width}x{self.fan_out}"
+        return f"{self.mode}{shape} {self.steps or 'adaptive'}{beside}"
+
+    @property
+    def in_one_call(self) -> bool:
+        """Whether nothing is planned between its draft steps."""
+        return self.mode == "sd-chain"
+
+
+@dataclass(frozen=True, slots=True)
+class _Inline:
+    """The draft model in this process, on some device."""
+
+    model: Model
+    noise: NoiseRows
+    step_s: float
+
+
+class _Free(CostTable):
+    """Rows cost nothing, whatever is seen."""
+
+    def __init__(self) -> None:
+        super().__init__([Timing(1, 0, 1.0)])
+
+    def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
+        """Not at all."""
+
+
+class Rig:
+    """A loaded pair on one device, by torch's name; a GPU must be the current one."""
+
+    def __init__(self, settings: Settings, device: str = "cpu") -> None:
+        target = find_model(settings, settings.target, "target")
+        draft = find_model(settings, settings.draft_model or "", "draft")
+        # Drafters of other processes take the same files, and get no token to look for others.
+        names = {"target": (settings.target, target), "draft": (settings.draft_model or "", draft)}
+        self.settings = settings.model_copy(update={role: pinned(*each) for role, each in names.items()})
+        self.tokenizer = Tokenizer(target)
+        self.native = native_library(settings)
+        invariant = settings.batch_invariant
+        self.real = load_served(settings, target, device, _SLOTS, self.native, batch_invariant=invariant)
+        self.target = wrap_model(self.real, "target", settings.model_wrapper)
+        self.cost = measure_cost(self.target)
+        facts = self.real.facts
+        self._noise = self._noise_on(facts.device)
+        self._draft_folder = draft
+        self._inline = self._loaded(device)
+        self._beside: dict[str, _Inline] = {}
+        self.draft, self.draft_step_s = self._inline.model, self._inline.step_s
+        self.hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            noise=NOISE_SCHEME,
+            tokenizer=self.tokenizer.vocabulary_hash(),
+            vocabulary=facts.vocabulary,
+            context=facts.context,
+            name="bench",
+            step_ms=1e3 * self.draft_step_s,
+        )
+
+    def engine(
+        self,
+        way: EngineWay,
+        cost: CostTable | None = None,
+        model: Model | None = None,
+        verified: int | None = None,
+        draft_device: str = "",
+    ) -> Engine:
+        """A fresh engine over the shared target. `ssd` still needs its drafter connected.
+
+        `verified`: as many nodes in every round, whatever they cost, and no waiting. `draft_device`: where a
+        synchronous draft computes, by torch's name; empty: where the target does.
+        """
+        settings, target = self.settings, model or self.target
+        policy: GrowPolicy = FixedSteps(1 if way.in_one_call else way.steps)
+        if not way.steps:
+            policy = WhenItPays(way.mode == "ssd")
+        if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
+            policy = Never()
+        if verified is not None:
+            policy, cost = Never(), _Free()
+        budget = settings.budget if verified is None else verified
+        governed = way.mode == "ssd" and verified is None
+        engine = build_engine(
+            EngineParts(
+                model=target,
+                drafters=Drafters(self.hello, log=get_logger("bench", "warning")),
+                cost=cost or self.cost,
+                slots=_SLOTS,
+                limits=SchedulerLimits(settings.max_running, 1024, settings.prefill_chunk),
+                prefix_cache=False,
+                budget=0 if way.mode == "ar" else budget,
+                draft_width=settings.draft_width if way.mode == "ssd" else way.width,
+                tree_nodes=settings.tree_nodes,
+                policy=policy,
+                governing=self._governing(policy, cost or self.cost) if governed else None,
+                noise=self._noise,
+                native=self.native,
+            )
+        )
+        if way.mode not in ("ar", "ssd"):
+            engine.drafters.connect(self._channel(way, draft_device), synchronous=True)
+        if way.lookup:
+            engine.drafters.connect(self._lookup(self.settings), synchronous=True)
+        engine.drafters.drain({})
+        return engine
+
+    def _channel(self, way: EngineWay, device: str) -> Channel:
+        if way.mode == "ngram":
+            return self._lookup(self.settings.model_copy(update={"draft_fan_out": way.fan_out}))
+        inline = self._inline_on(device)
+        hello = structs.replace(self.hello, step_ms=1e3 * inline.step_s)
+        if not way.in_one_call:
+            return InlineChannel(self._core(way, inline), hello)
+        queued = QueuedModel(inline.model)
+        return OneCallChannel(self._core(way, replace(inline, model=queued)), hello, way.steps, queued)
+
+    def _inline_on(self, device: str) -> _Inline:
+        """Loaded when it is first asked for; this thread's cores are those that it will compute on."""
+        if not device:
+            return self._inline
+        if device not in self._beside:
+            self._beside[device] = self._loaded(device)
+        return self._beside[device]
+
+    def _loaded(self, device: str) -> _Inline:
+        draft = load_served(self.settings, self._draft_folder, device, 2 * _SLOTS, self.native)
+        model = wrap_model(draft, "draft", self.settings.model_wrapper)
+        width = self.settings.draft_width
+        step_s = min(measure_steps(model, (width,))[width, SHORT_CONTEXT])
+        return _Inline(model, self._noise_on(draft.facts.device), step_s)
+
+    def _noise_on(self, device: str) -> NoiseRows:
+        vocabulary = self.real.facts.vocabulary
+        return NoiseRows(vocabulary, capacity_for(vocabulary), device, self.native)
+
+    def _lookup(self, settings: Settings) -> Channel:
+        return instant_channel("ngram", settings, self.hello, self.real.facts.eos_token_ids)
+
+    def _governing(self, policy: GrowPolicy, cost: CostTable) -> Governing | None:
+        """As in serving, on a device of the target's own."""
+        if not self.settings.speculation_may_stop:
+            return None
+        policies: dict[Layout, GrowPolicy] = {Layout.ASYNC: policy, Layout.OFF: Never()}
+        return Governing(
+            Governor(tuple(policies)),
+            Cores(parse_device(self.real.facts.device), None),
+            dict.fromkeys(policies, cost),
+            policies,
+        )
+
+    def core(self, way: EngineWay) -> DrafterCore:
+        """A fresh drafter in this process, on the target's device."""
+        return self._core(way, self._inline)
+
+    def _core(self, way: EngineWay, inline: _Inline) -> DrafterCore:
+        depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
+        limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
+        guesses = DraftModel(inline.model, 2 * _SLOTS, inline.noise, self.native)
+        ends = self.real.facts.eos_token_ids
+        return build_core(CoreParts(guesses=guesses, limits=limits, ends=ends, name="bench"))
+
+
+@contextlib.contextmanager
+def remote_drafter(rig: Rig, engine: Engine, device: str, count: int = 1) -> Generator[None]:
+    """Start `count` drafter processes on their device, and let them join `engine`."""
+    run_dir = make_run_dir(None)
+    listener = Listener.unix(run_dir.drafter_socket)
+    settings = rig.settings.model_copy(
+        update={"mode": Mode.SSD, "draft_device": device, "drafters": count, "log_level": "warning"}
+    )
+    workers: list[WorkerProcess] = []
+    try:
+        for name in (f"drafter-{index}" for index in range(count)):
+            command = worker_command("drafter", name, run_dir.drafter_socket)
+            workers.append(start_worker(WorkerPlan(name, command), settings))
+        deadline = time.monotonic() + _JOIN_S
+        joined = engine.drafters.alive + count
+        while engine.drafters.alive < joined:
+            if any(worker.exit_code is not None for worker in workers) or time.monotonic() > deadline:
+                raise SsdError("the drafter did not join the benchmark")
+            channel = listener.accept()
+            if channel is not None:
+                engine.drafters.connect(channel)
+            engine.drafters.drain({})
+            time.sleep(0.02)
+        yield
+    finally:
+        for worker in workers:
+            worker.stop()
+        listener.close()
+        run_dir.remove()
+
+
+def use_cores(device: str) -> None:
+    """Compute on these cores from now on, with as many threads."""
+    cores = parse_device(device).indices
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))

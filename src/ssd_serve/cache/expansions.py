@@ -1,0 +1,163 @@
+"""Expansions as they travel: which node was expanded, and its ranked candidates, in flat buffers.
+
+An expanded node is named by its parent and the token that leads to it, so that a receiver can find it among
+candidates that nobody has looked at yet. Most of what comes is never looked at: a receiver checks a whole
+message at once, and reads the candidates of a node when it wants them. What is kept of a message is never
+much more than the candidates that are kept. Knows messages and buffers, not trees.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, repeat
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd_serve.base.draft_messages import Growth
+from ssd_serve.base.errors import ProtocolError
+from ssd_serve.base.seeds import mix
+
+MAX_CANDIDATES = 65_536
+"""Of one message: a snapshot of the largest tree that a setting allows."""
+_FLOATS, _SIGNED, _UNSIGNED = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<u4")
+_SHARED_BYTES = 2048
+"""An expansion that is kept keeps so much of its message, which costs less than a copy of its part."""
+ROOT_STEP = -1
+"""Stands for the token of a root, which is named itself."""
+
+
+class Expansion(NamedTuple):
+    """Candidates of one node, best first, with conditional log-probabilities."""
+
+    parent: int
+    step: int
+    tokens: list[int]
+    log_probabilities: list[float]
+
+
+class Packed(NamedTuple):
+    """An expansion of a message that was checked: `size` candidates from the `start`th on, not yet read."""
+
+    name: int
+    parent: int
+    step: int
+    size: int
+    start: int
+    tokens: bytes
+    log_probabilities: bytes
+
+    def read(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """The candidates, best first, and their conditional log-probabilities."""
+        tokens, log_probabilities = _candidates(self.size)
+        at = 4 * self.start
+        return tokens.unpack_from(self.tokens, at), log_probabilities.unpack_from(self.log_probabilities, at)
+
+    def alone(self) -> "Packed":
+        """The same, without the rest of its message."""
+        part = slice(4 * self.start, 4 * (self.start + self.size))
+        return self._replace(
+            start=0, tokens=self.tokens[part], log_probabilities=self.log_probabilities[part]
+        )
+
+
+def pack(
+    request: int, epoch: int, sequence: int, expansions: Sequence[Expansion], source: str, snapshot: bool
+) -> Growth:
+    """Write expansions as one growth message."""
+    tokens = [token for each in expansions for token in each.tokens]
+    values = [value for each in expansions for value in each.log_probabilities]
+    return _message(
+        (request, epoch, sequence),
+        [(each.parent, each.step) for each in expansions],
+        [len(each.tokens) for each in expansions],
+        (np.array(tokens, dtype=_SIGNED), np.array(values, dtype=_FLOATS)),
+        (source, snapshot),
+    )
+
+
+def pack_together(
+    request: int,
+    epoch: int,
+    sequence: int,
+    places: Sequence[tuple[int, int]],
+    candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
+    source: str,
+) -> Growth:
+    """Write expansions that have equally many candidates: parents and steps, and tokens and log-probabilities
+    [expansions, candidates]."""
+    tokens, values = candidates
+    counts = [tokens.shape[1]] * len(places)
+    return _message((request, epoch, sequence), places, counts, (tokens, values), (source, False))
+
+
+def _message(
+    number: tuple[int, int, int],
+    places: Sequence[tuple[int, int]],
+    counts: Sequence[int],
+    candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
+    said: tuple[str, bool],
+) -> Growth:
+    request, epoch, sequence = number
+    tokens, values = candidates
+    source, snapshot = said
+    as_parents, as_steps, as_counts = _places(len(places))
+    return Growth(
+        request=request,
+        epoch=epoch,
+        sequence=sequence,
+        parents=as_parents.pack(*[parent for parent, _ in places]),
+        steps=as_steps.pack(*[step for _, step in places]),
+        counts=as_counts.pack(*counts),
+        tokens=tokens.astype(_SIGNED, copy=False).tobytes(),
+        log_probabilities=values.astype(_FLOATS, copy=False).tobytes(),
+        source=source,
+        snapshot=snapshot,
+    )
+
+
+def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
+    """The expansions of a message, or None when it names tokens that the target does not have.
+
+    Raises `ProtocolError` for what no drafter says: buffers that do not fit each other, nodes without
+    candidates, more candidates than a tree can have, log-probabilities that are no numbers.
+    """
+    count, edges = len(growth.parents) // 8, len(growth.tokens) // 4
+    sizes = (len(growth.parents), len(growth.steps), len(growth.counts))
+    if sizes != (8 * count, 4 * count, 2 * count):
+        raise ProtocolError("the buffers of a growth message do not fit each other")
+    if (len(growth.tokens), len(growth.log_probabilities)) != (4 * edges, 4 * edges):
+        raise ProtocolError("the candidates of a growth message do not fit each other")
+    if max(count, edges) > MAX_CANDIDATES:
+        raise ProtocolError(f"a growth message brings more than {MAX_CANDIDATES} candidates")
+    as_parents, as_steps, as_counts = _places(count)
+    counts = as_counts.unpack(growth.counts)
+    if sum(counts) != edges or 0 in counts:
+        raise ProtocolError("a growth message expands nodes without candidates")
+    if not np.logical_and.reduce(np.isfinite(np.frombuffer(growth.log_probabilities, _FLOATS))):
+        raise ProtocolError("a growth message has log-probabilities that are no numbers")
+    # As unsigned numbers, negative tokens are too large.
+    if edges and np.maximum.reduce(np.frombuffer(growth.tokens, _UNSIGNED)) >= vocabulary:
+        return None
+    parents, steps = as_parents.unpack(growth.parents), as_steps.unpack(growth.steps)
+    names = [
+        parent if step == ROOT_STEP else mix(parent, step)
+        for parent, step in zip(parents, steps, strict=True)
+    ]
+    starts = accumulate(counts, initial=0)
+    buffers = repeat(growth.tokens), repeat(growth.log_probabilities)
+    found = list(map(Packed._make, zip(names, parents, steps, counts, starts, *buffers, strict=False)))
+    return found if len(growth.tokens) <= _SHARED_BYTES else [each.alone() for each in found]
+
+
+@lru_cache(256)
+def _candidates(count: int) -> tuple[Struct, Struct]:
+    """Tokens and log-probabilities of so many candidates. A layout takes longer to name than to use."""
+    return Struct(f"<{count}i"), Struct(f"<{count}f")
+
+
+@lru_cache(256)
+def _places(count: int) -> tuple[Struct, Struct, Struct]:
+    """Parents, steps and numbers of candidates of so many expansions."""
+    return Struct(f"<{count}Q"), Struct(f"<{count}i"), Struct(f"<{count}H")

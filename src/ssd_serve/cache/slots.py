@@ -1,0 +1,111 @@
+"""Which KV slots are in use: a torch-free allocator of numbered slots, one token each.
+
+Invariants: a slot is free or in use; every free slot can be allocated; a slot is freed once. It prefers to
+keep one request's slots together and different requests apart, because attention on a CPU reads a compact
+span of slots as a view; correctness never depends on where slots lie.
+
+It does not know who uses a slot (the prefix cache counts its readers), what stands in it, nor which forward
+still reads it: whoever frees a slot has waited for every forward that uses it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ssd_serve.base.errors import SsdError
+
+FREE = b"\0"
+
+
+class SlotError(SsdError):
+    """A slot was freed twice, given away while free, or does not exist: an error of the caller."""
+
+
+class SlotPool:
+    """Slots 0 .. slots - 1."""
+
+    def __init__(self, slots: int) -> None:
+        if slots < 0:
+            raise ValueError("the number of slots cannot be negative")
+        self.slots = slots
+        self._taken = bytearray(slots)  # 1 where the slot is in use
+        self._available = slots
+
+    @property
+    def available(self) -> int:
+        """Number of free slots."""
+        return self._available
+
+    @property
+    def used(self) -> int:
+        """Number of slots in use."""
+        return self.slots - self._available
+
+    def allocate(self, count: int, near: int | None = None) -> list[int] | None:
+        """Take `count` free slots, ascending; None when there are not enough.
+
+        `near`: a slot of the same request; the free slots closest to it are taken, rather above than below
+        it. None: a new request, which starts away from others.
+        """
+        if count < 0 or (near is not None and not 0 <= near < self.slots):
+            raise SlotError(f"cannot allocate {count} slots near {near} of {self.slots}")
+        if count > self._available:
+            return None
+        if count == 0:
+            return []
+        start = self._roomy_start(count) if near is None else near + 1
+        taken = self._taken
+        if start + count <= self.slots and 1 not in taken[start : start + count]:
+            chosen = list(range(start, start + count))
+        else:
+            chosen = self._closest(start, count)
+        for slot in chosen:
+            taken[slot] = 1
+        self._available -= count
+        return chosen
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Free slots; nothing changes when any of them is free already."""
+        if not self.in_use(slots):
+            raise SlotError("a slot to free is listed twice, free already or does not exist")
+        for slot in slots:
+            self._taken[slot] = 0
+        self._available += len(slots)
+
+    def in_use(self, slots: Sequence[int]) -> bool:
+        """Whether all these slots exist, are different and in use."""
+        if not slots:
+            return True
+        if min(slots) < 0 or max(slots) >= self.slots or len(set(slots)) != len(slots):
+            return False
+        return 0 not in map(self._taken.__getitem__, slots)
+
+    def _closest(self, start: int, count: int) -> list[int]:
+        """The free slots closest to `start`, ascending; there are at least `count`."""
+        taken = self._taken
+        above = taken.find(FREE, start)
+        below = taken.rfind(FREE, 0, start)
+        chosen: list[int] = []
+        while len(chosen) < count:
+            if below < 0 or 0 <= above - start < start - below:
+                chosen.append(above)
+                above = taken.find(FREE, above + 1)
+            else:
+                chosen.append(below)
+                below = taken.rfind(FREE, 0, below)
+        chosen.sort()
+        return chosen
+
+    def _roomy_start(self, count: int) -> int:
+        """Where a new request of `count` slots should begin: in the largest gap, away from what lies below.
+
+        What lies below a gap may be a request that grows into it: it is left the lower half, as far as
+        `count` slots still fit into the upper. What lies above stays where it is.
+        """
+        bounds = np.zeros(self.slots + 2, dtype=np.int8)
+        bounds[1:-1] = np.frombuffer(self._taken, dtype=np.int8) ^ 1
+        steps = np.diff(bounds)
+        lows, highs = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)  # [gaps], slots low .. high - 1
+        largest = int(np.argmax(highs - lows))
+        low, size = int(lows[largest]), int(highs[largest] - lows[largest])
+        return low if low == 0 else low + max(0, min(size // 2, size - count))

@@ -1,0 +1,47 @@
+"""Which launcher runs the engine: processes of this machine, or Ray."""
+
+import importlib.util
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal
+
+from ssd_serve.base.devices import Machine, this_machine
+from ssd_serve.base.errors import NoGpuError
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.settings import Settings
+from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.running import RunningEngine
+
+
+def chosen_launcher(settings: Settings, machine: Machine) -> Literal["local", "ray"]:
+    """What `auto` means: Ray where there is a cluster or more than one GPU, and Ray is installed."""
+    if settings.launcher != "auto":
+        return settings.launcher
+    if settings.ray_address is not None:
+        return "ray"
+    return "ray" if machine.gpus > 1 and importlib.util.find_spec("ray") is not None else "local"
+
+
+def usable_machine(settings: Settings, machine: Machine | None = None) -> Machine:
+    """This machine. Raises `NoGpuError` where cores would compute although there is a GPU, and nobody has
+    said that they are meant."""
+    machine = machine if machine is not None else this_machine()
+    named = settings.target_device or settings.ray_address
+    if machine.trouble and named is None and not settings.allow_cpu:
+        raise NoGpuError(f"{machine.trouble}; or let cores compute with SSD_ALLOW_CPU=1")
+    return machine
+
+
+@contextmanager
+def start_engine(settings: Settings, log: Logger, machine: Machine | None = None) -> Generator[RunningEngine]:
+    """Start an engine for the length of a `with` block. `machine`: as `usable_machine` found it before."""
+    machine = machine if machine is not None else usable_machine(settings)
+    if chosen_launcher(settings, machine) == "local":
+        with local_engine(settings, log, machine=machine) as engine:
+            yield engine
+        return
+    # Ray is imported where it is used, and only there: it takes seconds, and need not be installed.
+    from ssd_serve.cluster.ray.launcher import ray_engine
+
+    with ray_engine(settings, log) as engine:
+        yield engine

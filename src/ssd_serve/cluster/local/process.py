@@ -1,0 +1,208 @@
+"""A worker process as its parent sees it: start it with settings on stdin, notice its end, stop it.
+
+Knows nothing of what workers do. The pipe to the worker's stdin stays open as its lifeline: when this process
+dies, however it dies, the kernel closes the pipe and the worker leaves.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import psutil  # type: ignore[import-untyped]
+
+from ssd_serve.base.errors import SsdError
+from ssd_serve.base.settings import Settings
+from ssd_serve.cluster.role_secrets import settings_for, without_secrets
+
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that workers ignore: whoever started them says when they leave."""
+
+ORPHANED = 75
+"""Exit code of a worker whose parent, or whose rank 0, went away or let it go."""
+
+_STDERR = 2
+_KILL_S = 10.0
+_SHAPES = "256"
+"""Of products that oneDNN keeps: those of the last fifty numbers of rows. A new one takes some 0.5 ms."""
+_DEFAULTS = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "LRU_CACHE_CAPACITY": _SHAPES,
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": _SHAPES,
+}
+"""Unless whoever starts us says otherwise."""
+_FAST_MEMORY = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+
+
+class StartedWorker(Protocol):
+    """A started worker as its supervisor sees it, wherever it runs."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on its machine; 0 while it is not known."""
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        ...
+
+    @property
+    def started(self) -> float:
+        """When it was started, in seconds of the monotonic clock."""
+        ...
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start."""
+        ...
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of processor time that it has taken; 0 where nobody knows."""
+        ...
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """The kernel holds it until something is read or written; False where nobody knows."""
+        ...
+
+    def release(self) -> None:
+        """Let it leave by itself. Does not wait."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once. Does not wait."""
+        ...
+
+    def stop(self, grace_s: float = 3.0) -> int:
+        """Release it, and kill it if it has not left in time. Returns its exit code."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """A started worker. Start workers from a thread that lives as long as this process: on Linux the worker
+    also dies with the *thread* that started it."""
+
+    name: str
+    popen: "subprocess.Popen[bytes]"
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pid(self) -> int:
+        """Id of the worker's process."""
+        return self.popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return self.popen.poll()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of processor time that all its threads have taken."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except (psutil.Error, OSError):  # OSError: no descriptor to look with
+            return 0.0
+        return float(times.user + times.system)
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """The kernel holds it until something is read or written; a stopped one is held otherwise."""
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_DISK_SLEEP)
+        except (psutil.Error, OSError):  # OSError: no descriptor to look with
+            return False
+
+    def release(self) -> None:
+        """Close the lifeline: the worker leaves by itself. Does not wait."""
+        if self.popen.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.popen.stdin.close()
+
+    def kill(self) -> None:
+        """End it at once. Does not wait."""
+        self.popen.kill()
+
+    def stop(self, grace_s: float = 3.0) -> int:
+        """Release the worker, and kill it if it has not left in time. Returns its exit code."""
+        self.release()
+        try:
+            return self.popen.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+        try:
+            return self.popen.wait(_KILL_S)
+        except subprocess.TimeoutExpired:  # the kernel holds it, as a GPU's driver may for ever
+            return -signal.SIGKILL
+
+
+def worker_command(*arguments: str) -> tuple[str, ...]:
+    """The command that runs a worker of this installation."""
+    return (sys.executable, "-m", "ssd_serve", "worker", *arguments)
+
+
+def worker_environment() -> dict[str, str]:
+    """This process's environment, and what makes torch's memory fast on CPUs.
+
+    Huge pages for weights: 5-25 % more bandwidth for one row. A heap that keeps what was freed: the results
+    of operators are taken from memory that is mapped already, instead of being mapped page by page every
+    time. Both are read when a process starts, so that they cannot be settings of the worker's. oneDNN keeps
+    half a MiB for every shape of a product, in two caches of 1024 shapes unless they are bounded: a process
+    would grow for hours. Ranks on GPUs meet on loopback, unless the user names another network.
+    """
+    return {**_DEFAULTS, **os.environ, **_FAST_MEMORY}
+
+
+def added_environment() -> dict[str, str]:
+    """What `worker_environment` adds to a machine's own environment."""
+    return {**_DEFAULTS, **_FAST_MEMORY}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """How to start a worker. The `vital` ones are the target: without one of them nothing works."""
+
+    name: str
+    command: tuple[str, ...]
+    vital: bool = False
+
+
+Starter = Callable[[WorkerPlan, Settings], StartedWorker]
+"""Starts a worker where the launcher wants it."""
+
+
+def start_worker(plan: WorkerPlan, settings: Settings) -> WorkerProcess:
+    """Start a worker and hand it the settings that are its business as one JSON line. Its stdout goes to our
+    stderr."""
+    # Blocked signals stay blocked in the child, so none can end it before it ignores them by itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+    try:
+        environment = without_secrets(worker_environment())
+        popen = subprocess.Popen(plan.command, stdin=subprocess.PIPE, stdout=_STDERR, env=environment)
+    except OSError as error:
+        raise SsdError(f"the process {plan.name} cannot be started: {error.strerror}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if popen.stdin is not None:
+        # A worker that died at once is noticed by its exit code, not here.
+        with contextlib.suppress(BrokenPipeError):
+            popen.stdin.write(settings_for(plan.name, settings).model_dump_json().encode() + b"\n")
+            popen.stdin.flush()
+    return WorkerProcess(plan.name, popen)

@@ -1,0 +1,199 @@
+"""Which mode runs, and which process computes on which device: a function of settings, machine and the sizes
+of drafts."""
+
+from dataclasses import dataclass
+
+from ssd_serve.base.devices import Device, Machine, check_device, parse_device
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.setting_values import NO_DRAFT
+from ssd_serve.base.settings import Settings
+from ssd_serve.cluster.core_drafts import cores_draft
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decision. `draft` is None without a drafter process, and what they divide where there are several;
+    `front_end` has the cores of the server; `alone` is where the target computes while no drafter works
+    beside it, and drafts may be made inline; None: it is always beside one."""
+
+    mode: Mode
+    target: Device
+    draft: Device | None
+    front_end: Device
+    alone: Device | None = None
+
+    @property
+    def shares_a_device(self) -> bool:
+        """Target and drafter compete for a core or a GPU: speculation then costs target time."""
+        if self.draft is None or self.draft.kind != self.target.kind:
+            return False
+        return not self.draft.indices or not self.target.indices or self._overlap()
+
+    def _overlap(self) -> bool:
+        return self.draft is not None and bool(set(self.draft.indices) & set(self.target.indices))
+
+
+def place(settings: Settings, machine: Machine) -> Placement:
+    """Devices as set by the user, and for what is not set: a core or a GPU of its own for the drafter."""
+    ranks = settings.tensor_parallel
+    if ranks > 1 and settings.target_device_alone:
+        raise SettingsError("SSD_TARGET_DEVICE_ALONE is for one rank: unset it, or SSD_TENSOR_PARALLEL")
+    target = _named(settings.target_device, machine, "SSD_TARGET_DEVICE", ranks)
+    draft = _named_draft(settings, machine)
+    mode = chosen_mode(settings, machine.gpus or len(machine.cores), cores_draft(settings, machine))
+    if mode is not Mode.SSD or not settings.drafter_count:
+        target = target or _free_gpus(machine, ranks, None) or Device("cpu", machine.cores)
+        alone = _alone(settings, target, None, machine) if mode is Mode.SSD else None
+        return Placement(mode, target, None, Device("cpu", _others(machine.cores, target)), alone)
+    if target is None:
+        target = _free_gpus(machine, ranks, draft)
+    if draft is None:
+        draft = _draft_device(target, machine, settings.drafter_count)
+    if target is None:
+        target = Device("cpu", _others(machine.cores, draft))
+    by_core = target.kind == draft.kind == "cpu"
+    busy = target if target.kind == "cpu" else draft
+    front_end = draft if by_core else Device("cpu", _others(machine.cores, busy))
+    return Placement(mode, target, draft, front_end, _alone(settings, target, draft, machine))
+
+
+def resolved(settings: Settings, placement: Placement) -> Settings:
+    """Settings in which nothing about modes and devices is left to decide; what the workers get."""
+    drafts = () if placement.mode is Mode.AR else settings.drafts
+    return settings.model_copy(
+        update={
+            "mode": placement.mode,
+            "target_device": str(placement.target),
+            "target_device_alone": str(placement.alone) if placement.alone is not None else None,
+            "draft_device": str(placement.draft) if placement.draft is not None else None,
+            "draft": ",".join(drafts) or (NO_DRAFT if placement.mode is Mode.AR else settings.draft),
+        }
+    )
+
+
+def of_drafter(settings: Settings, index: int) -> Settings:
+    """Resolved settings as this drafter process needs them: a draft model, or its share of them where
+    processes are fewer, and its own part of the device."""
+    models, count = settings.draft_models, settings.drafter_count
+    update: dict[str, object] = {}
+    if models:
+        update["draft"] = (
+            ",".join(models[index::count]) if count < len(models) else models[index % len(models)]
+        )
+    if settings.draft_device is not None and count > 1:
+        update["draft_device"] = str(parse_device(settings.draft_device).split(count)[index % count])
+    return settings.model_copy(update=update)
+
+
+def _named_draft(settings: Settings, machine: Machine) -> Device | None:
+    """What the drafters divide: GPUs not more than they are, one for each or shared."""
+    if settings.draft_device is None:
+        return None
+    device, count = parse_device(settings.draft_device), max(1, settings.drafter_count)
+    check_device(device, machine, "SSD_DRAFT_DEVICE")
+    if device.kind == "cuda" and len(device.indices) > count:
+        why = "the draft model uses one" if count == 1 else f"SSD_DRAFTERS is {count}, and each uses one"
+        raise SettingsError(f"SSD_DRAFT_DEVICE is {device}, but {why}: name {count} GPU{'s' * (count > 1)}")
+    if count > 1 and not device.indices:
+        return Device("cpu", machine.cores)  # the drafters have to divide them
+    return device
+
+
+def _named(text: str | None, machine: Machine, setting: str, ranks: int = 1) -> Device | None:
+    if text is None:
+        return None
+    device = parse_device(text)
+    check_device(device, machine, setting)
+    if device.kind == "cuda" and len(device.indices) != ranks:
+        raise SettingsError(
+            f"{setting} is {device}, but SSD_TENSOR_PARALLEL is {ranks}: name {ranks} GPU{'s' * (ranks > 1)}"
+        )
+    if ranks > 1 and not device.indices:
+        return Device("cpu", machine.cores)  # ranks have to divide them
+    return device
+
+
+def chosen_mode(settings: Settings, devices: int, cores_draft: bool = False) -> Mode:
+    """What auto means with so many GPUs, or cores; `cores_draft`: where no GPU is left for a drafter, a core
+    drafts. Raises `SettingsError` for a mode that cannot be."""
+    remote = _awaits_others(settings)
+    if settings.mode is Mode.AUTO:
+        if remote:
+            return Mode.SSD
+        if settings.draft_model is None:
+            return Mode.SD if settings.lookups else Mode.AR
+        return Mode.SSD if cores_draft or devices > settings.tensor_parallel else Mode.SD
+    drafted = settings.draft_model is not None or (
+        remote if settings.mode is Mode.SSD else bool(settings.lookups)
+    )
+    if settings.mode is not Mode.AR and not drafted:
+        what = "a draft model for its own device" if settings.mode is Mode.SSD else "a draft"
+        raise SettingsError(
+            f"mode {settings.mode.value} needs {what}: set SSD_DRAFT to a folder or a hub id, or "
+            f"SSD_MODE={'ar' if not settings.lookups else 'sd, where lookup drafts'}"
+        )
+    return settings.mode
+
+
+def _awaits_others(settings: Settings) -> bool:
+    """Whether all drafters come from other places."""
+    address = settings.drafter_address or ""
+    if address.startswith("tcp://") and not settings.cluster_key:
+        raise SettingsError(
+            "SSD_DRAFTER_ADDRESS is a TCP address: set SSD_CLUSTER_KEY to the same random text here and for "
+            "the drafters"
+        )
+    if settings.drafters == 0 and not address and settings.mode in (Mode.AUTO, Mode.SSD):
+        raise SettingsError(
+            "SSD_DRAFTERS is 0, but there is no SSD_DRAFTER_ADDRESS at which drafters could join: set it, "
+            "e.g. to tcp://127.0.0.1:4711, or SSD_MODE=ar"
+        )
+    return bool(address) and settings.drafter_count == 0
+
+
+def _alone(settings: Settings, target: Device, draft: Device | None, machine: Machine) -> Device | None:
+    """In mode auto all cores, unless the target's were named; a GPU beside which a core drafts, since drafts
+    can be made on either. Ranks stay on their devices."""
+    alone = _named(settings.target_device_alone, machine, "SSD_TARGET_DEVICE_ALONE")
+    if settings.tensor_parallel > 1:
+        return None
+    if alone is None and settings.mode is Mode.AUTO:
+        if target.kind == "cuda":
+            return target if draft is not None and draft.kind == "cpu" else None
+        if not settings.target_device:
+            alone = Device("cpu", machine.cores)
+    return alone if alone != target or target.kind == "cuda" else None
+
+
+def _free_gpus(machine: Machine, ranks: int, draft: Device | None) -> Device | None:
+    """The first GPUs that the draft model does not use, one for each rank; None: the target goes to cores."""
+    taken = draft.indices if draft is not None and draft.kind == "cuda" else ()
+    free = tuple(gpu for gpu in range(machine.gpus) if gpu not in taken)
+    if len(free) >= ranks:
+        return Device("cuda", free[:ranks])
+    if machine.gpus and ranks > 1:
+        raise SettingsError(
+            f"SSD_TENSOR_PARALLEL={ranks} needs {ranks} GPUs beside the draft model's, and {len(free)} "
+            f"{'is' if len(free) == 1 else 'are'} there; lower it, or set SSD_TARGET_DEVICE=cpu"
+        )
+    return None
+
+
+def _draft_device(target: Device | None, machine: Machine, count: int) -> Device:
+    """A GPU for each of `count` drafters as far as there are free ones, else the last cores that the target
+    does not use. One that chooses its cores itself keeps at least one."""
+    if target is not None and target.kind == "cuda":
+        spare = tuple(gpu for gpu in range(machine.gpus) if gpu not in target.indices)
+        return Device("cuda", spare[:count]) if spare else Device("cpu", machine.cores[-count:])
+    if target is not None:
+        free = [core for core in machine.cores if core not in target.indices] or list(machine.cores)
+        return Device("cpu", tuple(free[-count:]))
+    return Device("cpu", machine.cores[-min(count, max(1, len(machine.cores) - 1)) :])
+
+
+def _others(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:
+    """The cores that the device leaves free; all of them if it leaves none."""
+    if device.kind != "cpu":
+        return cores
+    return tuple(core for core in cores if core not in device.indices) or cores

@@ -1,0 +1,182 @@
+"""What runs inside a Ray actor: the same role functions as in a worker process of this machine.
+
+The role computes in one thread; others answer pings and tell addresses meanwhile. Imports nothing of Ray but
+what tells an actor where it is. Knows roles and addresses, not who watches them.
+"""
+
+import contextlib
+import importlib
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from ssd_serve.base.devices import parse_device, pin
+from ssd_serve.base.errors import DeviceHangError, PermissionProblemError, SsdError
+from ssd_serve.base.logs import Sparingly, get_logger
+from ssd_serve.base.owned import is_private
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import visible_gpus
+from ssd_serve.cluster.local.process import ORPHANED
+from ssd_serve.cluster.placement import of_drafter
+from ssd_serve.cluster.ray.placement import actors_device
+from ssd_serve.transport.listener import Listener
+from ssd_serve.transport.rank_sockets import RankFiles
+
+LOOPBACK = "127.0.0.1"
+_TRACE_BYTES = 4000
+_LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """An actor's role, settings and place."""
+
+    name: str
+    """`verifier`, `rank-1`, `drafter-0`."""
+    settings: str
+    """As JSON."""
+    meeting: str
+    """Name of the private folder in which the ranks of this run meet."""
+    device: str | None
+    """Where the user has named it."""
+    cpus: int
+    """Cores, for an actor that computes on cores that nobody has named."""
+    loopback: bool = True
+    """Whether all who will connect are on the verifier's node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a verifier listens."""
+
+    server: str
+    drafters: str
+
+
+@dataclass(frozen=True, slots=True)
+class ActorExit:
+    """How a role ended: its exit code and, for an error, what a person should read."""
+
+    code: int
+    why: str = ""
+
+
+class RoleActor:
+    """One worker. `run` blocks until it ends; the other methods answer at once, from threads of their own."""
+
+    def __init__(self, order: ActorSpec) -> None:
+        self._order = order
+        self._settings = Settings.model_validate_json(order.settings)
+        self._folder = Path(tempfile.gettempdir(), order.meeting)
+        self._listeners: list[Listener] = []
+        self._error: SsdError | None = None
+        self._loaded = threading.Event()
+        if order.name == "verifier":
+            try:
+                self._listeners = [self._listen() for _ in range(2)]
+            except SsdError as error:
+                self._error = error  # `run` says so: an error here would have no exit code
+
+    def where(self) -> tuple[int, str]:
+        """Process id, and the id of the node."""
+        return os.getpid(), str(_ray().get_runtime_context().get_node_id())
+
+    def ping(self) -> tuple[float, bool]:
+        """Say that this process can still answer: seconds of processor time, and whether it has loaded."""
+        return time.process_time(), self._loaded.is_set()
+
+    def addresses(self) -> Addresses | None:
+        """Where the verifier listens; None where it cannot."""
+        if len(self._listeners) < 2:
+            return None
+        return Addresses(self._listeners[0].address, self._listeners[1].address)
+
+    def leave(self) -> None:
+        """Tidy up before this process is killed."""
+        if self._order.name == "verifier" and self._settings.tensor_parallel > 1:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, addresses: Addresses | None) -> ActorExit:
+        """Be the worker until it ends. `addresses`: the verifier's, for a drafter."""
+        try:
+            if self._error is not None:
+                raise self._error
+            return ActorExit(self._run(addresses))
+        except DeviceHangError as error:
+            # Ray would end this process with its interpreter, whose driver waits for that GPU.
+            threading.Timer(_LAST_WORDS_S, os._exit, (error.exit_code,)).start()
+            return ActorExit(error.exit_code, str(error))
+        except SsdError as error:
+            return ActorExit(error.exit_code, str(error))
+
+    def _run(self, addresses: Addresses | None) -> int:
+        name, settings = self._order.name, self._settings
+        if name.startswith("drafter"):
+            if addresses is None:
+                return ORPHANED
+            settings = of_drafter(settings, int(name.rpartition("-")[2]))
+            settings = settings.model_copy(update={"draft_device": self._take_device()})
+            from ssd_serve.drafter.process import run as draft
+
+            return draft(settings, name, [addresses.drafters], on_loaded=self._loaded.set)
+        rank = 0 if name == "verifier" else int(name.removeprefix("rank-"))
+        settings = settings.model_copy(update={"target_device": self._take_device()})
+        files = RankFiles(self._meeting() if settings.tensor_parallel > 1 else self._folder)
+        if rank == 0:
+            from ssd_serve.verifier.process import run as verify
+
+            return verify(settings, self._listeners[0], self._listeners[1], files)
+        from ssd_serve.verifier.ranks import run as follow
+
+        follow(settings, rank, files)
+        return ORPHANED
+
+    def _take_device(self) -> str:
+        """Bind this thread, and torch's threads that it starts, to the device."""
+        gpus = [str(one) for one in _ray().get_runtime_context().get_accelerator_ids().get("GPU", ())]
+        name = actors_device(self._order.device, gpus, visible_gpus())
+        device = parse_device(name)
+        if device.kind == "cuda" or device.indices:
+            pin(device)
+        else:
+            import torch
+
+            torch.set_num_threads(self._order.cpus)
+        return name
+
+    def _listen(self) -> Listener:
+        settings = self._settings
+        sparingly = Sparingly(get_logger(self._order.name, settings.log_level, settings.log_format))
+        host = LOOPBACK if self._order.loopback else str(_ray().util.get_node_ip_address())
+        return Listener.tcp(
+            host, 0, settings.cluster_key or "", lambda why: sparingly.warning("connection refused", who=why)
+        )
+
+    def _meeting(self) -> Path:
+        """The folder of this run on this node: private, whichever rank comes first."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        facts = self._folder.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or not is_private(facts):
+            raise PermissionProblemError(f"the folder {self._folder} must belong to this user alone")
+        return self._folder
+
+
+def kill_actor(pid: int) -> None:
+    """End an actor's process on this node, as a task of Ray."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if RoleActor.__name__ in " ".join(process.cmdline()):
+            process.kill()
+
+
+def _ray() -> Any:
+    """Ray's types are not those of a strict program."""
+    return importlib.import_module("ray")

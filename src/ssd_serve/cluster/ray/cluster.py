@@ -1,0 +1,154 @@
+"""A connection to a Ray cluster: the one that the user names, or one of its own on this machine.
+
+Knows how Ray is started, joined and left; not what runs in it.
+"""
+
+import contextlib
+import importlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssd_serve.base.devices import this_machine
+from ssd_serve.base.errors import SettingsError, in_a_line
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import visible_gpus
+from ssd_serve.cluster.ray.placement import RayNode, node_of
+from ssd_serve.cluster.ray.token import prepare_token
+from ssd_serve.cluster.role_secrets import hidden_secrets
+
+NAMESPACE = "ssd-serve"
+_OBJECT_BYTES = 80 << 20
+"""Close to the least that Ray takes: only control passes through it, no tensors."""
+_LAST_WORDS_S, _LOOK_EVERY_S = 5.0, 0.05
+_LONGEST_TEMPORARY = 24
+"""Ray puts sockets below it, whose paths may have 107 bytes."""
+_NOTHING_AHEAD = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+"""Workers that are started before anybody asks have not the environment that actors need."""
+_BEFORE_IMPORT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Read by Ray when it is imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """A joined cluster. `ray` is the module: its types are not those of a strict program."""
+
+    ray: Any
+
+    @property
+    def nodes(self) -> list[RayNode]:
+        """All nodes that are alive."""
+        return [node_of(entry) for entry in self.ray.nodes() if entry["Alive"]]
+
+    @property
+    def own_node(self) -> str:
+        """The id of the node that this process is on."""
+        return str(self.ray.get_runtime_context().get_node_id())
+
+    def homes(self, group: Any) -> dict[int, str]:
+        """The nodes of a placement group's bundles; empty while some bundle has none."""
+        table: Mapping[str, Any] = self.ray.util.placement_group_table(group)
+        if table["state"] != "CREATED":
+            return {}
+        return {int(index): str(node) for index, node in table["bundles_to_node_id"].items()}
+
+
+@contextmanager
+def ray_cluster(settings: Settings) -> Generator[RayCluster]:
+    """Join for the length of a `with` block; a connection that is there already is used, and stays."""
+    visible_gpus()  # where it is contradictory, nobody's devices would be the right ones
+    prepare_token(os.environ, joining=bool(settings.ray_address))
+    ray = _import_ray()
+    if ray.is_initialized():
+        yield RayCluster(ray)
+        return
+    with contextlib.ExitStack() as stack:
+        options = _joining(settings) if settings.ray_address else _starting(stack)
+        stack.callback(ray.shutdown)
+        try:
+            with _own_signals(), hidden_secrets():
+                ray.init(namespace=NAMESPACE, configure_logging=False, log_to_driver=True, **options)
+        except Exception as error:
+            where, advice = "on this machine", ""
+            if settings.ray_address:
+                where = f"at {settings.ray_address}"
+                advice = " (where it asks for a token, set RAY_AUTH_TOKEN to it here too)"
+            raise SettingsError(f"Ray {where} cannot be used: {in_a_line(error)}{advice}") from error
+        yield RayCluster(ray)
+
+
+def _import_ray() -> Any:
+    for name, value in _BEFORE_IMPORT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise SettingsError(
+            "SSD_LAUNCHER=ray, or RAY_ADDRESS, needs Ray: pip install 'ssd-serve[ray]', "
+            "or set SSD_LAUNCHER=local"
+        ) from error
+
+
+def _joining(settings: Settings) -> dict[str, object]:
+    address = settings.ray_address or ""
+    if address.startswith("ray://"):
+        raise SettingsError(
+            f"the Ray address {address} is a client's: this process must be on a node of the cluster; "
+            "write host:port, or auto"
+        )
+    return {"address": address}
+
+
+def _starting(stack: contextlib.ExitStack) -> dict[str, object]:
+    machine = this_machine()
+    options: dict[str, object] = {
+        "address": "local",
+        "num_cpus": len(machine.cores),
+        # Of AMD's Ray knows only with a package that ROCm does not install for every Python.
+        "num_gpus": machine.gpus,
+        "include_dashboard": False,
+        "object_store_memory": _OBJECT_BYTES,
+        "_system_config": dict(_NOTHING_AHEAD),  # Ray writes into it
+    }
+    usual = tempfile.gettempdir()
+    short = len(os.fsencode(usual)) <= _LONGEST_TEMPORARY
+    folder = Path(tempfile.mkdtemp(prefix="ssd-ray-", dir=usual if short else "/tmp"))
+    stack.callback(_remove, folder)
+    return {**options, "_temp_dir": str(folder)}
+
+
+def _remove(folder: Path) -> None:
+    """Ray's processes write into it until they have ended, which is a moment after they were told to."""
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_LOOK_EVERY_S)
+
+
+@contextmanager
+def _own_signals() -> Generator[None]:
+    """Ray takes SIGTERM for itself when it starts; it is for the server to end tidily."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

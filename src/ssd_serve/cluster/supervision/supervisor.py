@@ -1,0 +1,303 @@
+"""Watches worker processes: ends those that hang, and starts again those that died.
+
+The target, which is the verifier and its ranks, dies and comes back as one; its end for good is reported
+once. Drafters come back one by one.
+
+Knows processes and exit codes, not messages: peers notice a death sooner by their closed channel.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ssd_serve.base.errors import EngineDeadError, RankLostError, SsdError, in_a_line
+from ssd_serve.base.logs import Logger, Sparingly
+from ssd_serve.base.settings import Settings
+from ssd_serve.cluster.local.process import ORPHANED, StartedWorker, Starter, WorkerPlan, start_worker
+from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
+from ssd_serve.cluster.supervision.hang_detector import HangDetector
+from ssd_serve.cluster.supervision.pulse import Listening
+from ssd_serve.cluster.supervision.restart_policy import USER_ERRORS, RestartPolicy, pause_before_restart
+
+_LOOK_EVERY_S = 0.1
+_LONGEST_BUSY_SILENCE_S = 60.0
+"""For one that computes, waits for a disk, or is still loading."""
+_LONG_LOOK_S = 1.0
+"""On a busy machine a process that computes may get nothing for a moment."""
+_LONG_LIFE_S = 60.0
+"""A worker that lived this long died of something new: back-off starts afresh."""
+_LEFT_BEHIND = (ORPHANED, RankLostError.exit_code)
+_LONGEST_START_PAUSE_S = 5.0
+"""Descriptors, memory or processes that were short may be there again."""
+_CAUSE_ENDS_S = 10.0
+"""A process closes its sockets before it has ended, and an interpreter may take seconds to end."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    plan: WorkerPlan
+    process: StartedWorker | None
+    quick_deaths: int = 0
+    failed_starts: int = 0
+    due: float = 0.0
+    computed_s: float = -1.0
+    computed_at: float = -math.inf
+    """When it was last seen to have computed."""
+    left_behind_since: float = math.inf
+    """Has ended because another one has, or is about to: that one is the cause and is waited for."""
+
+
+class Supervisor:
+    """Starts workers from a thread of its own and looks after them until `stop`."""
+
+    def __init__(
+        self,
+        plans: Sequence[WorkerPlan],
+        settings: Settings,
+        log: Logger,
+        on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
+        pulses: Listening | None = None,
+        starter: Starter = start_worker,
+        suspicion: HangDetector | None = None,
+    ) -> None:
+        """The first of `plans` is the verifier's. `pulses`: where signs of life are heard; who falls silent
+        is killed. `suspicion` judges a verifier that its front end suspects."""
+        self._starter = starter
+        self._plans = plans
+        self._pulses = pulses
+        self._settings = settings
+        self._log = log
+        self._sparingly = Sparingly(log)
+        self._on_failure = on_failure
+        self._watched: list[_Watched] = []
+        self._started = threading.Event()
+        self._stopping = threading.Event()
+        self._ending = threading.Event()
+        self._start_error: SsdError | None = None
+        self._failure: WorkerDiedError | None = None
+        self._failed = threading.Event()
+        self._restarts = 0
+        self._comeback = RestartPolicy()
+        self._suspicion = suspicion or HangDetector()
+        self._told_silence_s = 0.0
+        # Linux kills workers with the thread that started them: this one lives until `stop`.
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    @property
+    def failure(self) -> WorkerDiedError | None:
+        """Why nothing works any more, or None."""
+        return self._failure
+
+    @property
+    def over(self) -> bool:
+        """No worker will come back."""
+        return self._failure is not None or self._ending.is_set()
+
+    def target_is_ready(self) -> None:
+        """The target generates: from now on it is started again when it dies."""
+        self._comeback.ready()
+
+    def deaths_are_explained(self) -> None:
+        """The target's last deaths do not count: the request that caused them will not come again."""
+        self._comeback.forgive()
+
+    def suspect_verifier(self, silent_s: float) -> None:
+        """It has told its front end nothing for so long: it is ended, and with it the target, unless it
+        computes. Call it again and again while that is so, from any thread."""
+        self._told_silence_s = silent_s
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of all processes so far."""
+        return self._restarts
+
+    def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
+        """The failure, which is seen a moment after a channel has closed: a process takes time to end."""
+        self._failed.wait(timeout_s)
+        return self._failure
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the workers that run, by name."""
+        running = [(watched.plan.name, watched.process) for watched in self._watched]
+        return {name: process.pid for name, process in running if process is not None}
+
+    def start(self) -> None:
+        """Start all workers; returns when their processes exist."""
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            self.stop()
+            raise self._start_error
+
+    def expect_end(self) -> None:
+        """From now on workers may leave: that is no failure any more, and nothing is started again."""
+        self._ending.set()
+
+    def stop(self) -> None:
+        """Let all workers go, kill those that stay, and end the thread."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            try:
+                for plan in self._plans:
+                    self._watched.append(_Watched(plan, self._start(plan)))
+            except SsdError as error:
+                self._start_error = error
+            finally:
+                self._started.set()
+            while not self._stopping.wait(_LOOK_EVERY_S):
+                self._watch()
+        except Exception as error:  # nobody is watched any more, and whoever waits must hear of it
+            if not self.over:
+                how = f"is not watched any more: {in_a_line(error)}"
+                self._fail(WorkerDiedError(self._plans[0].name, EngineDeadError.exit_code, how))
+            raise
+        finally:
+            self._end_all()
+
+    def _watch(self) -> None:
+        try:
+            self._listen()
+            self._doubt()
+            for watched in self._watched:
+                self._look_at(watched)
+        except (OSError, MemoryError) as error:  # what has run out comes back
+            self._sparingly.warning("workers cannot be watched now", why=in_a_line(error))
+
+    def _start(self, plan: WorkerPlan) -> StartedWorker:
+        if self._pulses is not None:
+            self._pulses.forget(plan.name)
+        process = self._starter(plan, self._settings)
+        self._log.debug("process started", name=plan.name, pid=process.pid)
+        return process
+
+    def _listen(self) -> None:
+        """Kill a worker that has fallen silent: it hangs, and others wait for it."""
+        silent = self._pulses.silent() if self._pulses is not None else {}
+        for watched in self._watched:
+            silent_s = silent.get(watched.plan.name)
+            if watched.process is None or silent_s is None or self.over:
+                continue
+            if silent_s < _LONGEST_BUSY_SILENCE_S and self._has_reason(watched, watched.process):
+                continue
+            how = f"has given no sign of life for {silent_s:.0f} s, and was killed"
+            self._kill(watched, watched.process, how)
+
+    def _doubt(self) -> None:
+        """End a verifier that gives signs of life, but no tokens and no figures."""
+        silent_s, self._told_silence_s = self._told_silence_s, 0.0
+        watched = self._watched[0]
+        if not silent_s or watched.process is None or self.over:
+            return
+        if self._suspicion.is_stuck(time.monotonic(), silent_s, watched.process.computed_s):
+            self._kill(watched, watched.process, f"has said nothing for {silent_s:.0f} s, and was killed")
+
+    def _kill(self, watched: _Watched, process: StartedWorker, how: str) -> None:
+        process.kill()
+        self._lose(watched, process, WorkerDiedError(watched.plan.name, process.stop(), how))
+
+    def _has_reason(self, watched: _Watched, process: StartedWorker) -> bool:
+        """One that loads, compiles a kernel or waits for a disk has no time for signs of life."""
+        ready_at, pulses = self._comeback.ready_at, self._pulses
+        settled = ready_at is not None and (
+            watched.plan.vital
+            or ready_at > time.monotonic() - process.age_s
+            or (pulses is not None and pulses.has_loaded(watched.plan.name))
+        )
+        computed_s, now = process.computed_s, time.monotonic()
+        if computed_s != watched.computed_s:
+            watched.computed_s, watched.computed_at = computed_s, now
+        return not settled or now - watched.computed_at < _LONG_LOOK_S or process.waits_for_disk
+
+    def _look_at(self, watched: _Watched) -> None:
+        if self.over:
+            return
+        if watched.process is None:
+            if time.monotonic() >= watched.due:
+                self._restart(watched)
+            return
+        code = watched.process.exit_code
+        if code is None:
+            return
+        if code in _LEFT_BEHIND:
+            now = time.monotonic()
+            watched.left_behind_since = min(watched.left_behind_since, now)
+            if now - watched.left_behind_since < _CAUSE_ENDS_S:
+                return
+        self._lose(watched, watched.process, WorkerDiedError(watched.plan.name, code))
+
+    def _lose(self, watched: _Watched, process: StartedWorker, error: WorkerDiedError) -> None:
+        """A process has ended: report that, or see that it comes back."""
+        process.release()
+        watched.process = None
+        if watched.plan.vital:
+            self._lose_target(error)
+            return
+        if self._never_worked(error.worker_code, process):
+            self._fail(error)
+            return
+        if process.age_s >= _LONG_LIFE_S:
+            watched.quick_deaths = 0
+        pause = pause_before_restart(watched.quick_deaths)
+        watched.quick_deaths += 1
+        watched.due = time.monotonic() + pause
+        self._log.warning("process died", name=watched.plan.name, why=str(error), restart_in_s=pause)
+        if pause == 0.0:
+            self._restart(watched)
+
+    def _lose_target(self, error: WorkerDiedError) -> None:
+        """One process of the target has ended: the others can do nothing without it."""
+        pause = self._comeback.pause(error.worker_code)
+        if pause is None:
+            self._fail(error)
+            return
+        self._log.warning("target died", why=str(error), restart_in_s=pause)
+        target = [watched for watched in self._watched if watched.plan.vital]
+        left = [watched.process for watched in target if watched.process is not None]
+        for process in left:
+            process.kill()
+        for process in left:
+            process.stop()
+        for watched in target:
+            watched.process = None
+            watched.due = time.monotonic() + pause
+            watched.left_behind_since = math.inf
+
+    def _never_worked(self, code: int, process: StartedWorker) -> bool:
+        """A drafter that refuses what the user asked for, at its first start: nobody should have to find out
+        from the speed that there is no speculation. Later the server is worth more than that."""
+        first = self._restarts == 0 and (self._comeback.ready_at is None or process.age_s < _LONG_LIFE_S)
+        return code in USER_ERRORS and first
+
+    def _restart(self, watched: _Watched) -> None:
+        self._restarts += 1
+        try:
+            watched.process = self._start(watched.plan)
+            watched.failed_starts = 0
+            self._log.info("process restarted", name=watched.plan.name, pid=watched.process.pid)
+        except (SsdError, OSError, MemoryError) as error:
+            watched.failed_starts += 1
+            pause = min(_LONGEST_START_PAUSE_S, pause_before_restart(watched.failed_starts))
+            watched.due = time.monotonic() + pause
+            self._log.error("process not restarted", name=watched.plan.name, why=str(error))
+
+    def _fail(self, error: WorkerDiedError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._log.error("engine dead", why=str(error))
+            self._failed.set()
+            self._on_failure(error)
+
+    def _end_all(self) -> None:
+        running = [watched.process for watched in self._watched if watched.process is not None]
+        for process in running:
+            process.release()
+        for process in running:
+            process.stop()
+        if self._pulses is not None:
+            self._pulses.close()

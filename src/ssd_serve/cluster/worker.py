@@ -1,0 +1,117 @@
+"""The first and the last things that every worker process does: name, settings, lifeline, device, exit code.
+
+Knows which function each role runs, and nothing of what it does.
+"""
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import setproctitle
+
+from ssd_serve.base.devices import parse_device, pin
+from ssd_serve.base.errors import DeviceHangError, ProtocolError, SsdError
+from ssd_serve.base.settings import Settings, of_rank
+from ssd_serve.cluster.local.process import ORPHANED, PARENTS_SIGNALS
+from ssd_serve.cluster.placement import of_drafter
+from ssd_serve.cluster.supervision.pulse import start_pulse
+from ssd_serve.transport.listener import Listener
+from ssd_serve.transport.rank_sockets import RankFiles
+
+_PR_SET_PDEATHSIG = 1
+
+
+def enter_worker(name: str, stdin: io.FileIO | None = None) -> tuple[Settings, Callable[[], None]]:
+    """Become the worker `name`: take the title, read settings, tie this process's life to its parent's. Also
+    returned is what to call when it has loaded."""
+    setproctitle.setproctitle(f"ssd: {name}")
+    # Ctrl-C, a closed terminal and `kill -TERM -GROUP` reach every process; the parent alone knows what
+    # they mean.
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+    _die_with_parent()
+    # Unbuffered: a buffer's lock, held by the lifeline thread, would be in the way when the process ends.
+    stream = stdin if stdin is not None else io.FileIO(0, closefd=False)
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        raise ProtocolError("a worker is started by `ssd serve`, which sends settings on stdin")
+    settings = Settings.model_validate_json(line)
+    threading.Thread(target=_follow_lifeline, args=(stream,), name="lifeline", daemon=True).start()
+    if settings.run_dir is None:
+        return settings, lambda: None
+    return settings, start_pulse(RankFiles(settings.run_dir).pulse, name)
+
+
+def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> int:
+    """Body of the verifier process; returns its exit code."""
+    settings, _ = enter_worker("verifier")
+    _pin_rank(settings, 0)
+    from ssd_serve.verifier.process import run
+
+    servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
+    return run(settings, servers, joining, RankFiles(Path(ranks_folder)))
+
+
+def run_rank(rank: int, ranks_folder: str) -> int:
+    """Body of the process of another rank of the target than the verifier's; returns its exit code."""
+    settings, _ = enter_worker(f"rank-{rank}")
+    _pin_rank(settings, rank)
+    from ssd_serve.verifier.ranks import run
+
+    run(settings, rank, RankFiles(Path(ranks_folder)))
+    return ORPHANED
+
+
+def _pin_rank(settings: Settings, rank: int) -> None:
+    device = of_rank(settings, rank).target_device
+    if device is not None:
+        pin(parse_device(device))
+
+
+def run_drafter(name: str, drafter_socket: str) -> int:
+    """Body of a drafter process, whose name ends with its number; returns its exit code."""
+    settings, on_loaded = enter_worker(name)
+    settings = of_drafter(settings, int(name.rpartition("-")[2]))
+    if settings.draft_device is not None:
+        pin(parse_device(settings.draft_device))
+    from ssd_serve.drafter.process import run
+
+    return run(settings, name, [drafter_socket], on_loaded=on_loaded)
+
+
+def leave_worker(name: str, error: SsdError) -> int:
+    """Say why the worker cannot go on, in one sentence; returns the exit code. Not with a GPU that hangs: its
+    driver would wait for it when the interpreter ends, so that the process ends here."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"ssd: {name}: {error}\n")
+        sys.stderr.flush()
+    if isinstance(error, DeviceHangError):
+        os._exit(error.exit_code)
+    return error.exit_code
+
+
+def _follow_lifeline(stream: io.FileIO) -> None:
+    """Leave at once when the parent closes the pipe or dies. Nothing here needs tidying up: a worker holds
+    no state that outlives it."""
+    with contextlib.suppress(OSError, ValueError):
+        while stream.read(4096):
+            pass
+    os._exit(ORPHANED)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process with its parent, also when no thread of it could run. Best effort."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(ORPHANED)

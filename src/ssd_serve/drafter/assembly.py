@@ -1,0 +1,124 @@
+"""Puts a drafter together from settings: source, limits, core, greeting. Knows the parts, runs nothing."""
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.grammar_paths import GrammarPaths
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts
+from ssd_serve.drafter.sources.registry import is_source, load_source, own_layers
+from ssd_serve.drafter.width import LiveWidth, widths_to_measure
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.hub_id import without_revision
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.base.labels import as_label
+from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.models.architectures.registry import load_description
+from ssd_serve.models.hub import find_model
+from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.base.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledDrafter:
+    """A drafter that is ready to greet a verifier."""
+
+    core: DrafterCore
+    hello: Hello
+
+
+def assemble_drafter(
+    settings: Settings,
+    name: str,
+    device: str,
+    native: NativeLibrary | None,
+    grammars: Grammars | None = None,
+) -> AssembledDrafter:
+    """Load the draft on `device`, with the times of its steps. `grammars` are those of the verifier's texts,
+    where this process has them already."""
+    draft = settings.draft_model
+    if draft is None:
+        raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
+    log = get_logger(name, settings.log_level, settings.log_format)
+    loaded = load_draft(settings, draft, device, native, log)
+    texts, widths = loaded.texts, LiveWidth(loaded.seconds)
+    limits = GrowthLimits(
+        *(widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes),
+        context=texts.context,
+        # While nobody drafts, a target on cores computes on those of its drafter.
+        reads_paused=not device.startswith("cpu"),
+    )
+    followed = (grammars or _grammars(texts)) if settings.draft_grammars else None
+    core = build_core(
+        CoreParts(
+            guesses=loaded.source,
+            limits=limits,
+            ends=texts.ends,
+            name=name,
+            log=log,
+            widths=widths,
+            paths=None if followed is None else GrammarPaths(followed),
+        )
+    )
+    return AssembledDrafter(core, greeting(loaded, draft, name, loaded.seconds[widths.width]))
+
+
+def load_draft(
+    settings: Settings, draft: str, device: str, native: NativeLibrary | None, log: Logger
+) -> LoadedSource:
+    """Load what a draft of this name guesses with, on `device`, with the times of its steps."""
+    layers = own_layers(draft)
+    order = SourceOrder(
+        settings=settings,
+        folder=_folder(settings, draft, layers),
+        device=device,
+        native=native,
+        log=log,
+        widths=widths_to_measure(settings.draft_width),
+        layers=layers,
+    )
+    return load_source(draft, order)
+
+
+def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hello:
+    """What a drafter of this name says first, whose source was loaded for this draft."""
+    texts = loaded.texts
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        noise=NOISE_SCHEME,
+        tokenizer=texts.tokenizer,
+        vocabulary=texts.vocabulary,
+        context=texts.context,
+        name=name,
+        instance=secrets.randbits(63),
+        source=as_label(without_revision(draft)),
+        step_ms=1e3 * step_s,
+        text_ms=1e3 * loaded.reading_s,
+        features=loaded.features,
+    )
+
+
+def _grammars(texts: Texts) -> Grammars | None:
+    """Those of the texts, where a source can spell them."""
+    if texts.spelled is None:
+        return None
+    grammars = Grammars(texts.spelled, texts.vocabulary, texts.ends)
+    grammars.prepare()
+    return grammars
+
+
+def _folder(settings: Settings, draft: str, layers: int | None) -> Path | None:
+    if is_source(draft):
+        return None
+    if layers is None:
+        return find_model(settings, draft, "draft")
+    folder = find_model(settings, settings.target, "target")
+    there = load_description(folder).sizes(Parallel()).kv
+    if layers >= len(there):
+        raise SettingsError(f"the draft {draft} leaves nothing out: the target has {len(there)} layers")
+    return folder

@@ -1,0 +1,123 @@
+"""A drafter that needs no device and hardly any time, in the verifier's own process: lookup.
+
+It answers what it is told at once, so that the next round finds it there: nobody waits for it, and it works
+beside a drafter of any kind. Knows the core and messages, not what its source looks up.
+"""
+
+import secrets
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from ssd_serve.base.draft_messages import (
+    Close,
+    DrafterMessage,
+    Hello,
+    Message,
+    Open,
+    Outcome,
+    Pause,
+    Resync,
+)
+from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.grammar_paths import GrammarPaths
+from ssd_serve.drafter.inline import ChannelWithin
+from ssd_serve.drafter.lookup.shared import SharedTexts
+from ssd_serve.drafter.lookup.source import LookupSource
+from ssd_serve.base.labels import as_label
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.base.setting_values import SUFFIX
+from ssd_serve.base.settings import Settings
+
+_FAN_OUT = 4
+
+
+class AskedWidth:
+    """`StepWidth` of as many nodes as requests have moved."""
+
+    def __init__(self) -> None:
+        self.width = 0
+
+    def observe(self, nodes: int, seconds: float) -> None:
+        """It is not time that bounds a step."""
+
+
+class InstantChannel(ChannelWithin):
+    """The verifier's end of a channel to a lookup over its requests' own texts."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        limits: GrowthLimits,
+        ends: Collection[int],
+        shared: SharedTexts | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`hello` names a step of 0 ms: it is what tells that nobody has to wait. `ends` end a text; `shared`
+        are texts of other requests, which are looked up too; `grammars` are those of the texts."""
+        super().__init__()
+        self._width = AskedWidth()
+        self._source = LookupSource(limits.fan_out, shared)
+        self._core = build_core(
+            CoreParts(
+                guesses=self._source,
+                limits=limits,
+                ends=ends,
+                name=hello.name,
+                widths=self._width,
+                paths=None if grammars is None else GrammarPaths(grammars),
+            )
+        )
+        self._inbox: list[DrafterMessage] = [hello]
+        self._moved = set[int]()
+
+    def send(self, message: Message) -> bool:
+        """Take it; what follows is looked up when it is received."""
+        if isinstance(message, Close):
+            self._source.share(message.request)
+        if isinstance(message, Open | Outcome | Close | Resync | Pause):
+            self._inbox.extend(self._core.handle(message))
+        if isinstance(message, Open):
+            self._source.salt(message.request, message.salt)
+        if isinstance(message, Open | Outcome):
+            self._moved.add(message.request)
+        return not self.closed
+
+    def receive(self) -> list[Message]:
+        """What is there to say of the requests that have moved since the last call."""
+        if self._moved:
+            self._width.width = len(self._moved)
+            self._moved.clear()
+            self._inbox.extend(self._core.step())
+        messages: list[Message] = list(self._inbox)
+        self._inbox.clear()
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there is anything to receive: nothing comes by waiting."""
+        del timeout_s
+        return bool(self._inbox or self._moved)
+
+
+def instant_channel(
+    name: str,
+    settings: Settings,
+    mine: Hello,
+    ends: Collection[int],
+    grammars: Grammars | None = None,
+) -> InstantChannel:
+    """The lookup of this name for a verifier that says `mine`. `grammars` are those of the texts, where
+    drafts keep to them."""
+    hello = replace(
+        mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0, text_ms=0.0
+    )
+    limits = GrowthLimits(
+        width=1,
+        fan_out=min(_FAN_OUT, settings.draft_fan_out),
+        depth=2 * settings.draft_depth,  # chains without branches
+        nodes=settings.tree_nodes,
+        context=mine.context,
+    )
+    shared = SharedTexts(settings.suffix_shared) if name == SUFFIX and settings.suffix_shared else None
+    return InstantChannel(hello, limits, ends, shared, grammars)

@@ -1,0 +1,138 @@
+"""An EAGLE head as a draft source: it reads what the target has computed of committed tokens, and goes on
+from what it says itself.
+
+A row is a token and the vector of the place before it. Of committed tokens that is the target's features, as
+the head makes a vector of them; of guesses it is the head's own output at their parent. So the KV of a guess
+that was right is not the KV of the committed token: that one is computed anew, with its true vector, in the
+next step. What is kept below it keeps what was computed there. Knows one head and vectors that it is given;
+not how they travel, nor what is kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cache.vectors import VectorTable
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
+from ssd_serve.drafter.sources.draft_model import ModelSource
+from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, HeldText, StepRows
+from ssd_serve.base.errors import ProtocolError
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.models.heads.eagle import OWN, EagleHead
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.sampling.native.ranking import NativeRanking
+from ssd_serve.sampling.noise_rows import NoiseRows
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one request: its committed tokens, the target's vectors, and the head's own ones by node."""
+
+    text: list[int]
+    given: VectorTable = field(default_factory=VectorTable)
+    own: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+
+
+class EagleSource(ModelSource):
+    """Expands nodes with one forward of a head. It drafts for requests whose committed tokens it can read."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        pool: SlotPool,
+        noise: NoiseRows,
+        fan_out: int,
+        native: NativeRanking | None = None,
+        text_rows: int = MOST_TEXT_ROWS,
+        *,
+        model: Model | None = None,
+    ) -> None:
+        """`model` runs the head's forwards; None: the head itself."""
+        super().__init__(model or head, pool, noise, fan_out, native, text_rows)
+        self._head = head
+        self._known: dict[int, _Known] = {}
+
+    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
+        super().open(request, (), parameters, seed)
+        self._known[request] = _Known(list(tokens))
+
+    def close(self, request: int) -> None:
+        super().close(request)
+        self._known.pop(request, None)
+
+    def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
+        """Accepted nodes become committed tokens that are still to be read."""
+        held, known = self.held[request], self._known[request]
+        self.pool.free([slot for name in path if (slot := held.nodes.pop(name, None)) is not None])
+        super().commit(request, (), (), kept)
+        alive = {*kept, *path[-1:]}
+        known.own = {name: own for name, own in known.own.items() if name in alive}
+        known.text.extend(tokens)
+        _read_on(held, known)
+
+    def read(self, request: int, position: int, features: torch.Tensor) -> None:
+        if position < 0 or features.shape[1] != self._head.width:
+            raise ProtocolError(
+                f"features are {features.shape[1]} wide, not {self._head.width}, or of no place"
+            )
+        self.give(request, position, self._head.fuse(features))
+
+    def give(self, request: int, position: int, vectors: torch.Tensor) -> None:
+        """Fused features [places, hidden] of committed tokens from a position on. After a gap the head begins
+        anew, without what is before it."""
+        known = self._known.get(request)
+        if known is None:
+            return
+        held = self.held[request]
+        if position != known.given.end or not len(known.given):
+            self.pool.free(held.all_slots())
+            held.start, held.tokens = position + 1, []
+            known.given.begin(position)
+            known.own.clear()
+        known.given.extend(vectors)
+        _read_on(held, known)
+
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
+        """One forward for those that it can read so far."""
+        ready = [index for index, pick in enumerate(picks) if self._can_grow(pick)]
+        found = super().expand([picks[index] for index in ready], [scales[index] for index in ready])
+        if len(ready) == len(picks):
+            return found
+        places = {index: place for place, index in enumerate(ready)}
+        return [found[places[index]] if index in places else None for index in range(len(picks))]
+
+    def prepared(self, batch: Batch, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> Batch:
+        """With a vector for each row."""
+        parts: list[torch.Tensor] = []
+        for held, group, _ in groups:
+            known = self._known[group.request]
+            parts.append(known.given.part(held.start + len(held.slots) - 1, len(group.fed)))
+            parts += [known.own[parent][None] for parent in group.parents]
+        return replace(batch, vectors=torch.cat(parts))
+
+    def computed(self, result: ForwardResult, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> None:
+        """The nodes that were wanted have vectors for their children."""
+        own = iter(result.features[OWN])
+        for _, group, _ in groups:
+            self._known[group.request].own.update((name, next(own)) for name in group.names)
+
+    def _can_grow(self, pick: NodeRequest) -> bool:
+        """Whether all committed tokens can be read, and the guesses above the pick have been."""
+        held, known = self.held[pick.request], self._known[pick.request]
+        if not held.tokens or held.start + len(held.tokens) < len(known.text):
+            return False
+        node = pick.at
+        while node.parent is not None:
+            node = node.parent
+            if node.name not in known.own:
+                return False
+        return True
+
+
+def _read_on(held: HeldText, known: _Known) -> None:
+    """A token can be read once the place before it has a vector."""
+    end = min(len(known.text), known.given.end + 1) if len(known.given) else 0
+    held.tokens.extend(known.text[held.start + len(held.tokens) : end])

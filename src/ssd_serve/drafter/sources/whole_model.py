@@ -1,0 +1,90 @@
+"""A model as a draft, whole or its first layers: loaded with its KV slots, and its steps measured. Knows no
+requests."""
+
+from dataclasses import dataclass
+
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.drafter.sources.draft_model import ModelSource
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts, measure_draft, texts_of
+from ssd_serve.drafter.sources.memory import draft_slots
+from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, text_rows_of
+from ssd_serve.base.errors import PairMismatchError, SettingsError
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.hub import model_here
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_served
+from ssd_serve.models.mapped import MappedModel
+from ssd_serve.models.sizes import model_sizes
+from ssd_serve.models.text.common_tokens import common_tokens
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.models.wrapped import wrap_model
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.sampling.ranking import trusted_ranking
+from ssd_serve.base.settings import Settings
+
+_LEAST_COMMON = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A loaded model that guesses, and the KV slots that it was loaded with. `noise` None: rows of its own;
+    drafters of one model may share them. `text_rows`: how many tokens of new texts a step reads at most."""
+
+    model: Model
+    slots: int
+    noise: NoiseRows | None = None
+    native: NativeLibrary | None = None
+    text_rows: int = MOST_TEXT_ROWS
+
+    def source(self, fan_out: int) -> ModelSource:
+        """The model as a source of `fan_out` candidates a node."""
+        facts = self.model.facts
+        noise = self.noise or NoiseRows(
+            facts.vocabulary, capacity_for(facts.vocabulary), facts.device, self.native
+        )
+        native = trusted_ranking(self.native) if facts.device == "cpu" else None
+        return ModelSource(self.model, SlotPool(self.slots), noise, fan_out, native, self.text_rows)
+
+
+def load_draft_model(order: SourceOrder) -> LoadedSource:
+    """Load the draft model and measure its step."""
+    settings, path, device = order.settings, order.folder, order.device
+    if path is None:
+        raise SettingsError(f"{settings.draft_model} names no model: set SSD_DRAFT to a folder or a hub id")
+    sizes = model_sizes(
+        path,
+        device=device,
+        dtype=settings.dtype,
+        allow_pickle=settings.allow_pickle,
+        layers=order.layers,
+        native=order.native,
+    )
+    slots = draft_slots(settings, sizes, device)
+    loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)
+    model, texts = _in_targets_tokens(settings, loaded, Tokenizer(path))
+    model = wrap_model(model, "draft", settings.model_wrapper)
+    seconds, text_s = measure_draft(model, order.widths)
+    draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(text_s))
+    return LoadedSource(draft.source(settings.draft_fan_out), texts, seconds, text_s=text_s)
+
+
+def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tuple[Model, Texts]:
+    """The model as it is where the target's ids mean the same to it, else one that translates them. Raises
+    `PairMismatchError` where too few tokens are common. Without the target's files it speaks its own."""
+    facts = model.facts
+    own_texts = Texts(
+        own.vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids, own.to_json
+    )
+    folder = model_here(settings.target, "target") if "target" in settings.model_fields_set else None
+    if folder is None:
+        return model, own_texts
+    texts = texts_of(folder, facts.context)
+    if texts.tokenizer == own_texts.tokenizer and texts.vocabulary >= facts.vocabulary:
+        return model, own_texts
+    tokens = common_tokens(Tokenizer(folder), own, texts.vocabulary, facts.vocabulary)
+    if tokens.share < _LEAST_COMMON:
+        raise PairMismatchError(
+            f"the draft model {facts.name} has {tokens.share:.0%} of the target's tokens, and at least "
+            f"{_LEAST_COMMON:.0%} are needed: choose a draft model of the same family"
+        )
+    return MappedModel(model, tokens, texts.ends), texts

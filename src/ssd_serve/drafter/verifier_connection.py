@@ -1,0 +1,221 @@
+"""One verifier as a drafter sees it: greeted, heard, answered, lost, and found again.
+
+A drafter may serve several: in its core, request r of the verifier at place p of n is number r * n + p. One
+that talks nonsense is hung up on, and the others go on. Knows channels, messages and the core; not how drafts
+are made.
+"""
+
+import math
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ssd_serve.transport.channel import Channel, Intake, SocketChannel
+from ssd_serve.transport.reconnect import Dial
+from ssd_serve.transport.shared_memory import PiecePlace, SharedReader
+from ssd_serve.base.draft_messages import (
+    Close,
+    Features,
+    Growth,
+    Heartbeat,
+    Hello,
+    Open,
+    Outcome,
+    Pause,
+    PiecesRead,
+    Refusal,
+    Resync,
+    SharedMemory,
+)
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.base.errors import ProtocolError
+from ssd_serve.base.logs import Logger
+
+FROM_VERIFIERS = Intake(descriptors=True)
+"""A verifier of this machine may share memory."""
+_MAX_REQUESTS = 4096
+"""Of one verifier; it runs at most 1024."""
+_LARGEST_NUMBER = 2**48
+_LONGEST_REASON = 200
+
+
+class VerifierConnection:
+    """A verifier at one end of a channel, which `dial` gives, or which is `channel` for once."""
+
+    def __init__(
+        self,
+        core: DrafterCore,
+        hello: Hello,
+        log: Logger,
+        place: tuple[int, int] = (0, 1),
+        dial: Dial | None = None,
+        channel: Channel | None = None,
+    ) -> None:
+        self.channel = channel
+        self.refused = ""
+        """Why it will not work with this drafter."""
+        self._told = ""
+        self.joined = False
+        """It takes drafts."""
+        self._core = core
+        self._hello = hello
+        self._log = log
+        self._place, self._places = place
+        self._dial = dial
+        self._paused = False
+        self._shared: SharedReader | None = None
+        """Where a verifier of this machine writes features."""
+        self._told_read = 0
+        if channel is not None:
+            channel.send(hello)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has gone, and nobody can find it again."""
+        return self.channel is None and self._dial is None
+
+    def hear(self) -> None:
+        """Connect if it can be done now, and take what it has said."""
+        if self.channel is None and self._dial is not None:
+            self.channel = self._dial.answer()
+            if self.channel is not None:
+                self.channel.send(self._hello)
+        if self.channel is None:
+            return
+        try:
+            for message in self.channel.receive():
+                self._take(message)
+            self._say_read()
+        except ProtocolError as error:
+            self._log.warning("verifier talks nonsense", why=str(error))
+            self.channel.close()
+        if self.channel.closed:
+            self._lose()
+
+    def grew(self, growth: Growth) -> None:
+        """Publish growth of one of its requests. A full queue drops it: the verifier sees the gap in the
+        sequence and asks for a snapshot."""
+        self._say(growth)
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Say that this drafter is alive."""
+        if self.channel is not None:
+            self.channel.send(heartbeat)
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Features) and message.shared is not None:
+            self._serve(self._copied(message, PiecePlace(*message.shared)))
+        elif isinstance(message, SharedMemory):
+            self._share(message)
+        elif isinstance(message, Open | Outcome | Features | Close | Resync):
+            self._serve(message)
+        elif isinstance(message, Pause):
+            self._paused = message.paused
+            self._core.pause(self._requests(), message.paused)
+        elif isinstance(message, Hello) and message.protocol != self._hello.protocol:
+            self._refuse(
+                f"protocol versions differ (verifier {message.protocol}, drafter {self._hello.protocol}): "
+                "install the same version of ssd-serve on both sides"
+            )
+        elif isinstance(message, Hello):
+            self.refused, self._told, self.joined = "", "", True
+            self._log.info("joined", verifier=self._address, step_ms=round(self._hello.step_ms, 2))
+            if self._dial is not None:
+                self._dial.good()
+        elif isinstance(message, Refusal):
+            self._refuse(message.message)
+
+    def _share(self, message: SharedMemory) -> None:
+        """The verifier offers memory. Where it cannot be read, nothing is answered, and features come in
+        messages."""
+        try:
+            descriptor = self.channel.take_descriptor() if isinstance(self.channel, SocketChannel) else -1
+            self._shared = SharedReader(descriptor, message.size)
+        except OSError as error:
+            self._log.warning("no shared memory: features come by the socket", why=str(error))
+        else:
+            self._told_read = -1
+
+    def _copied(self, message: Features, place: PiecePlace) -> Features:
+        if self._shared is None:
+            raise ProtocolError("features are in a shared memory that there is not")
+        return replace(message, data=self._shared.copied(place), shared=None)
+
+    def _say_read(self) -> None:
+        """What the core has taken may be written on again. It goes with the next growth, or before the next
+        sleep: nobody is to wake for it alone."""
+        if self._shared is None or self.channel is None or self._told_read == self._shared.read:
+            return
+        if self.channel.post(PiecesRead(self._shared.read)):
+            self._told_read = self._shared.read
+
+    def _refuse(self, why: str) -> None:
+        """The two cannot work together now. Said once, though it is tried again and again. A verifier that
+        had taken this drafter may do so again."""
+        why = why[:_LONGEST_REASON]
+        if why != self._told:
+            self._log.error("verifier and drafter refuse each other", verifier=self._address, why=why)
+        self._told = why
+        self.refused = "" if self.joined else why
+        if self._dial is not None:
+            self._dial.bad()
+        if self.channel is not None:
+            self.channel.close()
+
+    def _serve(self, message: Open | Outcome | Features | Close | Resync) -> None:
+        if not 0 <= message.request < _LARGEST_NUMBER or not 0 <= message.epoch < _LARGEST_NUMBER:
+            raise ProtocolError("a request has an impossible number")
+        if isinstance(message, Open):
+            self._check(message)
+        if self._places > 1:
+            message = replace(message, request=message.request * self._places + self._place)
+        if not self._can_read(message):
+            if message.request in self._core.requests:
+                self._core.forget(message.request)
+            return
+        for reply in self._core.handle(message):
+            if isinstance(reply, Growth | Resync):
+                self._say(reply)
+        if self._paused and isinstance(message, Open):
+            self._core.pause([message.request], paused=True)
+
+    def _can_read(self, message: Open | Outcome | Features | Close | Resync) -> bool:
+        """Whether the draft model has these tokens; a target may have some more."""
+        tokens: tuple[int, ...] = ()
+        if isinstance(message, Open):
+            tokens = message.prompt + message.output
+        elif isinstance(message, Outcome):
+            tokens = message.tokens
+        vocabulary = self._hello.vocabulary
+        return not tokens or not vocabulary or (min(tokens) >= 0 and max(tokens) < vocabulary)
+
+    def _check(self, message: Open) -> None:
+        if not message.prompt or not 0 <= message.seed < 2**64 or not 0 <= message.root < 2**64:
+            raise ProtocolError("a request has no prompt, or an impossible seed or name")
+        if not math.isfinite(message.parameters.temperature) or message.parameters.temperature < 0:
+            raise ProtocolError("a request has an impossible temperature")
+        if len(self._requests()) >= _MAX_REQUESTS:
+            raise ProtocolError(f"more than {_MAX_REQUESTS} requests are open")
+
+    def _say(self, message: Growth | Resync) -> None:
+        if self.channel is None:
+            return
+        if self._places > 1:
+            message = replace(message, request=message.request // self._places)
+        self.channel.send(message)
+
+    def _lose(self) -> None:
+        """It will begin anew if it comes back."""
+        if self.channel is not None:
+            self.channel.close()
+        self.channel, self._paused, self.joined, self._shared = None, False, False, None
+        self._log.info("verifier left", verifier=self._address)
+        for request in self._requests():
+            self._core.forget(request)
+
+    def _requests(self) -> Sequence[int]:
+        return [number for number in self._core.requests if number % self._places == self._place]
+
+    @property
+    def _address(self) -> str:
+        return self._dial.address if self._dial is not None else ""

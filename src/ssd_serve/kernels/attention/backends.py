@@ -1,0 +1,208 @@
+"""Which tree attention runs: the one that was asked for, or the fastest that proves right on this device.
+
+A backend that fails its self-test is an error by name when it was asked for, and skipped with a warning under
+`auto`. Knows the backends from the table of `registry.py`; not how they are made or compute.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from ssd_serve.base.attention_backends import (
+    AUTO,
+    BACKENDS,
+    VARIABLE,
+    RegisteredBackend,
+    Where,
+    choices,
+)
+from ssd_serve.base.errors import UserError, in_a_line
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.owned import cache_folder
+from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.attention.checked import CheckedAttention, Difference
+from ssd_serve.kernels.attention.contract import AttentionBackend, AttentionFactory, Maker, Means
+from ssd_serve.kernels.attention.invariance import depends_on_batch
+from ssd_serve.kernels.attention.self_test import Heads, first_failure
+from ssd_serve.kernels.attention.timing import attention_seconds
+from ssd_serve.kernels.attention.unrolled import UnrolledAttention
+from ssd_serve.kernels.native.library import NativeLibrary
+
+DEVICE_SCRATCH_BYTES = 1536 << 20
+"""Of a GPU's memory: what a backend takes beside the cache, what recorded forwards share, and the logits of a
+large batch while tokens are chosen from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend that may run. `missing` says what it lacks here, and what to do about it; empty: nothing.
+    `invariant`: its results must not depend on the batch."""
+
+    name: str
+    missing: str
+    make: Maker
+    invariant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAttention:
+    """The backend that runs, and its name."""
+
+    name: str
+    backend: AttentionBackend[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWish:
+    """What is asked of the tree attention. `folder` keeps kernels that are compiled at their first use;
+    `check` names a backend that recomputes some batches (empty: none), and `report` hears what differs.
+    `invariant`: a row's result must be the same to the bit in any batch, tree or chunk. `measured`: on GPUs
+    the fastest is found by measuring; else it is the first, the same on equal devices."""
+
+    backend: str = AUTO
+    folder: Path = Path("~/.cache/ssd-serve")
+    check: str = ""
+    report: Callable[[Difference], None] | None = None
+    invariant: bool = False
+    measured: bool = True
+
+
+def attention_for(
+    wish: AttentionWish, cache: KVCache, heads: int, native: NativeLibrary | None, log: Logger | None = None
+) -> ChosenAttention:
+    """The backend that serves, watched by another where that is wished. Raises `UserError`."""
+    folder = cache_folder(wish.folder, log.warning if log is not None else lambda _line: None)
+    found = candidates(cache, native, folder, log, invariant=wish.invariant)
+    device = cache.keys(0).device
+
+    def seconds(make: Maker) -> float:
+        return attention_seconds(make, cache.layout, heads, str(device))
+
+    measure = seconds if wish.measured and device.type != "cpu" else None  # on CPUs the order is known
+    chosen = choose_attention(wish.backend, cache, heads, found, log, measure)
+    if not wish.check or wish.report is None:
+        return chosen
+    second = choose_attention(wish.check, cache, heads, candidates(cache, native, folder)).backend
+    return ChosenAttention(chosen.name, CheckedAttention(chosen.backend, second, wish.report))
+
+
+def candidates(
+    cache: KVCache,
+    native: NativeLibrary | None,
+    folder: Path,
+    log: Logger | None = None,
+    *,
+    invariant: bool = False,
+) -> list[Candidate]:
+    """All backends of the table, in its order; see `Means`."""
+    means = Means(native, folder, log, invariant)
+    found: list[Candidate] = []
+    for name, row in BACKENDS.items():
+        factory: AttentionFactory = resolve_name(row.factory)
+        make = factory.maker(means)
+        if invariant and not factory.rows_alone:
+            make = _unrolling(make)
+        found.append(Candidate(name, _missing(row, factory, cache, means), make, invariant))
+    return found
+
+
+def choose_attention(
+    asked: str,
+    cache: KVCache,
+    heads: int,
+    found: Sequence[Candidate],
+    log: Logger | None = None,
+    seconds: Callable[[Maker], float] | None = None,
+) -> ChosenAttention:
+    """The backend named `asked`, or under `auto` the fastest of `found` that is there and right.
+
+    `seconds` measures one; without it the first is the fastest. Raises `UserError` when the one that was
+    asked for cannot be used, or none can.
+    """
+    right = _right(asked, cache, heads, found, log)
+    if asked != AUTO or seconds is None:
+        return _chosen(next(right, None), asked, cache, heads, log)
+    times = {each: taken for each in right if (taken := _measured(each, seconds, log)) is not None}
+    fastest = min(times, key=times.__getitem__, default=None)
+    microseconds = {each.name: round(1e6 * taken) for each, taken in times.items()}
+    return _chosen(fastest, asked, cache, heads, log, **microseconds)
+
+
+def _chosen(
+    candidate: Candidate | None,
+    asked: str,
+    cache: KVCache,
+    heads: int,
+    log: Logger | None,
+    **microseconds: int,
+) -> ChosenAttention:
+    if candidate is None:
+        raise UserError(f"no tree attention passes its self-test here (asked for: {asked}); run `ssd doctor`")
+    if log is not None:
+        told = {f"{name}_us": taken for name, taken in microseconds.items()}
+        log.info("tree attention", backend=candidate.name, **told)
+    return ChosenAttention(candidate.name, candidate.make(cache, heads))
+
+
+def _right(
+    asked: str, cache: KVCache, heads: int, found: Sequence[Candidate], log: Logger | None
+) -> Iterator[Candidate]:
+    """Those that were asked for, are there and pass their self-test, which the others are told not to."""
+    for each in found:
+        if asked not in (AUTO, each.name) or (asked == AUTO and each.missing):
+            continue
+        wrong = each.missing or _failure(each, cache, heads)
+        if not wrong:
+            yield each
+        elif asked != AUTO:
+            raise UserError(f"tree attention {each.name!r} cannot be used here: {wrong}")
+        elif log is not None:
+            log.warning("tree attention skipped: wrong results", backend=each.name, reason=wrong)
+
+
+def _measured(candidate: Candidate, seconds: Callable[[Maker], float], log: Logger | None) -> float | None:
+    try:
+        return seconds(candidate.make)
+    except Exception as error:  # whatever a foreign kernel or its compiler raises
+        if log is not None:
+            reason = in_a_line(error)
+            log.warning("tree attention skipped: it cannot be timed", backend=candidate.name, reason=reason)
+        return None
+
+
+def _failure(candidate: Candidate, cache: KVCache, heads: int) -> str:
+    """What is wrong with its results for every shape of heads that this cache has."""
+    layout = cache.layout
+    device = str(cache.keys(0).device)
+    shapes = sorted({(layer.heads, layer.head_dim) for layer in layout.layers})
+    failures = (
+        first_failure(candidate.make, layout.dtype, head_dim, device, ((heads, kv_heads),))
+        for kv_heads, head_dim in shapes
+    )
+    wrong = next(filter(None, failures), "")
+    forms = (Heads(heads, kv_heads, head_dim, layout.dtype) for kv_heads, head_dim in shapes)
+    if not wrong and candidate.invariant:
+        depending = (form for form in forms if depends_on_batch(candidate.make, form, device))
+        wrong = next((f"{form}: a row's result depends on its batch" for form in depending), "")
+    return wrong and f"its self-test failed ({wrong}); use {VARIABLE}=auto or sdpa"
+
+
+def _missing(row: RegisteredBackend, factory: AttentionFactory, cache: KVCache, means: Means) -> str:
+    lacks = factory.missing(cache, means)
+    on_cpu = cache.keys(0).device.type == "cpu"
+    if not lacks and row.where is (Where.GPUS if on_cpu else Where.CPUS):
+        needed, here = ("GPU", Where.CPUS) if on_cpu else ("CPU", Where.GPUS)
+        lacks = f"it needs a {needed}; use {VARIABLE}={choices(here)}"
+    if not lacks and row.package and find_spec(row.package) is None:
+        lacks = (
+            f'it is not installed: pip install "ssd-serve[{row.package}]" on CUDA, ./setup_rocm.sh on ROCm'
+        )
+    return lacks
+
+
+def _unrolling(make: Maker) -> Maker:
+    """Rows come to the backend one by one."""
+    return lambda cache, heads: UnrolledAttention(make(cache, heads))

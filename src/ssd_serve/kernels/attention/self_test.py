@@ -1,0 +1,182 @@
+"""Whether a tree attention backend computes what the contract says, tried before it serves anybody.
+
+Wrong kernels have existed that looked right at first: a softmax denominator read in the wrong format, masks
+applied to the wrong head of a group. So random trees in scattered slots, chunks, single rows and windows are
+compared with the obvious reference, for every shape of heads. Knows no model.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from ssd_serve.base.errors import in_a_line
+from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
+from ssd_serve.kernels.attention.contract import AttentionBackend, Capturable, Maker
+from ssd_serve.kernels.attention.reference import ReferenceAttention
+from ssd_serve.kernels.attention.sdpa import SdpaAttention
+from ssd_serve.kernels.batch import Batch, RequestRows, build_batch, padded
+from ssd_serve.kernels.capture import captured_rows
+from ssd_serve.kernels.dtypes import dtype_name
+
+RATIOS = ((4, 4), (16, 4), (32, 4))
+"""Query heads and KV heads: alone, and groups of four and eight."""
+_WINDOW = 11
+ALLOWED = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest difference from the reference, for values of about 1: some units of the last place."""
+_OBVIOUS = 200_000
+"""Products of rows, heads and mean context beyond which torch's attention in float32 on the CPU, itself held
+to the obvious reference below that, stands in for it."""
+
+
+class TriedRequest(NamedTuple):
+    """One request of a batch: `prefix` committed tokens, `rows` rows, a random tree no deeper than `depth`;
+    depth 0: a causal chunk. `in_order`: the prefix lies in slots one after the other, as prompts do."""
+
+    prefix: int
+    rows: int
+    depth: int = 16
+    in_order: bool = False
+
+
+SMALL = (
+    (TriedRequest(37, 24), TriedRequest(0, 9, depth=0), TriedRequest(1, 3), TriedRequest(70, 1)),
+    (TriedRequest(0, 1), TriedRequest(5, 1), TriedRequest(64, 1)),
+    (TriedRequest(1100, 1, in_order=True), TriedRequest(3, 70)),
+)
+"""Trees beside a chunk; single rows, as in plain decoding; more context than a kernel reads at once, and more
+nodes than a word has bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a backend is tried with."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim} in {dtype_name(self.dtype)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was tried, and the largest difference."""
+
+    heads: Heads
+    error: float
+
+    @property
+    def right(self) -> bool:
+        """Whether the difference is rounding."""
+        return self.error <= ALLOWED[self.heads.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.heads}: off by {self.error:.2g}"
+
+
+def self_test(
+    make: Maker, dtype: torch.dtype, head_dim: int, device: str, ratios: Sequence[tuple[int, int]] = RATIOS
+) -> list[Trial]:
+    """Try a backend with every ratio of heads; errors that it raises are the caller's."""
+    forms = [Heads(heads, kv_heads, head_dim, dtype) for heads, kv_heads in ratios]
+    return [Trial(form, max(largest_error(make, form, asked, device) for asked in SMALL)) for form in forms]
+
+
+def first_failure(
+    make: Maker, dtype: torch.dtype, head_dim: int, device: str, ratios: Sequence[tuple[int, int]] = RATIOS
+) -> str:
+    """What is wrong with a backend, in words; empty when nothing is."""
+    try:
+        trials = self_test(make, dtype, head_dim, device, ratios)
+    except Exception as error:  # whatever a foreign kernel or its compiler raises, it cannot be used
+        return in_a_line(error)
+    return next((str(trial) for trial in trials if not trial.right), "")
+
+
+def largest_error(make: Maker, form: Heads, asked: Sequence[TriedRequest], device: str) -> float:
+    """Run one batch through a layer without a window and one with, and compare outputs and log-sum-exps.
+
+    Where forwards can be captured, the batch is padded and planned as for a capture.
+    """
+    slots = 64 + sum(each.prefix + each.rows for each in asked)
+    layers = (LayerKV(form.kv_heads, form.head_dim), LayerKV(form.kv_heads, form.head_dim, _WINDOW))
+    generator = torch.Generator().manual_seed(form.heads)
+    ours = KVCache(KVLayout(layers, form.dtype, order=layout_order(device)), slots + 1, device)
+    theirs = KVCache(KVLayout(layers, torch.float32), slots + 1, "cpu")
+    batch = random_batch(random.Random(slots), slots, asked)
+    entries = sum(each.rows * (each.prefix + each.rows) for each in asked)
+    obvious = entries * form.heads < _OBVIOUS
+    right: Any = ReferenceAttention(theirs) if obvious else SdpaAttention(theirs, form.heads)
+    tried = make(ours, form.heads)
+    rows = captured_rows(batch.rows)
+    real = batch.rows
+    if isinstance(tried, Capturable) and rows is not None:
+        batch = padded(batch, rows, slots)
+    plans: tuple[Any, Any] = _plan_of(tried, batch), right.plan(batch)
+    worst = 0.0
+    for layer in range(len(layers)):
+        filled = torch.randn((slots, 2 * form.kv_heads, form.head_dim), generator=generator).to(form.dtype)
+        ours.write(layer, torch.arange(slots, device=device), filled.to(device))
+        theirs.write(layer, torch.arange(slots), filled.float())
+        given = torch.randn((batch.rows, form.heads + 2 * form.kv_heads, form.head_dim), generator=generator)
+        given = given.to(form.dtype)
+        queries, new = given[:, : form.heads], given[:, form.heads :]
+        tried.write(layer, new.to(device), plans[0])
+        right.write(layer, new.float(), plans[1])
+        found = tried.run_with_lse(layer, queries.to(device), plans[0])
+        expected = right.run_with_lse(layer, queries.float(), plans[1])
+        found = (tried.run(layer, queries.to(device), plans[0]), found[1])  # what serves is what is tried
+        # Padding rows share a slot: whose keys stay there is chance on a GPU, and nobody reads their results.
+        pairs = zip(found, expected, strict=True)
+        worst = max(worst, *(_difference(each[:real], wanted[:real]) for each, wanted in pairs))
+    return worst
+
+
+def _plan_of(backend: AttentionBackend[Any], batch: Batch) -> Any:
+    """As it is planned to be captured, where it can be."""
+    fixed = backend.plan_to_capture(batch) if isinstance(backend, Capturable) else None
+    return backend.plan(batch) if fixed is None else fixed
+
+
+def layout_order(device: str) -> Literal["heads", "slots"]:
+    """How keys and values lie where this device reads them best, and its backends expect them."""
+    return "heads" if device == "cpu" else "slots"
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest one; what is no number is infinitely wrong."""
+    return float(torch.nan_to_num((found.float().cpu() - expected).abs(), nan=torch.inf).max())
+
+
+def random_batch(
+    chance: random.Random, slots: int, asked: Sequence[TriedRequest], scattered: bool = True
+) -> Batch:
+    """The requests with random trees, in scattered slots (but `in_order`), or one after the other."""
+    first = sum(each.prefix for each in asked if each.in_order) if scattered else slots
+    ordered = iter(range(first))
+    free = iter(chance.sample(range(first, slots), slots - first)) if scattered else ordered
+    return build_batch([_request(chance, each, free, ordered if each.in_order else free) for each in asked])
+
+
+def _request(
+    chance: random.Random, asked: TriedRequest, free: Iterator[int], before: Iterator[int]
+) -> RequestRows:
+    """A chunk, or a random tree, each row below a random earlier one; the prefix in slots from `before`."""
+    prefix = np.array([next(before) for _ in range(asked.prefix)], dtype=np.int32)
+    own = [next(free) for _ in range(asked.rows)]
+    ancestry, depths = [1], [0]
+    for index in range(1, asked.rows):
+        parent = index - 1
+        if asked.depth:
+            parent = chance.choice([row for row in range(index) if depths[row] < asked.depth])
+        ancestry.append(ancestry[parent] | 1 << index)
+        depths.append(depths[parent] + 1)
+    return RequestRows(
+        [0] * asked.rows, [asked.prefix + depth for depth in depths], own, prefix, [], ancestry
+    )

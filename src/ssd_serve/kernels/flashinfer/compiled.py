@@ -1,0 +1,179 @@
+"""The folder where FlashInfer compiles kernels: its name, what in it is stale, what of it cannot be trusted.
+
+FlashInfer compiles on first use and keeps what it made. Its own folder names tell its version and the GPU
+apart, not torch, whose libraries the objects are linked with; and the port 0.5.3+amd.2 writes `build.ninja`
+only once, so that new flags or a moved installation change nothing (upstream 0.7.2.post1 and the port's main
+branch write it anew). So each combination has a folder here, and what is older than the package is cleared.
+
+The port has not run yet. Knows nothing of what the kernels compute.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ssd_serve.base.errors import PermissionProblemError, UserError
+from ssd_serve.base.owned import is_own, make_folder, weakness
+from ssd_serve.kernels.flashinfer.versions import PORT, installed_version
+
+_PREBUILT_PORT = "amd-flashinfer-jit-cache"
+_PORT_ARCHITECTURES = ("gfx942", "gfx950")
+_HEADERS = ("include", "data/include")
+_SOURCES = (*_HEADERS, "csrc", "csrc_rocm", "data/csrc", "jit")
+"""Folders of both packages whose files decide what is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What compiled kernels depend on."""
+
+    name: str
+    """The package."""
+    version: str
+    torch: str
+    architecture: str
+    """As `architecture` says it, e.g. gfx942 or 9.0."""
+
+    @property
+    def folder_name(self) -> str:
+        """One folder name for each combination."""
+        parts = (self.name, self.version, f"torch-{self.torch}", self.architecture)
+        return "-".join(re.sub(r"[^0-9A-Za-z._]+", "_", part) for part in parts)
+
+
+def architecture(device: torch.device) -> str:
+    """The GPU's architecture as FlashInfer's variables take it: gfx942, or a capability such as 9.0."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(getattr(properties, "gcnArchName", "unknown")).split(":")[0]
+    return f"{properties.major}.{properties.minor}"
+
+
+def package_folder() -> Path | None:
+    """Where the package `flashinfer` lies, found without importing it."""
+    found = importlib.util.find_spec("flashinfer")
+    places = None if found is None else found.submodule_search_locations
+    return Path(places[0]) if places else None
+
+
+def use_folder(base: Path, build: Build, package: Path | None) -> list[str]:
+    """Make FlashInfer compile into a folder of this build's own under `base`; returns what was cleared there.
+
+    To be called before FlashInfer is imported, with the GPU of `build` as the current device: it reads its
+    variables, and names folders, while it is imported. This is the one place that writes them.
+
+    Raises UserError where FlashInfer is imported already and compiles elsewhere, for GPUs that the port has
+    no kernels for, and for prebuilt kernels of another version; PermissionProblemError where the folder
+    cannot be made.
+    """
+    _refuse_unsupported(build)
+    _refuse_prebuilt(build, installed_version(_PREBUILT_PORT))
+    folder = (base / build.folder_name).absolute()  # a relative one or ~ would be taken literally
+    _refuse_late(folder)
+    try:
+        make_folder(folder)
+        if why := weakness(folder):
+            raise PermissionProblemError(f"compiled kernels would not be FlashInfer's own: {why}")
+        cleared = _close(folder) + clear_stale(folder, package)
+    except OSError as error:
+        raise PermissionProblemError(
+            f"cannot write compiled kernels to {folder}: {error.strerror}"
+        ) from error
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(folder)
+    # Unless told, the port prepares flags for gfx942 (all versions read), upstream for all GPUs in sight.
+    variable = "FLASHINFER_ROCM_ARCH_LIST" if build.name == PORT else "FLASHINFER_CUDA_ARCH_LIST"
+    os.environ[variable] = build.architecture
+    return cleared
+
+
+def _close(folder: Path) -> list[str]:
+    """Let nobody else into the folder: a umask of 002 would let a group write below it. What is in it is
+    cleared, and returned, if others could have written it before."""
+    facts = folder.stat()
+    if not facts.st_mode & 0o077 or facts.st_uid != os.getuid():
+        return []
+    folder.chmod(0o700)
+    strange = [path.name for path in folder.rglob("*") if not is_own(path)]
+    if strange:
+        shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+    return strange
+
+
+def clear_stale(folder: Path, package: Path | None) -> list[str]:
+    """Remove the kernels under `folder` that were not compiled from the package as it is now; their names.
+
+    Stale is a kernel without `build.ninja`, one whose `build.ninja` is older than a source of the package,
+    and one whose `build.ninja` takes headers from another installation. All else ninja keeps new by itself.
+    """
+    newest = _newest(package)
+    headers = [str(path.resolve()) for path in _existing(package, _HEADERS)]
+    cleared: list[str] = []
+    for kernel in sorted(folder.glob(".cache/flashinfer/*/*/cached_ops/*")):
+        if kernel.is_dir() and _is_stale(kernel, newest, headers):
+            # Another process may be clearing the same.
+            shutil.rmtree(kernel, ignore_errors=True)
+            cleared.append(kernel.name)
+    return cleared
+
+
+def _is_stale(kernel: Path, newest: float, headers: Sequence[str]) -> bool:
+    recipe = kernel / "build.ninja"
+    if not recipe.is_file():
+        # A folder in which ninja has not begun holds nothing old.
+        return any(kernel.glob("*.so")) or any(kernel.glob("*.o"))
+    if recipe.stat().st_mtime < newest:
+        return True
+    text = recipe.read_text(errors="replace")
+    return bool(headers) and not any(header in text for header in headers)
+
+
+def _newest(package: Path | None) -> float:
+    """When the youngest source of the package was written, in seconds; 0 where there is none."""
+    files = (file for folder in _existing(package, _SOURCES) for file in folder.rglob("*"))
+    return max((file.stat().st_mtime for file in files if file.suffix not in ("", ".pyc")), default=0.0)
+
+
+def _existing(package: Path | None, names: Sequence[str]) -> list[Path]:
+    """Those folders of the package that exist."""
+    return [] if package is None else [package / name for name in names if (package / name).is_dir()]
+
+
+def _refuse_unsupported(build: Build) -> None:
+    if build.name == PORT and build.architecture not in _PORT_ARCHITECTURES:
+        raise UserError(
+            f"{PORT} has kernels for {' and '.join(_PORT_ARCHITECTURES)} only, this GPU is a "
+            f"{build.architecture}: use another attention backend"
+        )
+
+
+def _refuse_prebuilt(build: Build, version: str | None) -> None:
+    """Prebuilt kernels are used before any that would be compiled, whatever stands in the sources.
+
+    The port checks this too unless a variable of its users switches the check off; upstream 0.7.2.post1
+    passes over prebuilt kernels of other versions.
+    """
+    if build.name == PORT and version is not None and not version.startswith(build.version):
+        raise UserError(
+            f"{_PREBUILT_PORT} {version} holds kernels of another version than {PORT} {build.version}: "
+            f"pip uninstall {_PREBUILT_PORT}"
+        )
+
+
+def _refuse_late(folder: Path) -> None:
+    """FlashInfer that is imported already has chosen its folder."""
+    module = sys.modules.get("flashinfer.jit.env")
+    if module is None and "flashinfer" not in sys.modules:
+        return
+    if getattr(module, "FLASHINFER_BASE_DIR", None) != folder:
+        raise UserError(
+            "FlashInfer was imported before its folder for compiled kernels was chosen: "
+            "do not import flashinfer in a process that serves"
+        )

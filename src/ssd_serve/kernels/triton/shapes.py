@@ -1,0 +1,79 @@
+"""How batches are cut for the Triton kernels: tiles of rows, parts of contexts, words of ancestry.
+
+Numbers chosen on devices, and numpy: knows no kernel and no memory.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+import triton
+
+from ssd_serve.kernels.batch import Batch, Int32Array
+
+SPLIT = 256
+"""Entries of the prefix that one program reads: enough programs for one request, few merges. On an H100 the
+fastest or nearly so of 64 to 512 for contexts of 512 to 4,096 tokens."""
+_BLOCK_N, _BLOCK_N_HALF = 16, 32
+_HALF_HEADS = 128
+"""The widest heads that leave room for more than the least."""
+_MERGED, _MERGED_WIDE = 8, 4
+TILES = (16, 32, 64)
+"""Stacked rows of a program in half precision."""
+WARPS = 4
+FEW_PARTS, _FEW_WORDS = 4, 4
+"""So many parts of a prefix, and words a row, are launched for those that have fewer: programs that find no
+part end at once, and trees up to 128 nodes after up to 1,024 tokens are one shape."""
+
+
+def cut(batch: Batch, most: int) -> Int32Array:
+    """Request, first row and number of rows of each tile of at most `most` rows: int32 [tiles, 3]."""
+    return np.asarray(
+        [
+            (request, first, min(most, stop - first))
+            for request, (start, stop) in enumerate(pairwise(batch.request_offsets.tolist()))
+            for first in range(start, stop, most)
+        ],
+        dtype=np.int32,
+    )
+
+
+def ancestry_words(batch: Batch) -> Int32Array:
+    """The ancestry in words of 32 bits, a power of two of them a row, and no fewer than four: int32 [rows,
+    words]."""
+    words = np.ascontiguousarray(batch.ancestry, dtype="<u8").view(np.int32)
+    width = max(_FEW_WORDS, power_of_two(words.shape[1]))
+    return np.pad(words, ((0, 0), (0, width - words.shape[1])))
+
+
+def power_of_two(count: int) -> int:
+    """The least that is not below `count`; 0 for 0."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def power_of_four(count: int) -> int:
+    """The least that is not below `count`."""
+    return 1 << 2 * -(-(count - 1).bit_length() // 2)
+
+
+def tiles_of(dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the tile sizes that compile without register spills; in float32 only the smallest does."""
+    return TILES if dtype.itemsize == 2 else TILES[:1]
+
+
+def block_n(dtype: torch.dtype, head_dim: int) -> int:
+    """Entries that are scored together: as many as spill no registers. One number for all tiles, so that a
+    row's sums have one order whatever else is in the batch."""
+    return _BLOCK_N_HALF if dtype.itemsize == 2 and head_dim <= _HALF_HEADS else _BLOCK_N
+
+
+def merged(head_dim: int) -> int:
+    """Parts of a row that are read at once where they are merged, likewise."""
+    return _MERGED if head_dim <= _HALF_HEADS else _MERGED_WIDE
+
+
+def tile_of(stacked: int, dtype: torch.dtype, group: int = 1) -> int:
+    """Stacked rows of a program for requests of at most `stacked` ones, `group` of them to a row."""
+    tiles = tiles_of(dtype)
+    fitting = next((tile for tile in tiles if tile >= stacked), tiles[-1])
+    return max(fitting, int(triton.next_power_of_2(group)))

@@ -1,0 +1,142 @@
+"""The dense decoders (Llama, Mistral, Qwen 2, Qwen 3) in one lean forward.
+
+The same code runs a target of many layers and a drafter of two, so a layer is as few torch operators as
+possible: query, key and value are one product, gate and up another, a rotation is one complex product, and
+keys and values are stored together. Knows batches, weights and attention backends; knows no request, no
+file format and no page size.
+"""
+
+from typing import Any
+
+import torch
+
+from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.kernels.attention.contract import AttentionBackend
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.architectures.contract import ModelParts
+from ssd_serve.models.architectures.dense.config import DecoderConfig
+from ssd_serve.models.architectures.dense.sizes import rank_config
+from ssd_serve.models.architectures.dense.weights import DecoderLayer, DecoderWeights
+from ssd_serve.models.completion import completion
+from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts, feature_name
+from ssd_serve.models.rope import rotation_table
+
+
+class DenseDecoder:
+    """`CapturableModel` over a `DecoderConfig`: one rank's share where a group shares the model."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, parts: ModelParts) -> None:
+        """`config` is the whole model's; weights and parts are one rank's."""
+        self._config = rank_config(config, parts.group.parallel)
+        self._weights = weights
+        self._attention = parts.attention
+        self._operations = parts.operations
+        self._facts = parts.facts
+        self._slots = parts.slots
+        self._features = frozenset(parts.features)
+        # Features are of all rows: where the last layer has some, it computes all of them to its end.
+        self._all_rows = bool(self._features & {FINAL, len(weights.layers) - 1})
+        self._group = parts.group
+        self._device = weights.embedding.device
+        # [context, 1, head_dim / 2]: one rotation for all heads of a row
+        rotations = rotation_table(config.rope, config.head_dim, parts.facts.context)
+        self._rotations = rotations.unsqueeze(1).to(self._device)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes and names."""
+        return self._facts
+
+    @property
+    def attention(self) -> AttentionBackend[Any]:
+        """The tree attention in use."""
+        return self._attention
+
+    @property
+    def slots(self) -> int:
+        """Number of KV slots."""
+        return self._slots
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Run one ragged batch; see `Model.forward`."""
+        wanted = len(batch.rows_wanted)
+        inputs = Inputs(
+            torch.from_numpy(batch.tokens).to(self._device),
+            torch.from_numpy(batch.positions).to(self._device),
+            self._attention.plan(batch),
+            None if wanted == batch.rows else torch.from_numpy(batch.rows_wanted).to(self._device),
+        )
+        logits, features = self.run(inputs)
+        return ForwardResult(logits, features, completion(self._device))
+
+    def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Logits of the wanted rows, float32 [wanted, vocabulary], and features, from what is on the device.
+
+        Nothing here depends on values: with a capturable attention it can be captured and replayed.
+        """
+        rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2], complex64
+        hidden = self._embed(inputs.tokens)  # [rows, hidden]
+        features: dict[str, torch.Tensor] = {}
+        added: torch.Tensor | None = None  # what the last block adds to `hidden`: the next norm does it
+        layers, wanted = self._weights.layers, inputs.wanted
+        for index, layer in enumerate(layers):
+            rows = self._operations.norm(hidden, added, layer.input_norm)
+            attended = self._attend(index, layer, rows, rotations, inputs.plan)
+            if index == len(layers) - 1 and wanted is not None and not self._all_rows:
+                # Of the other rows nothing is needed any more: their keys and values are stored.
+                if not len(wanted):
+                    return self._logits(hidden[:0]), features
+                hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+                wanted = None
+            added = self._group.add(layer.output(attended))
+            rows = self._operations.norm(hidden, added, layer.mlp_norm)
+            added = self._group.add(layer.down(self._operations.gate(layer.gate_up(rows))))
+            if index in self._features:
+                features[feature_name(index)] = hidden + added
+        last = self._last(hidden, added, wanted, features)
+        return self._logits(last), features
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings [rows, hidden]: each token's rank gives its row, the others nothing."""
+        embedding, parallel = self._weights.embedding, self._group.parallel
+        if parallel.size == 1:
+            return embedding.index_select(0, tokens)
+        own = tokens - parallel.nearly_even(self._facts.vocabulary).start
+        known = own.clamp(0, len(embedding) - 1)
+        others = (own != known).unsqueeze(1)
+        return self._group.add(embedding.index_select(0, known).masked_fill_(others, 0))
+
+    def _attend(
+        self, index: int, layer: DecoderLayer, rows: torch.Tensor, rotations: torch.Tensor, plan: object
+    ) -> torch.Tensor:
+        """A layer's attention, all but its output: normed rows [rows, hidden] -> [rows, heads * head_dim]."""
+        c = self._config
+        heads = layer.qkv(rows).view(rows.shape[0], -1, c.head_dim)
+        heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, layer.qk_norm)
+        self._attention.write(index, heads[:, c.heads :], plan)
+        return self._attention.run(index, heads[:, : c.heads], plan).to(rows.dtype)
+
+    def _last(
+        self,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+        wanted: torch.Tensor | None,
+        features: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The wanted rows behind the last norm: [wanted, hidden]. With `FINAL` all rows are normed."""
+        norm = self._weights.norm
+        if FINAL in self._features:
+            last = features[feature_name(FINAL)] = self._operations.norm(hidden, added, norm)
+            return last if wanted is None else last.index_select(0, wanted)
+        if wanted is not None:
+            hidden = hidden.index_select(0, wanted)
+            added = None if added is None else added.index_select(0, wanted)
+        return self._operations.norm(hidden, added, norm) if len(hidden) else hidden
+
+    def _logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Their logits: float32 [wanted, vocabulary]; on other ranks than 0 a part of them."""
+        vocabulary = self._facts.vocabulary
+        if not len(last):
+            return torch.empty((0, vocabulary), device=self._device)
+        return self._group.gather(self._weights.head(last).float(), vocabulary)

@@ -1,0 +1,50 @@
+"""Which architectures there are, one line each; each is imported when a model of it is met.
+
+Knows how a `config.json` names its architecture, and nothing of what that is.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ssd_serve.base.errors import CheckpointError
+from ssd_serve.models.architectures.contract import Architecture, Description
+from ssd_serve.models.config import Json, read_json, read_raw
+
+ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "ssd_serve.models.architectures.llama:LLAMA",
+    "MistralForCausalLM": "ssd_serve.models.architectures.mistral:MISTRAL",
+    "Qwen2ForCausalLM": "ssd_serve.models.architectures.qwen2:QWEN2",
+    "Qwen3ForCausalLM": "ssd_serve.models.architectures.qwen3:QWEN3",
+}
+"""Where an `Architecture` is, as `module:name`, by its entry in `architectures` of `config.json`."""
+
+
+def architecture(name: str) -> Architecture[Any, Any]:
+    """The registered architecture of this name."""
+    module, _, variable = ARCHITECTURES[name].partition(":")
+    found: Architecture[Any, Any] = getattr(import_module(module), variable)
+    return found
+
+
+def describe(raw: Json, generation: Json | None = None) -> Description[Any]:
+    """What a `config.json` describes. Raises `CheckpointError`."""
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            known = architecture(name)
+            return Description(known, known.parse(raw, generation or {}))
+    found = ", ".join(names) or f"unnamed (model_type {raw.get('model_type', 'missing')!r})"
+    supported = "; ".join(f"{each} ({architecture(each).models})" for each in ARCHITECTURES)
+    raise CheckpointError(f"architecture {found} is not supported; supported are {supported}")
+
+
+def load_description(folder: Path, layers: int | None = None) -> Description[Any]:
+    """What `config.json` of a model folder describes, with the EOS ids of its `generation_config.json`; with
+    `layers`, of the model that has only so many, the first ones."""
+    generation = folder / "generation_config.json"
+    raw = read_raw(folder)
+    if layers is not None:
+        each = {key: value[:layers] for key, value in raw.items() if key == "layer_types"}
+        raw = {**raw, **each, "num_hidden_layers": layers}
+    return describe(raw, read_json(generation) if generation.is_file() else {})

@@ -1,0 +1,61 @@
+"""The small JSON files of a Hugging Face model folder, and what every reader of them needs.
+
+Free of torch. Knows keys that all architectures have alike; what they mean for a computation the
+architectures know.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from ssd_serve.base.errors import CheckpointError
+
+Json = Mapping[str, Any]
+
+
+def read_raw(folder: Path) -> Json:
+    """What `config.json` of a model folder says."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; a model is a folder in the Hugging Face layout")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no config.json; is it a model folder in the Hugging Face layout?"
+        )
+    return read_json(path)
+
+
+def model_name(folder: Path) -> str:
+    """What people call a model: its hub id where the folder is a hub download, else the folder's name."""
+    parent = folder.parent
+    if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+        return parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    return f"embedded-{folder.name}" if parent.name == "embedded" else folder.name
+
+
+def read_json(path: Path) -> Json:
+    """A JSON object from a file, or a `CheckpointError`."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return cast(Json, data)
+
+
+def positive_size(raw: Json, key: str) -> int:
+    """A size that `config.json` must name."""
+    value = raw.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def eos_ids(raw: Json, generation: Json) -> tuple[int, ...]:
+    """EOS ids of both files; chat models often name their end of turn in generation_config.json only."""
+    ids: list[int] = []
+    for source in (raw.get("eos_token_id"), generation.get("eos_token_id")):
+        ids += source if isinstance(source, list) else [] if source is None else [int(source)]
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,168 @@
+"""What the `config.json` of an EAGLE head says, in the layouts in which heads are published.
+
+Flat (SafeAILab, SpecForge, SGLang, vLLM) or nested (speculators). Knows key names; no tensors. Sources: Li et
+al. 2024 (EAGLE), Li et al. 2025 (EAGLE-3), and the loaders of those projects.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.base.errors import CheckpointError
+from ssd_serve.models.architectures.dense.config import DecoderConfig
+from ssd_serve.models.architectures.registry import describe
+from ssd_serve.models.config import Json, positive_size
+from ssd_serve.models.heads.kinds import HeadKind
+from ssd_serve.models.weights.quantization import Fp8Scheme
+
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_FAMILIES_OF_EAGLE1 = {**_FAMILIES, "mistral": "LlamaForCausalLM", "qwen2": "LlamaForCausalLM"}
+"""Whatever the target is, the layer is Llama's, with biases where `qkv_bias` says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """Everything that decides the computation of one head.
+
+    `layer` is the decoder layer as if its input were [hidden]; its vocabulary is the target's, of which the
+    head proposes `draft_vocabulary` tokens. `features` are the target's layers whose outputs it reads, by
+    number from 0, or `FINAL`; None: those that follow from the target's number of layers.
+    """
+
+    kind: HeadKind
+    layer: DecoderConfig
+    draft_vocabulary: int
+    target_hidden: int
+    features: tuple[int, ...] | None
+    residual_is_normed: bool = False
+    """Whether the normed features are what the layer adds to."""
+    one_norm: bool = False
+    """The features are normed together before they are fused (`norm_before_fc`)."""
+    norm_each: bool = False
+    """Each layer's features are normed before they are fused (`fc_norm`, EAGLE-3.1)."""
+    feed_normed: bool = False
+    """What the head says of itself for the next token is normed (`norm_output`, EAGLE-3.1)."""
+    fuse_bias: bool = False
+    """`fc` must have a bias."""
+    layer_norms: bool = False
+    """Of EAGLE-1: the embedding, what the layer reads and what the head reads are normed (`layernorms`)."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of the head's rows."""
+        return self.layer.hidden
+
+    @property
+    def vocabulary(self) -> int:
+        """The target's."""
+        return self.layer.vocabulary
+
+    @property
+    def context(self) -> int:
+        """Positions that it knows."""
+        return self.layer.context
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The target decides what ends a text."""
+        return self.layer.eos_token_ids
+
+    @property
+    def fp8(self) -> Fp8Scheme | None:
+        """How weights are scaled that lie in the file in fp8."""
+        return self.layer.fp8
+
+    @property
+    def fused(self) -> int:
+        """How many layers' features it reads at once."""
+        return 3 if self.features is None else len(self.features)
+
+    @property
+    def joins(self) -> bool:
+        """Whether `fc` makes one row of a token and the vector before it (EAGLE-1), instead of one vector of
+        several layers' features (EAGLE-3)."""
+        return self.kind is HeadKind.EAGLE1
+
+    @property
+    def fuse_inputs(self) -> int:
+        """Numbers that `fc` reads."""
+        return 2 * self.hidden if self.joins else self.fused * self.target_hidden
+
+
+def parse_eagle1(raw: Json, generation: Json) -> EagleConfig:
+    """Read `config.json` of an EAGLE-1 head. What cannot be computed exactly is a `CheckpointError`."""
+    layer = _layer(HeadKind.EAGLE1, _FAMILIES_OF_EAGLE1, raw, generation)
+    return EagleConfig(
+        kind=HeadKind.EAGLE1,
+        layer=replace(layer, qkv_bias=layer.qkv_bias or bool(raw.get("qkv_bias"))),
+        draft_vocabulary=layer.vocabulary,
+        target_hidden=layer.hidden,
+        features=(FINAL,),
+        fuse_bias=bool(raw.get("fusion_bias") or raw.get("bias")),
+        layer_norms=bool(raw.get("layernorms")),
+    )
+
+
+def parse_eagle3(raw: Json, generation: Json) -> EagleConfig:
+    """Read `config.json` of an EAGLE-3 head. What cannot be computed exactly is a `CheckpointError`."""
+    layer = _layer(HeadKind.EAGLE3, _FAMILIES, raw, generation)
+    if raw.get("norm_before_fc") and raw.get("fc_norm"):
+        raise CheckpointError("config.json: norm_before_fc and fc_norm exclude each other")
+    return EagleConfig(
+        kind=HeadKind.EAGLE3,
+        layer=layer,
+        draft_vocabulary=int(raw.get("draft_vocab_size") or layer.vocabulary),
+        target_hidden=int(raw.get("target_hidden_size") or layer.hidden),
+        features=_features(raw),
+        residual_is_normed=bool(raw.get("norm_before_residual", False)),
+        one_norm=bool(raw.get("norm_before_fc", False)),
+        norm_each=bool(raw.get("fc_norm", False)),
+        feed_normed=bool(raw.get("norm_output", False)),
+    )
+
+
+PARSERS = {HeadKind.EAGLE1: parse_eagle1, HeadKind.EAGLE3: parse_eagle3}
+"""What reads `config.json` of each kind."""
+
+
+def _layer(kind: HeadKind, families: Mapping[str, str], raw: Json, generation: Json) -> DecoderConfig:
+    """The one decoder layer, in either layout; `families` are architectures by `model_type`."""
+    nested = raw.get("transformer_layer_config")
+    inner: Json = nested if isinstance(nested, dict) else raw
+    family = str(inner.get("model_type", "llama"))
+    if family not in families:
+        known = ", ".join(families)
+        raise CheckpointError(f"an {kind} head of the family {family!r} is not supported, only of {known}")
+    if (layers := positive_size(inner, "num_hidden_layers")) != 1:
+        raise CheckpointError(f"an {kind} head of {layers} layers is not supported, only of one")
+    usual = {"quantization_config": raw.get("quantization_config"), "tie_word_embeddings": False}
+    layer = describe({**inner, **usual, "architectures": [families[family]]}, generation).config
+    if not isinstance(layer, DecoderConfig):
+        raise CheckpointError(f"an {kind} head of the family {family!r} is not supported")
+    return layer
+
+
+def usual_features(layers: int) -> tuple[int, ...]:
+    """The outputs that EAGLE-3 reads of a target of so many layers: an early, a middle and a late one."""
+    if layers < 6:
+        raise CheckpointError(
+            f"which layers of a target of {layers} an EAGLE-3 head reads does not follow from a rule: name "
+            "them with SSD_EAGLE_LAYERS"
+        )
+    return 1, layers // 2 - 1, layers - 4
+
+
+def check_features(features: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Outputs of a target of so many layers. Raises `CheckpointError` for others."""
+    if any(not 0 <= each < layers for each in features):
+        raise CheckpointError(f"the head reads outputs of layers {list(features)}, the target has {layers}")
+    return tuple(features)
+
+
+def _features(raw: Json) -> tuple[int, ...] | None:
+    """Names of the speculators format are inputs of layers, those of the flat one outputs."""
+    if "speculators_model_type" in raw:
+        found = raw.get("eagle_aux_hidden_state_layer_ids")
+        return None if not found else tuple(int(each) - 1 for each in found)
+    found = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return None if not found else tuple(int(each) for each in found)

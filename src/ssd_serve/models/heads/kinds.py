@@ -1,0 +1,104 @@
+"""Which kind of head a draft's folder holds, from its `config.json` and the names of its tensors.
+
+EAGLE-1 heads are published with the `config.json` of a Llama of one layer: only their tensors tell them from
+a draft model. Free of torch; reads no weights. Sources: the loaders of SafeAILab's EAGLE, SpecForge, SGLang,
+vLLM and speculators.
+"""
+
+import pickletools
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+from safetensors import SafetensorError, safe_open
+
+from ssd_serve.base.errors import CheckpointError
+from ssd_serve.models.config import Json, read_json, read_raw
+
+
+class HeadKind(StrEnum):
+    """Heads that can draft."""
+
+    EAGLE1 = "EAGLE-1"
+    EAGLE3 = "EAGLE-3"
+
+
+_ALGORITHMS = {"eagle": HeadKind.EAGLE1, "eagle3": HeadKind.EAGLE3}
+"""By `speculators_model_type`."""
+_ARCHITECTURES = {
+    "EagleLlamaForCausalLM": HeadKind.EAGLE1,
+    "EagleSpeculator": HeadKind.EAGLE1,
+    "LlamaForCausalLMEagle": HeadKind.EAGLE1,
+    "Eagle3DraftModel": HeadKind.EAGLE3,
+    "Eagle3LlamaForCausalLM": HeadKind.EAGLE3,
+    "Eagle3Speculator": HeadKind.EAGLE3,
+    "LlamaForCausalLMEagle3": HeadKind.EAGLE3,
+}
+_OTHERS = ("eagle", "medusa", "hydra", "mtp", "dflash", "dspark", "speculator")
+"""What names of other heads' architectures hold."""
+_OTHER_KEYS = ("medusa_", "hydra_", "dflash_", "dspark_")
+"""How keys begin that only other heads have."""
+_FUSIONS = frozenset({"fc.weight", "fusion_fc.weight"})
+_KNOWN = (
+    "heads that can draft are EAGLE-1 (EAGLE-2 and HASS are alike), EAGLE-3 and EAGLE-3.1, as SafeAILab, "
+    "SpecForge, SGLang, vLLM and speculators write them; other drafts are whole models, ngram, suffix and "
+    "self:N"
+)
+
+
+def head_kind(folder: Path) -> HeadKind | None:
+    """The kind of the head in a folder; None: a whole model. Raises `CheckpointError` for other heads."""
+    raw = read_raw(folder)
+    told = _told(raw)
+    if isinstance(told, HeadKind):
+        return told
+    if told:
+        raise CheckpointError(f"the draft {folder} is a head of another kind ({told}); {_KNOWN}")
+    names = {name.removeprefix("model.") for name in _tensor_names(folder)}
+    if not _FUSIONS & names:
+        return None
+    if any(name.endswith(".hidden_norm.weight") for name in names):
+        return HeadKind.EAGLE3
+    if other := sorted(name for name in names if name.startswith(("layers.1.", "mlp."))):
+        raise CheckpointError(f"the draft {folder} is a head of another kind (it has {other[0]}); {_KNOWN}")
+    return HeadKind.EAGLE1
+
+
+def _told(raw: Json) -> HeadKind | str:
+    """What `config.json` says: a kind that can draft, the name of another one, or nothing."""
+    algorithm, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
+    if algorithm is not None:
+        return _ALGORITHMS.get(algorithm, str(algorithm))
+    for name in architectures:
+        if name in _ARCHITECTURES:
+            return _ARCHITECTURES[name]
+    if "draft_vocab_size" in raw:
+        return HeadKind.EAGLE3
+    if told := next((key for key in raw if key.startswith(_OTHER_KEYS)), ""):
+        return told
+    spoken = (*architectures, str(raw.get("model_type", "")))
+    return next((each for each in spoken if any(word in each.lower() for word in _OTHERS)), "")
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    """The names of all tensors; none where the files cannot be listed: who loads them says why."""
+    try:
+        for file in ("model.safetensors", "pytorch_model.bin"):
+            if (index := folder / f"{file}.index.json").is_file():
+                return set(read_json(index).get("weight_map", {}))
+            if (path := folder / file).is_file():
+                return _names_in(path)
+    except (OSError, SafetensorError, BadZipFile, CheckpointError, KeyError, ValueError):
+        pass
+    return set()
+
+
+def _names_in(path: Path) -> set[str]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="np") as opened:
+            file: Any = opened
+            return set(file.keys())
+    with ZipFile(path) as archive:  # what is pickled there is listed, never run
+        pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), "data.pkl")
+        return {word for _, word, _ in pickletools.genops(archive.read(pickled)) if isinstance(word, str)}

@@ -1,0 +1,137 @@
+"""What a model is to the rest of the house: sizes, and one forward.
+
+The verifier, the drafter and the benchmarks see models only through this module; it knows no architecture,
+no checkpoint format and no request.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.kernels.batch import Batch
+
+
+def feature_name(layer: int) -> str:
+    """What the output of a layer, or `FINAL`, is called among a forward's features."""
+    return "final" if layer == FINAL else f"layer.{layer}"
+
+
+def listed(layers: Iterable[int]) -> str:
+    """Layers for people, e.g. [1, 2, final]."""
+    return f"[{', '.join('final' if layer == FINAL else str(layer) for layer in layers)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes that other rooms may know."""
+
+    name: str
+    vocabulary: int
+    context: int
+    layers: int
+    hidden: int
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    """Bytes read by one forward of one row (all matrices; the embedding only if it is also the head)."""
+    kv_bytes_per_slot: int
+    device: str
+    dtype: str
+    kernels: str = "torch"
+    """Who computes: torch, or the name of the compiled kernels."""
+    attention: str = ""
+    """The tree attention backend."""
+    batch_invariant: bool = False
+    """Whether a row's result is the same to the bit in any batch, tree or chunk."""
+    ranks: int = 1
+    """How many share the model; weights and KV are what each of them holds."""
+
+
+class ForwardEnd(Protocol):
+    """The end of a forward that the device may still be computing."""
+
+    def ready(self) -> bool:
+        """Whether the device is done."""
+        ...
+
+    def wait(self) -> float:
+        """Wait until it is; returns when it was, as `time.perf_counter` counts. Raises `DeviceHangError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A forward that was over when it returned."""
+
+    at: float = field(default_factory=time.perf_counter)
+
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> float:
+        """When it was over."""
+        return self.at
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Logits of the wanted rows, on the model's device, and named hidden states when they were asked for.
+
+    They belong to the device's own queue of work: the host may read them, and time them, after
+    `completion.wait()`.
+    """
+
+    logits: torch.Tensor  # [wanted, vocabulary], float32
+    features: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    completion: ForwardEnd = field(default_factory=Done)
+    captured_now: bool = False
+    """Whether it was recorded first, so that its time says nothing of later ones like it."""
+
+
+class Model(Protocol):
+    """A model with its weights and its KV cache on one device (or one group of ranks)."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes and names."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Number of KV slots that the cache holds."""
+        ...
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Run, or start, one ragged batch: write K/V of every row, attend, return logits of the wanted rows.
+
+        Must be called from one thread. Reads and writes only slots named in the batch.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One forward's rows, on the device."""
+
+    tokens: torch.Tensor  # [rows], int64
+    positions: torch.Tensor  # [rows], int64
+    plan: Any
+    """The attention's."""
+    wanted: torch.Tensor | None = None
+    """int64, the rows whose logits are wanted; None: all."""
+    vectors: torch.Tensor | None = None  # [rows, hidden], where rows are more than tokens
+
+
+class CapturableModel(Model, Protocol):
+    """A model whose forward has two parts: what the host must know of a batch, and `run`."""
+
+    def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Logits of the wanted rows, float32 [wanted, vocabulary], and features, from what is on the device.
+
+        Nothing in it depends on values: with a capturable attention it can be captured and replayed.
+        """
+        ...

@@ -1,0 +1,138 @@
+"""How many bytes a model will take, before its weights are read, and in which dtype.
+
+Knows counts and dtypes; what there is to count the architectures know.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssd_serve.base.errors import UserError
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import can_multiply_bf16
+from ssd_serve.kernels.products.packed import cpu_has_fast_bf16
+from ssd_serve.models.architectures.contract import Description, Sizes
+from ssd_serve.models.architectures.registry import load_description
+from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.linear import multiplied_format, multiplies_int8
+from ssd_serve.models.weights.matrices import MatrixReader
+from ssd_serve.models.weights.quantization import Fp8Scheme
+
+INT8 = "int8"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, INT8: torch.bfloat16}
+"""What is computed in; weights of int8 are wider only where this machine has no product for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What each rank will need, before weights are read. `description` is the whole model's."""
+
+    description: Description[Any]
+    context: int
+    """The longest text that the checkpoint knows."""
+    elements: int
+    """Numbers in all matrices that one forward of one row reads."""
+    matrix_bytes: int
+    """Those matrices."""
+    resident_bytes: int
+    """Weights in memory, the embedding included."""
+    kv_bytes_per_slot: int
+
+
+def resolve_dtype(dtype: str, device: str, native: NativeLibrary | None = None) -> str:
+    """`fp32`, `bf16`, `fp16` or `int8`; `auto` is bf16 where the device computes it fast, else fp32. A CPU
+    does so in hardware, or by the compiled kernels if there are any."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise UserError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
+        if dtype == INT8 and torch_device(device) != "cpu":
+            raise UserError(f"dtype int8 is not built for {device}, only for CPUs; use auto, bf16 or fp16")
+        return dtype
+    if torch_device(device) != "cpu":
+        return "bf16"
+    fast = cpu_has_fast_bf16() or (native is not None and can_multiply_bf16(native))
+    return "bf16" if fast else "fp32"
+
+
+def attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache and of attention.
+
+    float32 on CPUs, whatever the weights are: torch's attention in half precision is slower there, for single
+    rows more than twice.
+    """
+    return torch.float32 if torch_device(device) == "cpu" else dtype
+
+
+def torch_device(device: str) -> str:
+    """The device name for torch: a core list (`cpu:0-1`) is the launcher's business, `cpu` is left of it."""
+    return "cpu" if device == "cpu" or device.startswith("cpu:") else device
+
+
+def model_sizes(
+    folder: Path,
+    *,
+    device: str,
+    dtype: str,
+    ranks: int = 1,
+    allow_pickle: bool = False,
+    layers: int | None = None,
+    native: NativeLibrary | None = None,
+) -> ModelSizes:
+    """Sizes of a model that is not loaded, or of its first layers. Raises `UserError` where that many ranks
+    cannot share it."""
+    description = load_description(folder, layers)
+    return sizes_of(
+        description, folder, device=device, dtype=dtype, ranks=ranks, allow_pickle=allow_pickle, native=native
+    )
+
+
+def sizes_of(
+    description: Description[Any],
+    folder: Path,
+    *,
+    device: str,
+    dtype: str,
+    ranks: int = 1,
+    allow_pickle: bool = False,
+    native: NativeLibrary | None = None,
+) -> ModelSizes:
+    """The same of what `folder` is said to hold."""
+    own = description.sizes(Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
+    name, place, fp8 = resolve_dtype(dtype, device, native), torch_device(device), description.config.fp8
+    kind = DTYPES[name]
+    matrices = _matrix_bytes(own, name, native)
+    if (form := multiplied_format(fp8, place)) is not None:
+        matrices = own.elements * kind.itemsize - bytes_saved(folder, fp8, form, kind, allow_pickle) // ranks
+    return ModelSizes(
+        description,
+        description.config.context,
+        own.elements,
+        matrices,
+        matrices + separate_embedding(own, place) * kind.itemsize,
+        own.layout(attention_dtype(device, kind)).bytes_per_slot,
+    )
+
+
+def separate_embedding(sizes: Sizes, place: str) -> int:
+    """Numbers of an embedding that is not the head too. On CPUs the head is packed and cannot be both."""
+    return 0 if sizes.tied and place != "cpu" else sizes.embedding
+
+
+def bytes_saved(
+    folder: Path, scheme: Fp8Scheme | None, form: torch.dtype, dtype: torch.dtype, allow_pickle: bool = False
+) -> int:
+    """Bytes that all matrices of a folder take less than in `dtype` where fp8 is multiplied in the format
+    `form`: the files say which of them stay in it."""
+    with Checkpoint(folder, allow_pickle=allow_pickle) as checkpoint:
+        return MatrixReader(checkpoint, scheme).bytes_saved(form, dtype)
+
+
+def _matrix_bytes(sizes: Sizes, dtype: str, native: NativeLibrary | None) -> int:
+    """Bytes of all of one rank's matrices that one forward of one row reads, where none is in fp8."""
+    if dtype != INT8:
+        return sizes.elements * DTYPES[dtype].itemsize
+    width = 1 if multiplies_int8(native) else DTYPES[dtype].itemsize
+    return sizes.elements * width + sizes.outputs * torch.float32.itemsize  # a scale for each output

@@ -1,0 +1,167 @@
+"""A model's tokenizer: text to ids and back, its chat template, and its identity.
+
+Free of torch, because the HTTP server uses it. Knows model folders; knows no requests.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from ssd_serve.base.errors import CheckpointError, RequestError
+from ssd_serve.models.config import Json, eos_ids, model_name, read_json
+from ssd_serve.models.text.chat import ChatTemplate, find_template
+from ssd_serve.models.text.detokenize import DetokenizeStream
+from ssd_serve.models.text.sentencepiece_bpe import convert
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_LONG_CHARACTERS = 4096
+_CONTEXT = 8
+"""Tokens of a prompt's end that its continuation is decoded with."""
+
+
+class Tokenizer:
+    """The tokenizer of a model folder (`tokenizer.json`, or `tokenizer.model`)."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer_config.json"
+        settings = read_json(path) if path.is_file() else {}
+        self._backend = _load(folder, settings)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special = _special_tokens(folder, settings)
+        source = find_template(folder, settings)
+        self.chat_template = source or ""
+        """The source of the chat template; empty where there is none."""
+        self._template = None if source is None else ChatTemplate(source, self._special)
+        self._eos = _eos(folder, self.token_id(self._special.get("eos_token", "")))
+        self.name = model_name(folder)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, from the model's configuration and the tokenizer's."""
+        return self._eos
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat requests are possible."""
+        return self._template is not None
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids, added tokens included. A model's own vocabulary may be padded beyond it."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        return self._backend.token_to_id(token)
+
+    def token(self, token_id: int) -> str | None:
+        """The name of an id in the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids; names of special tokens in the text become those tokens."""
+        if len(text) <= _LONG_CHARACTERS:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The same ids, and meanwhile the other threads of this process go on.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids to text. Ids beyond the vocabulary have no text."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def stream(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> DetokenizeStream:
+        """A detokeniser for one output; `context` is the prompt, so that the first word keeps its space."""
+        return DetokenizeStream(lambda ids: self.decode(ids, skip_special_tokens), context[-_CONTEXT:])
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, /, **allowed: Any
+    ) -> str:
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`."""
+        if self._template is None:
+            raise RequestError(f"{self.name} has no chat template; use /v1/completions", "messages")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **allowed)
+
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        return self._backend.to_str()
+
+    def meanings(self) -> dict[int, bytes]:
+        """What each id stands for: the bytes of its text, or for a special token its name."""
+        added = self._backend.get_added_tokens_decoder()
+        special = {token for token, each in added.items() if each.special}
+        decoder = json.loads(self._backend.to_str())["decoder"]
+        spell = _bytes_of_signs if "ByteLevel" in json.dumps(decoder) else _bytes_of_pieces
+        return {
+            token: b"<|special|>" + name.encode() if token in special else spell(name)
+            for name, token in self._backend.get_vocab(True).items()
+        }
+
+    def vocabulary_hash(self) -> str:
+        """SHA-256 over all pairs of id and token: equal exactly where ids mean the same."""
+        digest = hashlib.sha256()
+        for token, token_id in sorted(self._backend.get_vocab(True).items(), key=lambda item: item[1]):
+            data = token.encode("utf-8", "surrogatepass")
+            digest.update(f"{token_id} {len(data)} ".encode() + data)
+        return digest.hexdigest()
+
+
+@cache
+def _signs() -> dict[str, int]:
+    """The bytes of the printable signs that stand for them in byte-level vocabularies (GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _bytes_of_signs(name: str) -> bytes:
+    signs = _signs()
+    return bytes(signs[sign] for sign in name) if all(sign in signs for sign in name) else name.encode()
+
+
+def _bytes_of_pieces(name: str) -> bytes:
+    if _BYTE.fullmatch(name):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("\u2581", " ").encode("utf-8", "surrogatepass")
+
+
+def _load(folder: Path, settings: Json) -> Backend:
+    if (path := folder / "tokenizer.json").is_file():
+        try:
+            return Backend.from_file(str(path))
+        except Exception as error:  # the library raises bare exceptions
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+    if (path := folder / "tokenizer.model").is_file():
+        add_bos, add_eos = settings.get("add_bos_token", True), settings.get("add_eos_token", False)
+        return convert(path, add_bos=bool(add_bos), add_eos=bool(add_eos))
+    raise CheckpointError(f"{folder} has no tokenizer; looked for tokenizer.json and tokenizer.model")
+
+
+def _special_tokens(folder: Path, settings: Json) -> dict[str, str]:
+    """The named special tokens that exist; each is a string or an object with `content`."""
+    path = folder / "special_tokens_map.json"
+    found: dict[str, str] = {}
+    for source in (read_json(path) if path.is_file() else {}, settings):
+        for name in _NAMED:
+            value = source.get(name)
+            if isinstance(value, Mapping):
+                value = value.get("content")
+            if isinstance(value, str):
+                found[name] = value
+    return found
+
+
+def _eos(folder: Path, own: int | None) -> tuple[int, ...]:
+    sources = [
+        read_json(path) if path.is_file() else {}
+        for path in (folder / "config.json", folder / "generation_config.json")
+    ]
+    ids = eos_ids(*sources)
+    return ids if own is None or own in ids else (*ids, own)

@@ -1,0 +1,216 @@
+"""Reading weights from a Hugging Face folder: safetensors, or `.bin` where allowed; whole or sharded.
+
+Tensors are read by name and by slice, so that a rank reads no more than its own part. Every read name is
+remembered; what was never read is reported. Knows files and names; knows no architecture.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ssd_serve.base.errors import CheckpointError
+from ssd_serve.models.config import read_json
+from ssd_serve.models.hub import PICKLES
+
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+_TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_LISTED = 8
+
+
+class _Shard(Protocol):
+    """One open file of weights."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor: ...
+
+
+class _SafetensorsShard:
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._file: Any = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+
+    def names(self) -> list[str]:
+        return list(self._file.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
+        part = self._file.get_slice(name)
+        if not part.get_shape():  # a scalar has no slices
+            return cast(torch.Tensor, self._file.get_tensor(name))
+        return cast(torch.Tensor, part[rows] if columns is None else part[rows, columns])
+
+
+class _TorchShard:
+    def __init__(self, path: Path) -> None:
+        try:
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files older than the zip format cannot be mapped
+            data = torch.load(path, map_location="cpu", weights_only=True)
+        self._data = _plain_tensors(path, data)
+
+    def names(self) -> list[str]:
+        return list(self._data)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._data[name].shape)
+
+    def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
+        tensor = self._data[name]
+        if tensor.ndim == 0:
+            return tensor
+        return tensor[rows] if columns is None else tensor[rows, columns]
+
+
+def _plain_tensors(path: Path, data: object) -> dict[str, torch.Tensor]:
+    """What a `.bin` file holds, if it is named dense tensors. Others pass torch's unpickler unchecked: the
+    indices of a sparse one may point anywhere."""
+    found = cast(dict[object, object], data) if isinstance(data, dict) else {None: data}
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or not _is_dense(value):
+            raise CheckpointError(f"{path} holds something else than dense tensors ({name}); use safetensors")
+    return cast(dict[str, torch.Tensor], found)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    special = tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    return tensor.layout is torch.strided and not special
+
+
+class Checkpoint:
+    """All tensors of a model folder, by name. Use as a context manager; tensors read outlive it."""
+
+    def __init__(self, folder: Path, *, allow_pickle: bool = False, partly: bool = False) -> None:
+        """`allow_pickle`: weights may be `.bin` files; `partly`: not all of them are wanted."""
+        self._folder = folder
+        self._partly = partly
+        self._allow_pickle = allow_pickle
+        self._stack = ExitStack()
+        self._home: dict[str, _Shard] = {}
+        self._read: set[str] = set()
+        self._bytes_read = 0
+        for path, listed in _shards(folder):
+            shard = self._open(path)
+            found = set(shard.names())
+            if lost := sorted(listed - found):
+                raise CheckpointError(f"{path} lacks tensors that the index names: {shorten(lost)}")
+            self._home.update(dict.fromkeys(found, shard))
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._home.clear()
+        self._stack.close()
+
+    def _open(self, path: Path) -> _Shard:
+        try:
+            if path.suffix == ".safetensors":
+                return _SafetensorsShard(path, self._stack)
+            if not self._allow_pickle:  # whatever an index calls it
+                raise CheckpointError(f"{path} is not safetensors; {PICKLES}")
+            return _TorchShard(path)
+        except CheckpointError:
+            self._stack.close()
+            raise
+        except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            self._stack.close()
+            raise CheckpointError(
+                f"{path} is damaged or half downloaded ({error}); delete it and get it again"
+            ) from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self._folder
+
+    @property
+    def bytes_read(self) -> int:
+        """Of all tensors and slices that were read so far."""
+        return self._bytes_read
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._home)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor."""
+        self.require([name])
+        return self._home[name].shape(name)
+
+    def require(self, names: Iterator[str] | list[str]) -> None:
+        """Raise one error that lists every name that is missing."""
+        if missing := [name for name in names if name not in self._home]:
+            raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {shorten(missing)}")
+
+    def read(
+        self, name: str, shape: tuple[int, ...], *, rows: slice = slice(None), columns: slice | None = None
+    ) -> torch.Tensor:
+        """A tensor or a slice of it, in the file's dtype, on the CPU. `shape` is that of the whole tensor."""
+        if (found := self.shape(name)) != shape:
+            raise CheckpointError(f"{self._folder}: {name} has shape {found}, config.json says {shape}")
+        self._read.add(name)
+        tensor = self._home[name].read(name, rows, columns)
+        self._bytes_read += tensor.nbytes
+        return tensor
+
+    def ignore(self, name: str) -> None:
+        """Count a tensor as read: it is known and not needed."""
+        self._read.add(name)
+
+    def unread(self) -> list[str]:
+        """The names of all tensors that nobody read."""
+        # Old checkpoints carry this buffer; it follows from config.json.
+        return [name for name in self._home if name not in self._read and not name.endswith(".inv_freq")]
+
+    def finish(self) -> None:
+        """Raise an error that lists every tensor that nobody read, unless only a part was to be read."""
+        if not self._partly and (unread := self.unread()):
+            raise CheckpointError(
+                f"{self._folder} holds {len(unread)} tensors that its architecture does not have: "
+                f"{shorten(unread)}"
+            )
+
+
+def _shards(folder: Path) -> list[tuple[Path, set[str]]]:
+    """The files of weights, each with the names that an index says it holds (none without an index)."""
+    for whole, index in (_SAFETENSORS, _TORCH):
+        if (folder / index).is_file():
+            return _indexed(folder, read_json(folder / index), index)
+        if (folder / whole).is_file():
+            return [(folder / whole, set())]
+    names = ", ".join(_SAFETENSORS + _TORCH)
+    raise CheckpointError(f"{folder} has no weights; looked for {names}")
+
+
+def _indexed(folder: Path, index: Mapping[str, Any], name: str) -> list[tuple[Path, set[str]]]:
+    files: dict[str, set[str]] = {}
+    for tensor, file in index.get("weight_map", {}).items():
+        files.setdefault(file, set()).add(tensor)
+    if not files:
+        raise CheckpointError(f"{folder / name} has no weight_map")
+    if outside := sorted(file for file in files if Path(file).name != file):
+        raise CheckpointError(f"{folder / name} names files outside its folder: {shorten(outside)}")
+    if missing := sorted(file for file in files if not (folder / file).is_file()):
+        raise CheckpointError(
+            f"{folder} is half downloaded: {len(missing)} of {len(files)} files of weights are missing: "
+            f"{shorten(missing)}"
+        )
+    return [(folder / file, tensors) for file, tensors in sorted(files.items())]
+
+
+def shorten(names: list[str]) -> str:
+    """The first names of a list, for a message."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

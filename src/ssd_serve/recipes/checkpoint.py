@@ -1,0 +1,160 @@
+"""Checkpoints in Hugging Face layout: writing decoders, reading Llama weights.
+
+Knows `config.json`, safetensors and folders; does not know how weights came about.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ssd_serve.base.errors import UserError
+from ssd_serve.models.rope import parse_rope
+from ssd_serve.recipes.decoder import Decoder, Shape
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "held_out.json",
+)
+"""What travels unchanged when a checkpoint's weights are rewritten."""
+
+
+@dataclass(frozen=True)
+class LlamaCheckpoint:
+    """One Llama checkpoint: the parsed `config.json` and every weight by name."""
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+
+
+def read_checkpoint(folder: Path) -> LlamaCheckpoint:
+    """Read `config.json` and all safetensors files of `folder`."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is not a checkpoint: it has no config.json.")
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no .safetensors weights.")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights.update(load_file(file))
+    return LlamaCheckpoint(config, weights)
+
+
+def read_decoder(folder: Path) -> Decoder:
+    """The checkpoint as a training decoder in fp32."""
+    checkpoint = read_checkpoint(folder)
+    decoder = Decoder(shape_of(checkpoint.config))
+    weights = {name: weight.float() for name, weight in checkpoint.weights.items()}
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    decoder.load_state_dict(weights)
+    return decoder.eval()
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """The sizes that a Llama `config.json` declares.
+
+    Anything the training decoder cannot compute is refused.
+    """
+    if config.get("architectures") != ["LlamaForCausalLM"]:
+        raise UserError(f"Only LlamaForCausalLM is supported here, not {config.get('architectures')}.")
+    if config.get("attention_bias") or config.get("mlp_bias") or config.get("hidden_act", "silu") != "silu":
+        raise UserError("Biases and activations other than silu are not supported here.")
+    rope = parse_rope(dict(config))
+    heads = int(config["num_attention_heads"])
+    return Shape(
+        vocabulary=int(config["vocab_size"]),
+        hidden=int(config["hidden_size"]),
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head=int(config.get("head_dim") or config["hidden_size"] // heads),
+        intermediate=int(config["intermediate_size"]),
+        context=int(config["max_position_embeddings"]),
+        rope_theta=rope.theta,
+        epsilon=float(config["rms_norm_eps"]),
+        scaled=None if rope.kind == "default" else rope,
+    )
+
+
+def llama_config(shape: Shape) -> dict[str, Any]:
+    """The `config.json` of a decoder whose weights are stored in bf16."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": shape.epsilon,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_decoder(decoder: Decoder, folder: Path) -> None:
+    """Write config, generation config and bf16 weights of `decoder` into an existing folder."""
+    write_json(folder / "config.json", llama_config(decoder.shape))
+    generation = {"bos_token_id": 0, "eos_token_id": 0}
+    write_json(folder / "generation_config.json", generation)
+    weights = {
+        name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in decoder.state_dict().items()
+    }
+    write_weights(weights, folder)
+
+
+def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
+    """Write `model.safetensors` with the mode of `config.json`: alone, safetensors keeps others out."""
+    path = folder / "model.safetensors"
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod((folder / "config.json").stat().st_mode & 0o777)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as indented JSON."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Generator[Path]:
+    """A new empty folder that takes the place of `folder` when the block ends without an error."""
+    part = folder.with_name(folder.name + ".part")
+    old = folder.with_name(folder.name + ".old")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in (part, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    part.mkdir()
+    yield part
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(part, folder)
+    shutil.rmtree(old, ignore_errors=True)

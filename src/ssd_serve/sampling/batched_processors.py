@@ -1,0 +1,188 @@
+"""`processors.process` for many rows at once, on any device: a few operators a batch and nothing read back.
+
+A row's result is that of `process`, to the bit where the device's softmax does not depend on how many rows
+it is given. Rows with a parameter that `BATCHED` does not list are given to `process` itself. Knows rows and
+parameters; nothing of noise or trees.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.sampling.edits import EditedRow, Edits, Places, edit_rows
+from ssd_serve.sampling.parameters import Declined, is_greedy, needs_editing, penalises, truncates
+from ssd_serve.sampling.processors import TOP_P_UNITS, TokenCounts, edit, process, smallest_share
+from ssd_serve.sampling.rows import SamplingRows
+
+BATCHED = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "logit_bias",
+        "min_tokens",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "temperature",
+        "min_p",
+        "top_k",
+        "top_p",
+    }
+)
+"""The parameters that are built here."""
+_DECLINED = Declined(BATCHED)
+_TOGETHER = 4 << 20
+"""Most logits that are ordered together: each takes some 40 bytes meanwhile."""
+
+
+def process_rows(
+    logits: torch.Tensor, rows: Sequence[SamplingRows], declined: Declined = _DECLINED
+) -> torch.Tensor:
+    """Processed logits of single rows: float32 [rows, vocabulary] -> the same, a new tensor."""
+    values = edited(logits, rows, declined)
+    parameters = [row.parameters for row in rows]
+    if not all(map(is_greedy, parameters)):
+        values = values / _column(values, [1.0 if is_greedy(p) else p.temperature for p in parameters])
+    if _which(parameters, lambda p: p.min_p > 0.0):
+        _keep_min_p(values, parameters)
+    together = max(1, _TOGETHER // values.shape[1])
+    for keep, wants in ((_keep_top_k, _limits_k(values.shape[1])), (_keep_top_p, _limits_p)):
+        limited = _which(parameters, wants)
+        for start in range(0, len(limited), together):
+            some = limited[start : start + together]
+            index = torch.tensor(some).to(values.device)
+            kept = keep(values.index_select(0, index), [parameters[row] for row in some])
+            values.index_copy_(0, index, kept)
+    for place, row in () if declined.nothing else enumerate(rows):
+        if declined.everything(row.parameters) or declined.edits(row.parameters, row.generated):
+            values[place] = process(logits[place], *row.definition)
+    return values
+
+
+def _which(
+    parameters: Sequence[SamplingParameters], wants: Callable[[SamplingParameters], bool]
+) -> list[int]:
+    """Rows that are drawn and that `wants` is true for."""
+    return [row for row, each in enumerate(parameters) if truncates(each) and wants(each)]
+
+
+def _limits_k(vocabulary: int) -> Callable[[SamplingParameters], bool]:
+    return lambda parameters: 0 < parameters.top_k < vocabulary
+
+
+def _limits_p(parameters: SamplingParameters) -> bool:
+    return parameters.top_p < 1.0
+
+
+def _column(like: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+    """float32 [rows, 1] on the same device."""
+    return torch.tensor(numbers, dtype=torch.float32).to(like.device)[:, None]
+
+
+def edited(
+    logits: torch.Tensor, rows: Sequence[SamplingRows], declined: Declined = _DECLINED
+) -> torch.Tensor:
+    """The steps of `process_rows` before division by the temperature; the same arguments, a new tensor."""
+    values = torch.where(torch.isnan(logits), -torch.inf, logits)
+    edit_rows(values, _edited_rows(rows))
+    _penalise(values, rows)
+    for place, row in () if declined.nothing else enumerate(rows):
+        if declined.edits(row.parameters, row.generated):
+            values[place] = edit(logits[place], *row.definition)
+    return values
+
+
+def _edited_rows(rows: Sequence[SamplingRows]) -> list[EditedRow]:
+    made: dict[tuple[int, tuple[int, ...]], Edits] = {}
+    found: list[EditedRow] = []
+    for index, row in enumerate(rows):
+        if needs_editing(row.parameters, row.generated):
+            key = id(row.parameters), row.eos
+            edits = row.edits or made.get(key) or made.setdefault(key, Edits(row.parameters, row.eos))
+            early = row.generated < row.parameters.min_tokens
+            found.append(EditedRow(index, edits, early, row.counts, row.path))
+    return found
+
+
+def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
+    """Penalties, in place, as `processors.process` says.
+
+    A text goes to the device once for all its rows; tokens of paths are few, and are done after it.
+    """
+    told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    text, times, paths = Places(), list[torch.Tensor](), list[tuple[int, int, int]]()
+    for index, row in enumerate(rows):
+        if penalises(row.parameters):
+            if row.counts is None:
+                raise ValueError("penalties need the counts of prompt and output tokens")
+            if id(row.counts) not in told:
+                told[id(row.counts)] = _told(row.counts, values.device)
+            tokens, counts = told[id(row.counts)]
+            text.add(index, tokens)
+            times.append(counts)
+            paths += [(index, token, count) for token, count in row.counts.on_path(row.path)]
+    if not text.rows:
+        return
+    penalties = [
+        (each.repetition_penalty, each.frequency_penalty, each.presence_penalty)
+        for each in (row.parameters for row in rows)
+    ]
+    by_row = torch.tensor(penalties, dtype=torch.float32).to(values.device)  # [rows, 3]
+    at, on_path = text.index(), torch.tensor(paths, dtype=torch.int64).reshape(-1, 3).to(values.device)
+    its_rows, its_tokens, its_times = on_path.unbind(1)
+    before = values[its_rows, its_tokens]
+    values[at] = _penalised(values[at], torch.cat(times), by_row[at[0]])
+    values[its_rows, its_tokens] = _penalised(before, its_times.to(torch.float32), by_row[its_rows])
+
+
+def _told(counts: TokenCounts, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, times = counts.with_path(())
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(times).to(device, torch.float32)
+
+
+def _penalised(found: torch.Tensor, times: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+    """Logits [n] of tokens that stand so often in the output, under `penalties` [n, 3]."""
+    repetition, frequency, presence = penalties.unbind(1)
+    found = torch.where(found > 0, found / repetition, found * repetition)
+    return found - frequency * times - presence * (times > 0).to(torch.float32)
+
+
+def _keep_min_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> None:
+    """Mask tokens far below the most probable one, in place."""
+
+    def below(each: SamplingParameters) -> float:
+        wanted = each.min_p > 0.0 and truncates(each)
+        return math.log(min(each.min_p, 1.0)) if wanted else -math.inf
+
+    least = values.amax(dim=1, keepdim=True) + _column(values, [below(each) for each in parameters])
+    values.masked_fill_(values < least, -torch.inf)
+
+
+def _keep_top_k(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:
+    """All but the k largest of each row masked; of equal ones the lowest ids stay."""
+    counts = torch.tensor([each.top_k for each in parameters]).to(values.device)[:, None]
+    most = max(each.top_k for each in parameters)
+    threshold = torch.topk(values, most, dim=1).values.gather(1, counts - 1)
+    above, equal = values > threshold, values == threshold
+    room = counts - above.sum(dim=1, keepdim=True)
+    return torch.where(above | (equal & (torch.cumsum(equal, 1) <= room)), values, -torch.inf)
+
+
+def _keep_top_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:
+    """All but the most probable tokens of each row masked, which sum to top-p; see `keep_top_p`."""
+    vocabulary = values.shape[1]
+    limits = torch.tensor([int(each.top_p * TOP_P_UNITS) for each in parameters]).to(values.device)[:, None]
+    smallest = [smallest_share(each.top_p, vocabulary) for each in parameters]
+    least = torch.tensor(smallest, dtype=torch.float64).to(values.device)[:, None]
+    probabilities = torch.softmax(values.to(torch.float64), 1)
+    order = torch.sort(values, dim=1, descending=True, stable=True).indices
+    ordered = probabilities.gather(1, order)
+    # Sums of integers are exact in any order of adding.
+    units = torch.where(ordered >= least, ordered * TOP_P_UNITS, 0.0).to(torch.int64)
+    inside = torch.cumsum(units, 1) - units < limits
+    inside[:, :1] = True
+    inside &= ordered >= least
+    stay = torch.zeros_like(inside).scatter_(1, order, inside)
+    return torch.where(stay, values, -torch.inf)

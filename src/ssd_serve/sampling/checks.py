@@ -1,0 +1,161 @@
+"""What is asked of a model, held against it: the same for requests over HTTP and for programs.
+
+Whatever does not fit is a `RequestError` that names the field. Knows the model's vocabulary and context;
+neither HTTP nor how tokens come about, and no torch.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from ssd_serve.base.errors import ContextLengthError, RequestError
+from ssd_serve.base.messages import Ready, SamplingParameters, ThinkingBudget
+from ssd_serve.sampling.parameters import PARAMETERS
+
+AS_MANY_AS_FIT = -1
+"""Of `max_tokens`."""
+
+_UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
+"""Parameters that could leave no token where the output must match something."""
+
+_UNFORCED = ("allowed_token_ids", "bad_words")
+"""Those that could where thoughts must end."""
+
+Words = tuple[tuple[int, ...], ...]
+"""Token sequences that an output must not hold."""
+
+
+class Encoder(Protocol):
+    """Text to token ids."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+def encode(tokenizer: Encoder, text: str, special: bool, field: str) -> list[int]:
+    """Token ids of a text that stands in this field; `special`: with the tokenizer's begin token."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except (UnicodeEncodeError, TypeError):  # which of them depends on the tokenizer
+        # JSON and Python can carry half of a surrogate pair, which no encoding of text can.
+        if not any("\ud800" <= character <= "\udfff" for character in text):
+            raise
+        raise RequestError(f"{field}: holds a lone surrogate, which is not a character", field) from None
+
+
+def too_long(tokens: str, context: int, field: str) -> ContextLengthError:
+    """The error for a prompt of so many tokens."""
+    message = f"{field}: {tokens} tokens; prompt and output together may have {context}"
+    return ContextLengthError(message, field)
+
+
+def outside(token: int, vocabulary: int, field: str) -> RequestError:
+    """The error for an id that is none of the model's."""
+    return RequestError(f"{field}: token id {token} is outside the vocabulary of {vocabulary}", field)
+
+
+def check_vocabulary(ids: Collection[int], ready: Ready, field: str) -> None:
+    """Raise unless all ids are tokens of the model."""
+    largest, smallest = max(ids, default=0), min(ids, default=0)
+    if largest >= ready.vocabulary or smallest < 0:
+        raise outside(smallest if smallest < 0 else largest, ready.vocabulary, field)
+
+
+def check_prompt(ids: Sequence[int], ready: Ready, field: str) -> None:
+    """Raise unless the prompt has tokens, all in the vocabulary, and leaves room for one more."""
+    if not ids:
+        raise RequestError(f"{field}: no tokens; the model needs at least one", field)
+    check_vocabulary(ids, ready, field)
+    if len(ids) >= ready.context:
+        raise too_long(str(len(ids)), ready.context, field)
+
+
+def output_limit(asked: int | None, default: int, prompt_tokens: int, ready: Ready, field: str) -> int:
+    """How many tokens may be generated: as asked, if that fits (-1: what is left), else the default or what
+    is left."""
+    left = ready.context - prompt_tokens
+    if asked is None or asked == AS_MANY_AS_FIT:
+        return left if asked else min(default, left)
+    if asked > left:
+        raise ContextLengthError(
+            f"{field}: {asked} output tokens and {prompt_tokens} prompt tokens are {asked + prompt_tokens}; "
+            f"the model's context is {ready.context}",
+            field,
+        )
+    return asked
+
+
+def banned(tokenizer: Encoder, word: str) -> Words:
+    """The token sequences of a bad word, at the beginning of a text and after a space; without one that ends
+    with the other, which would ban nothing more."""
+    text = word.lstrip()
+    first = tuple(encode(tokenizer, text, False, "bad_words")) if text else ()
+    if not first:
+        raise RequestError("bad_words: a word has no tokens; leave it out", "bad_words")
+    spaced = tuple(encode(tokenizer, " " + text, False, "bad_words"))
+    return (first,) if spaced[-len(first) :] == first else (first, spaced)
+
+
+def ending_tokens(
+    stop_token_ids: Collection[int] | None, ignore_eos: bool | None, eos: Collection[int]
+) -> frozenset[int]:
+    """The ids that end a text."""
+    return frozenset(stop_token_ids or ()) | frozenset(() if ignore_eos else eos)
+
+
+def engine_parameters(
+    request: object,
+    ready: Ready,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    bad_words: Words = (),
+    ending: Collection[int] = (),
+    grammar: str = "",
+    thinking_budget: ThinkingBudget | None = None,
+) -> SamplingParameters:
+    """Everything that decides the tokens besides prompt and seed, as the engine takes it.
+
+    `request` has the other parameters of the table as attributes, of which None means the model's default, or
+    that of the table; `ending` are the ids that end a text.
+    """
+    own: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "bad_words": bad_words,
+        "grammar": grammar,
+        "thinking_budget": thinking_budget,
+    }
+    asked: dict[str, Any] = {name: value for name, value in ready.sampling.items() if name not in own}
+    for each in PARAMETERS:
+        if each.name not in own and getattr(request, each.name) is not None:
+            asked[each.name] = getattr(request, each.name)
+    for name in [each.name for each in PARAMETERS if each.token_ids and each.name in asked]:
+        check_vocabulary(asked[name], ready, name)
+        if not isinstance(asked[name], dict):
+            asked[name] = tuple(asked[name])
+    if not 0 < asked.get("top_k", 0) < ready.vocabulary:
+        asked["top_k"] = 0  # all of the vocabulary is no restriction
+    for name in _UNMATCHED if grammar else _UNFORCED if thinking_budget else ():
+        if getattr(request, name):
+            raise RequestError(
+                f"{name}: could leave no token where the output must match something; give one of them", name
+            )
+    found = SamplingParameters(**asked, **own)
+    _check_together(found, ending)
+    return found
+
+
+def _check_together(parameters: SamplingParameters, ending: Collection[int]) -> None:
+    shortest, most, allowed = parameters.min_tokens, parameters.max_tokens, parameters.allowed_token_ids
+    if shortest > most:
+        raise RequestError(
+            f"min_tokens: {shortest} is more than the {most} tokens that may be generated", "min_tokens"
+        )
+    masked = {word[0] for word in parameters.bad_words if len(word) == 1} | set(ending if shortest else ())
+    if allowed is not None and masked.issuperset(allowed):
+        raise RequestError(
+            "allowed_token_ids: bad_words and min_tokens leave none of them", "allowed_token_ids"
+        )

@@ -1,0 +1,267 @@
+"""Which tokens may come next where a text must match a grammar: a mask for each row of a request's tree.
+
+A node's mask is that of its own path: the matcher walks the tree once, and goes back where paths part, so
+that nothing is read again from the beginning. Matching is llguidance's (an extra). Knows tokens; no logits,
+no requests, and not where grammars come from.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd_serve.base.errors import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+Masks = npt.NDArray[np.int32]
+"""[rows, vocabulary / 32, rounded up]: bit `token % 32` of word `token // 32` tells whether a token may
+come."""
+
+Mask = npt.NDArray[np.int32]
+"""One row of such masks."""
+
+_MOST_RULES = 1_500
+"""Of a grammar: its compiler goes down chains of them by recursion, and has room for some more."""
+_DEEPEST = 1_000
+"""Levels that a schema may have, were each reference in it to lead to one as deep as all of it."""
+_LONGEST_TROUBLE = 400
+"""Characters of what the library says of a grammar; it repeats all of it."""
+_KEPT = 64
+"""Compiled grammars that are kept, those that were used last."""
+ANY = -1
+"""A word of a mask that leaves nothing out."""
+
+
+class OutputState(Protocol):
+    """Where one output stands in what it must match."""
+
+    def copy(self) -> "OutputState":
+        """Another output that stands there."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing more can be matched, if so."""
+        ...
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """The output goes on; how many of the tokens may come."""
+        ...
+
+    def masks(
+        self,
+        tokens: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        wanted: Collection[int] | None = None,
+    ) -> Masks:
+        """Of what comes next, and of what comes behind each node of a tree below: `parents` are places among
+        the nodes, each before its children, -1 for the first row. Behind a node that cannot come itself
+        anything may: nobody gets there. `wanted`: the rows that matter, the first one being 0; None: all."""
+        ...
+
+
+class GrammarState:
+    """Where one output stands in its grammar; see `OutputState`."""
+
+    def __init__(self, matcher: "LLMatcher", words: int, ends: Collection[int]) -> None:
+        self._matcher = matcher
+        self._words = words
+        self._ends = ends
+        self._failed: dict[tuple[int, ...], str] = {}
+        """Paths of the last tree behind which nothing could be found, and why."""
+        self._trouble = ""
+
+    def copy(self) -> "GrammarState":
+        return GrammarState(self._matcher.deep_copy(), self._words, self._ends)
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing more can be matched, if so: the grammar takes too long to follow."""
+        return self._trouble or self._matcher.get_error()
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """The output goes on; how many of the tokens the grammar has. What ends the text is one of them."""
+        if self._failed:
+            paths = (tuple(tokens[:length]) for length in range(1, len(tokens)))
+            self._trouble = next((self._failed[path] for path in paths if path in self._failed), "")
+        taken = self._matcher.try_consume_tokens(list(tokens))
+        if taken == len(tokens) - 1 and tokens[taken] in self._ends and self._matcher.is_accepting():
+            return taken + 1  # a matcher that is at its end takes no more, not even that
+        return taken
+
+    def masks(
+        self,
+        tokens: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        wanted: Collection[int] | None = None,
+    ) -> Masks:
+        masks = np.full((1 + len(tokens), self._words), ANY, dtype=np.int32)
+        # Each node has a matcher of its own: one that was rolled back may answer with another path's mask.
+        matchers: list[LLMatcher | None] = [self._matcher, *[None] * len(tokens)]
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+            above = matchers[1 + parent]
+            if above is not None:
+                here = above.deep_copy()
+                matchers[node] = here if here.try_consume_tokens([token]) else None
+        self._failed.clear()
+        for row, matcher in enumerate(matchers):
+            if matcher is not None and (wanted is None or row in wanted):
+                matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
+                if row and matcher.is_error():
+                    self._failed[_path(row - 1, tokens, parents)] = matcher.get_error()
+        return masks
+
+
+def _path(node: int, tokens: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
+    """The tokens from the first row to a node."""
+    found: list[int] = []
+    while node >= 0:
+        found.append(tokens[node])
+        node = parents[node]
+    return tuple(reversed(found))
+
+
+class Grammars:
+    """Grammars of one model's texts. Calls may come from several threads."""
+
+    def __init__(self, tokenizer: Callable[[], str], vocabulary: int, ends: Sequence[int]) -> None:
+        """`tokenizer` gives what tokenizer.json tells; `vocabulary`: ids of the model, perhaps more than the
+        tokenizer's; `ends`: what may come where a text may end."""
+        self._tokenizer_json = tokenizer
+        self.vocabulary = vocabulary
+        self._ends = list(ends)
+        self._tokenizer: LLTokenizer | None = None
+        self._known: OrderedDict[str, GrammarState] = OrderedDict()
+        self._lock = Lock()
+
+    def prepare(self) -> None:
+        """Read the tokenizer, where llguidance is there: of a large one that stops all threads for half a
+        second, which the first request must not."""
+        if find_spec("llguidance") is not None:
+            self._loaded()
+
+    def begin(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
+        """The state of a text that has this output already. Raises `GrammarError` where the grammar cannot be
+        compiled or does not have that output, or llguidance is not there."""
+        state = self._known_state(grammar).copy()
+        if state.take(output) < len(output):
+            raise GrammarError("the output so far does not match the grammar")
+        return state
+
+    def _known_state(self, grammar: str) -> GrammarState:
+        self.compile(grammar)
+        with self._lock:
+            known = self._known.get(grammar)
+        return known or self._compiled(grammar)  # others may have come since
+
+    def knows(self, grammar: str) -> bool:
+        """Whether it is compiled already."""
+        with self._lock:
+            known = grammar in self._known
+            if known:
+                self._known.move_to_end(grammar)
+            return known
+
+    def compile(self, grammar: str) -> None:
+        """Make it known, which may take some milliseconds. Raises as `begin` does."""
+        if self.knows(grammar):
+            return
+        state = self._compiled(grammar)
+        with self._lock:
+            self._known[grammar] = state
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+
+    def _loaded(self) -> "LLTokenizer":
+        if self._tokenizer is None:
+            from llguidance import LLTokenizer
+
+            self._tokenizer = LLTokenizer(
+                self._tokenizer_json(), n_vocab=self.vocabulary, eos_token=self._ends or None
+            )
+        return self._tokenizer
+
+    def _compiled(self, grammar: str) -> GrammarState:
+        _need()
+        _check_depth(grammar)
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._loaded(), grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise GrammarError(_plain(matcher.get_error()))
+        state = GrammarState(matcher, -(-self.vocabulary // 32), self._ends)
+        state.masks()
+        if state.trouble:
+            raise GrammarError("no text matches it")
+        return state
+
+
+def check_grammar(grammar: str) -> None:
+    """Raise as `Grammars.begin` does, without a tokenizer."""
+    _need()
+    _check_depth(grammar)
+    from llguidance import LLMatcher
+
+    wrong = LLMatcher.validate_grammar(grammar, limits=_limits())
+    if wrong:
+        raise GrammarError(_plain(wrong))
+
+
+def _plain(trouble: str) -> str:
+    """What the library says, for people who know neither its settings nor how schemas were written for it."""
+    if "limits." in trouble or "fuel" in trouble:
+        return (
+            "following it takes too long; make it smaller, with fewer parts that may be left out or repeated"
+        )
+    if "coerce_one_of" in trouble:
+        return "oneOf whose cases might match the same text; write anyOf instead"
+    return trouble if len(trouble) <= _LONGEST_TROUBLE else f"{trouble[:_LONGEST_TROUBLE]} ..."
+
+
+def _check_depth(grammar: str) -> None:
+    """Raise where the compiler could run out of stack, which would end this process."""
+    depth = deepest = 0
+    for sign in grammar:
+        depth += (sign in "{[(") - (sign in ")]}")
+        deepest = max(deepest, depth)
+    references = grammar.count("$ref")
+    if (1 + references) * deepest > _DEEPEST:
+        raise GrammarError(
+            f"{deepest} levels of brackets, {references} references ($ref): too deeply nested, as each "
+            "reference may lead to all of them"
+        )
+    try:
+        parts = json.loads(grammar)["grammars"]
+        rules = sum(part.get("lark_grammar", "").count(":") for part in parts)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise GrammarError("no grammar as llguidance reads it") from None
+    if rules > _MOST_RULES:
+        raise GrammarError(f"{rules} rules, or colons; at most {_MOST_RULES} are allowed")
+
+
+def _limits() -> "LLParserLimits":
+    """How much work a grammar may be, for its compiler and for every token."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # about 20 ms
+        step_lexer_fuel=200_000,  # about 14 ms
+        step_max_items=10_000,  # half a millisecond
+        max_lexer_states=50_000,  # about 75 MB
+        max_grammar_size=5_000,
+        verbose_errors=False,
+    )
+
+
+def _need() -> None:
+    if find_spec("llguidance") is None:
+        raise GrammarError(
+            "structured output needs llguidance where the server runs: pip install 'ssd-serve[structured]'"
+        )

@@ -1,0 +1,173 @@
+"""Choosing tokens by the compiled kernel: processing, noise and argmax of all rows in one call.
+
+What `COMPILED` does not list (what parameters do to single tokens) is left to torch, before the call.
+Knows rows, not what they are for.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import torch
+
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
+from ssd_serve.sampling.batched_processors import edited, process_rows
+from ssd_serve.sampling.parameters import Declined, is_greedy, penalises, truncates
+from ssd_serve.sampling.processors import TOP_P_UNITS, smallest_share
+from ssd_serve.sampling.rows import SamplingRows
+
+COMPILED = frozenset(
+    {
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "temperature",
+        "min_p",
+        "top_k",
+        "top_p",
+    }
+)
+"""The parameters that the kernel knows."""
+_PLAIN = SamplingParameters()
+_REALS = 6
+"""Numbers of a request that are not whole."""
+
+
+class NativeChoice:
+    """Chooses tokens for rows of float32 logits on the CPU. Noise is that of `NativeNoise`, bit for bit."""
+
+    def __init__(self, library: NativeLibrary, compiled: Collection[str] = COMPILED) -> None:
+        """`compiled`: the parameters that are left to the kernel, some of those that it knows."""
+        self._declined = Declined(compiled)
+        pointers = (POINTER,) * 6
+        self._choose = library.function(
+            "ssd_choose", POINTER, POINTER, SIZE, SIZE, *pointers, INT, result=INT
+        )
+
+    def choose(
+        self, logits: torch.Tensor, requests: Sequence[SamplingRows], walk: bool = False
+    ) -> tuple[list[int], dict[int, torch.Tensor]]:
+        """The choice of each row of `logits` [rows, vocabulary], and the processed logits, by row, of the
+        requests that want log-probabilities. `walk`: rows off the path that is chosen choose -1, and have
+        no processed logits."""
+        call = _Call(logits.contiguous(), self._declined)
+        for each in requests:
+            call.add(each)
+        return call.run(self._choose, walk), call.processed
+
+
+class _Call:
+    """The arguments of one call, gathered request by request. Layouts are those of choosing.c."""
+
+    def __init__(self, logits: torch.Tensor, declined: Declined) -> None:
+        self.processed: dict[int, torch.Tensor] = {}
+        self._logits = logits
+        self._declined = declined
+        self._vocabulary = logits.shape[1]
+        self._rows = 0
+        self._wholes: list[int] = []
+        self._reals: list[float] = []
+        self._depths: list[int] = []
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._path_ends: list[int] = [0]
+        self._paths: list[int] = []
+        self._kept: list[torch.Tensor | np.ndarray] = []
+        """What the kernel is told addresses of."""
+
+    def add(self, request: SamplingRows) -> None:
+        """The next rows."""
+        parameters, rows = request.parameters, request.rows
+        place = self._logits.data_ptr() + 4 * self._vocabulary * self._rows
+        penalised = penalises(parameters)
+        if self._declined.everything(parameters):
+            place, parameters, penalised = self._changed(process_rows, request), _PLAIN, False
+        elif self._declined.edits(parameters, request.generated):
+            place, penalised = self._changed(edited, request), False
+        tokens_at = counts_at = known = 0
+        if penalised:
+            tokens_at, counts_at, known = self._counted(request)
+            for path in request.paths():
+                self._paths.extend(path)
+                self._path_ends.append(len(self._paths))
+        else:
+            self._path_ends.extend([len(self._paths)] * rows)
+        told = self._told(rows) if request.parameters.logprobs is not None else 0
+        top_k, top_p = self._truncation(parameters)
+        drawn, seed = not is_greedy(request.parameters), _signed(request.seed)
+        self._wholes += (rows, self._rows, place, told, tokens_at, counts_at, known, top_k, top_p)
+        self._wholes += (drawn, seed, request.position)
+        self._reals += self._numbers(parameters, penalised)
+        self._depths += (0, *request.depths)
+        self._tokens += (-1, *request.tokens)
+        self._parents += (-1, *request.parents)
+        self._rows += rows
+
+    def run(self, kernel: Callable[..., int], walk: bool) -> list[int]:
+        """Choose. Raises `MemoryError`."""
+        wholes, reals = np.array(self._wholes, np.int64), np.array(self._reals, np.float64)
+        choices = np.full(self._rows, -1, np.int64)
+        lists = self._depths, self._path_ends, self._paths, self._tokens, self._parents
+        depths, ends, paths, tokens, parents = (np.array(each, np.int64) for each in lists)
+        done = kernel(
+            wholes.ctypes.data,
+            reals.ctypes.data,
+            len(reals) // _REALS,
+            self._vocabulary,
+            depths.ctypes.data,
+            ends.ctypes.data,
+            paths.ctypes.data,
+            tokens.ctypes.data if walk else None,
+            parents.ctypes.data if walk else None,
+            choices.ctypes.data,
+            torch.get_num_threads(),
+        )
+        if not done:
+            raise MemoryError("there is no memory left to choose tokens; run fewer requests at once")
+        found: list[int] = choices.tolist()
+        return found
+
+    def _changed(
+        self, change: Callable[[torch.Tensor, Sequence[SamplingRows]], torch.Tensor], request: SamplingRows
+    ) -> int:
+        rows = self._logits[self._rows : self._rows + request.rows]
+        changed = change(rows, request.single())
+        self._kept.append(changed)
+        return changed.data_ptr()
+
+    def _counted(self, request: SamplingRows) -> tuple[int, int, int]:
+        if request.counts is None:
+            raise ValueError("penalties need the counts of prompt and output tokens")
+        tokens, counts = request.counts.with_path(())
+        self._kept += (tokens, counts)
+        return tokens.ctypes.data, counts.ctypes.data, len(tokens)
+
+    def _told(self, rows: int) -> int:
+        told = self._logits.new_empty((rows, self._vocabulary))
+        self.processed.update(zip(range(self._rows, self._rows + rows), told, strict=True))
+        self._kept.append(told)
+        return told.data_ptr()
+
+    def _truncation(self, parameters: SamplingParameters) -> tuple[int, int]:
+        """k, and top-p in units (at least one: the most probable token always stays); 0: off."""
+        if not truncates(parameters):
+            return 0, 0
+        k = parameters.top_k if 0 < parameters.top_k < self._vocabulary else 0
+        return k, max(1, int(parameters.top_p * TOP_P_UNITS)) if parameters.top_p < 1.0 else 0
+
+    def _numbers(self, parameters: SamplingParameters, penalised: bool) -> tuple[float, ...]:
+        greedy, min_p = is_greedy(parameters), parameters.min_p
+        return (
+            1.0 if greedy else parameters.temperature,
+            math.nan if greedy or min_p <= 0.0 else math.log(min(min_p, 1.0)),
+            smallest_share(parameters.top_p, self._vocabulary),
+            parameters.repetition_penalty if penalised else 1.0,
+            parameters.frequency_penalty if penalised else 0.0,
+            parameters.presence_penalty if penalised else 0.0,
+        )
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as a signed integer."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,296 @@
+"""Logits processors: pure functions of (parameters, prompt ids, output ids + the row's path, EOS ids).
+
+They follow one another as in the table of `parameters.py`, which is vLLM's order. Masked tokens are -inf. At
+temperature 0 the steps from temperature on are left out: none of them can change the most probable token.
+
+Everything here works on one row [vocabulary] at a time, so that a row's result cannot depend on its batch,
+and is deterministic: equal logits keep the lowest ids. A NaN logit counts as -inf. This module knows nothing
+of noise, requests or trees.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.kernels.batch import Int32Array, Int64Array
+from ssd_serve.sampling.parameters import Parameter, Stage, at, is_greedy
+
+TOP_P_UNITS = 2.0**50
+
+
+class TokenCounts:
+    """Which tokens a request's prompt and output hold: a cache that can be rebuilt from both at any time.
+
+    Sparse: parallel arrays of distinct tokens and of how often each stands in the output (0: prompt only).
+    Beside them the output itself, for bad words.
+    """
+
+    def __init__(self, prompt: Iterable[int], output: Iterable[int] = ()) -> None:
+        distinct = list(dict.fromkeys(prompt))
+        self._index = {token: index for index, token in enumerate(distinct)}
+        room = max(64, 2 * len(distinct))
+        self._tokens: Int64Array = np.zeros(room, dtype=np.int64)
+        self._tokens[: len(distinct)] = distinct
+        self._counts: Int32Array = np.zeros(room, dtype=np.int32)
+        self._output: list[int] = []
+        self.extend(output)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append committed output tokens."""
+        for token in tokens:
+            self._output.append(token)
+            index = self._index.get(token)
+            if index is None:
+                index = self._index[token] = len(self._index)
+                if index == len(self._tokens):
+                    self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
+                    self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+                self._tokens[index] = token
+            self._counts[index] += 1
+
+    def behind(self, output: Iterable[int]) -> "TokenCounts":
+        """Another text of the same beginning, which goes on with this output."""
+        other = TokenCounts(())
+        other._index = dict(self._index)
+        other._tokens, other._counts = self._tokens.copy(), self._counts.copy()
+        other._output = list(self._output)
+        other.extend(output)
+        return other
+
+    def with_path(self, path: Sequence[int]) -> tuple[Int64Array, Int32Array]:
+        """Distinct tokens int64 [n], and int32 [n] how often each stands in the output and the path."""
+        size = len(self._index)
+        if not path:
+            return self._tokens[:size], self._counts[:size]
+        new = [token for token in dict.fromkeys(path) if token not in self._index]
+        tokens = np.concatenate((self._tokens[:size], np.array(new, dtype=np.int64)))
+        counts = np.concatenate((self._counts[:size], np.zeros(len(new), dtype=np.int32)))
+        added = {token: size + index for index, token in enumerate(new)}
+        for token in path:
+            counts[added[token] if token in added else self._index[token]] += 1
+        return tokens, counts
+
+    def on_path(self, path: Sequence[int]) -> list[tuple[int, int]]:
+        """The distinct tokens of the path, each with how often it stands in the output and the path."""
+        counted = Counter(path)
+        return [(token, times + self._times(token)) for token, times in counted.items()]
+
+    def _times(self, token: int) -> int:
+        index = self._index.get(token)
+        return 0 if index is None else int(self._counts[index])
+
+    def end_of_output(self, count: int, path: Sequence[int]) -> tuple[int, ...]:
+        """The last `count` tokens of the output and the path, or all where there are fewer."""
+        text = (*self._output[-count:], *path) if count > 0 else ()
+        return text[max(0, len(text) - count) :]
+
+
+class TextBefore(NamedTuple):
+    """The text before the token that a row chooses, and how it may end."""
+
+    counts: TokenCounts | None
+    path: Sequence[int] = ()
+    """The tokens beyond the counted output."""
+    generated: int = 0
+    """Output tokens, path included."""
+    ends: Sequence[int] = ()
+    """Tokens that end a text."""
+
+
+Change = Callable[[torch.Tensor, Any, TextBefore], torch.Tensor]
+"""What a value of a parameter makes of a row, float32 [vocabulary]; may change it in place and return it."""
+
+
+def process(
+    logits: torch.Tensor,
+    parameters: SamplingParameters,
+    counts: TokenCounts | None,
+    path: Sequence[int],
+    generated: int,
+    eos: Sequence[int],
+) -> torch.Tensor:
+    """Processed logits of one row: float32 [vocabulary] -> float32 [vocabulary], a new tensor.
+
+    `path` holds the tokens beyond the counted output, `generated` the number of output tokens before this
+    row's choice (path included). `counts` may be None where `needs_counts` is false.
+    """
+    row = edit(logits, parameters, counts, path, generated, eos)
+    if is_greedy(parameters):
+        return row
+    before = TextBefore(counts, path, generated, (*eos, *parameters.stop_token_ids))
+    return _changed(row, parameters, before, Stage.TEMPERATURE, Stage.TRUNCATION)
+
+
+def edit(
+    logits: torch.Tensor,
+    parameters: SamplingParameters,
+    counts: TokenCounts | None,
+    path: Sequence[int],
+    generated: int,
+    eos: Sequence[int],
+) -> torch.Tensor:
+    """The steps of `process` before division by the temperature; the same arguments."""
+    row = torch.where(torch.isnan(logits), -torch.inf, logits)  # [vocabulary]
+    before = TextBefore(counts, path, generated, (*eos, *parameters.stop_token_ids))
+    return _changed(row, parameters, before, Stage.TOKENS, Stage.START, Stage.PENALTY)
+
+
+def _changed(
+    row: torch.Tensor, parameters: SamplingParameters, before: TextBefore, *stages: Stage
+) -> torch.Tensor:
+    for each, change in _changes(*stages):
+        value = getattr(parameters, each.name)
+        if value != each.neutral and (each.stage is not Stage.START or before.generated < value):
+            row = change(row, value, before)
+    return row
+
+
+@cache
+def _changes(*stages: Stage) -> tuple[tuple[Parameter, Change], ...]:
+    """The parameters of these stages in the table's order, each with its function."""
+    return tuple((each, change_of(each)) for each in at(*stages))
+
+
+def change_of(parameter: Parameter) -> Change:
+    """The function that the table names."""
+    name = parameter.function
+    change: Change = resolve_name(name if ":" in name else f"{__name__}:{name}")
+    return change
+
+
+def keep_only(row: torch.Tensor, tokens: Sequence[int], _before: TextBefore) -> torch.Tensor:
+    """Mask all but these tokens; ids outside the vocabulary are passed over."""
+    index = _indices(row, tokens)
+    result = torch.full_like(row, -torch.inf)
+    result[index] = row[index]
+    return result
+
+
+def _masked(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Make these tokens impossible, in place; ids outside the vocabulary are passed over."""
+    row[_indices(row, tokens)] = -torch.inf
+    return row
+
+
+def _indices(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    ids = np.array(tokens, dtype=np.int64)
+    return torch.from_numpy(ids[(ids >= 0) & (ids < len(row))]).to(row.device)
+
+
+def mask_words(row: torch.Tensor, words: Sequence[tuple[int, ...]], before: TextBefore) -> torch.Tensor:
+    """Mask the tokens that would complete a word: its last one, where the output ends with the rest.
+
+    As in vLLM, a word that began in the prompt is not one that was generated.
+    """
+    longest = max(map(len, words)) - 1
+    if longest > 0 and before.counts is None:
+        raise ValueError("bad words of several tokens need the counts of prompt and output tokens")
+    text = before.counts.end_of_output(longest, before.path) if before.counts is not None else ()
+    ends = [word[-1] for word in words if word and text[max(0, len(text) - len(word) + 1) :] == word[:-1]]
+    return _masked(row, ends)
+
+
+def add_bias(row: torch.Tensor, bias: dict[int, float], _before: TextBefore) -> torch.Tensor:
+    """Add to the logits of single tokens; ids outside the vocabulary are passed over."""
+    tokens = np.fromiter(bias, np.int64, len(bias))
+    values = np.fromiter(bias.values(), np.float32, len(bias))
+    known = (tokens >= 0) & (tokens < len(row))
+    row[torch.from_numpy(tokens[known]).to(row.device)] += torch.from_numpy(values[known]).to(row.device)
+    return row
+
+
+def mask_ends(row: torch.Tensor, _min_tokens: int, before: TextBefore) -> torch.Tensor:
+    """Mask what would end the text."""
+    return _masked(row, before.ends)
+
+
+def _counted(row: torch.Tensor, before: TextBefore) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [n] tokens of the text, and float32 [n] how often each stands in the output."""
+    if before.counts is None:
+        raise ValueError("penalties need the counts of prompt and output tokens")
+    tokens, counts = before.counts.with_path(before.path)
+    return torch.from_numpy(tokens).to(row.device), torch.from_numpy(counts).to(row.device, torch.float32)
+
+
+def penalise_repetition(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+    """Of tokens of prompt and output, positive logits are divided, others multiplied (Keskar et al. 2019)."""
+    index, _ = _counted(row, before)
+    # Dividing by a tensor: by a Python number some backends multiply by the reciprocal instead.
+    factor, values = torch.tensor(penalty, dtype=torch.float32).to(row.device), row[index]
+    row[index] = torch.where(values > 0, values / factor, values * factor)
+    return row
+
+
+def penalise_frequency(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+    """Of tokens of the output, logit -= count * penalty (OpenAI)."""
+    index, times = _counted(row, before)
+    row[index] = row[index] - penalty * times
+    return row
+
+
+def penalise_presence(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+    """Of tokens of the output, logit -= penalty (OpenAI)."""
+    index, times = _counted(row, before)
+    row[index] = row[index] - penalty * (times > 0).to(torch.float32)
+    return row
+
+
+def divide(row: torch.Tensor, temperature: float, _before: TextBefore) -> torch.Tensor:
+    """Logits over the temperature; by a tensor, as in `penalise_repetition`."""
+    return row / torch.tensor(temperature, dtype=torch.float32).to(row.device)
+
+
+def keep_min_p(row: torch.Tensor, min_p: float, _before: TextBefore) -> torch.Tensor:
+    """Mask tokens whose probability is less than `min_p` times that of the most probable token."""
+    if min_p >= 1.0:
+        return torch.where(row < row.max(), -torch.inf, row)
+    return torch.where(row < row.max() + math.log(min_p), -torch.inf, row)
+
+
+def keep_top_k(row: torch.Tensor, k: int, _before: TextBefore) -> torch.Tensor:
+    """Mask all but exactly the k largest logits; of equal ones the lowest ids stay."""
+    if not 0 < k < len(row):
+        return row
+    threshold = torch.topk(row, k).values[-1]
+    above = row > threshold
+    equal = row == threshold
+    room = k - above.sum()
+    stay = above | (equal & (torch.cumsum(equal, 0) <= room))
+    return torch.where(stay, row, -torch.inf)
+
+
+def keep_top_p(row: torch.Tensor, top_p: float, _before: TextBefore) -> torch.Tensor:
+    """Mask all but the smallest set of most probable tokens whose probabilities sum to at least `top_p`.
+
+    The most probable token always stays; of equal ones the lowest ids stay. Probabilities are float64: where
+    two devices' exponentials differ in the last bit, the set differs in about one row of 10^12.
+    """
+    probabilities = torch.softmax(row.to(torch.float64), 0)
+    smallest = smallest_share(top_p, len(row))
+    candidates = torch.nonzero(probabilities >= smallest).flatten()  # [n], ascending ids
+    order = torch.sort(row[candidates], descending=True, stable=True).indices
+    # Sums of integers are exact in any order of adding; sums of floats differ between runs on some devices.
+    units = (probabilities[candidates[order]] * TOP_P_UNITS).to(torch.int64)
+    inside = torch.cumsum(units, 0) - units < int(top_p * TOP_P_UNITS)
+    inside[:1] = True
+    stay = candidates[order[inside]]
+    result = torch.full_like(row, -torch.inf)
+    result[stay] = row[stay]
+    return result
+
+
+def smallest_share(top_p: float, vocabulary: int) -> float:
+    """A probability below which no token is in the set of `keep_top_p`: only the rest, mostly few, need be
+    ordered.
+
+    Tokens below (1 - top_p) / vocabulary weigh less than 1 - top_p together. The factor 1/2 leaves room for
+    rounding.
+    """
+    return 0.5 * (1.0 - top_p) / vocabulary

@@ -1,0 +1,86 @@
+"""What choices depend on besides logits: the rows of a request, as a root and a tree of nodes below it.
+
+Knows not how tokens are chosen.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.sampling.edits import Edits
+from ssd_serve.sampling.grammar import Masks
+from ssd_serve.sampling.parameters import is_greedy
+from ssd_serve.sampling.processors import TokenCounts
+
+
+class SamplingRows(NamedTuple):
+    """One request's rows, in the order of their logits: a first row, then one for each node below it.
+
+    Fields of the tree are parallel, parents before children.
+    """
+
+    parameters: SamplingParameters
+    seed: int
+    position: int
+    """Absolute position (prompt + output) of the token that the first row chooses."""
+    counts: TokenCounts | None = None
+    """Needed where `needs_counts(parameters)`."""
+    path: tuple[int, ...] = ()
+    """The first row's tokens beyond the counted output, in order."""
+    generated: int = 0
+    """Number of output tokens before the first row's choice, `path` included."""
+    eos: tuple[int, ...] = ()
+    known: int | None = None
+    """The token that stands there already: the first row only tells its log-probability."""
+    tokens: Sequence[int] = ()
+    """Tokens of the nodes."""
+    parents: Sequence[int] = ()
+    """Indices of their parents among them; -1: the first row."""
+    depths: Sequence[int] = ()
+    """How far each is below the first row: 1 for its children."""
+    edits: Edits | None = None
+    """What the parameters do to single tokens, kept from round to round; None: it is found anew."""
+    masks: Masks | None = None
+    """Of each row, where the text must match a grammar: the tokens that may come."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits."""
+        return 1 + len(self.tokens)
+
+    @property
+    def noise_span(self) -> tuple[int, int, int] | None:
+        """Seed, first position and number of positions of the noise that its choices need; None at
+        temperature 0."""
+        if is_greedy(self.parameters):
+            return None
+        return self.seed, self.position, 1 + max(self.depths, default=0)
+
+    @property
+    def definition(
+        self,
+    ) -> tuple[SamplingParameters, TokenCounts | None, Sequence[int], int, Sequence[int]]:
+        """What `processors.process` is told of the first row, besides its logits."""
+        return self.parameters, self.counts, self.path, self.generated, self.eos
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """Each row's tokens beyond the counted output."""
+        paths = [self.path]
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            paths.append((*paths[1 + parent], token))
+        return paths
+
+    def single(self) -> "list[SamplingRows]":
+        """Each row by itself."""
+        if not self.tokens:
+            return [self]
+        first = self._replace(tokens=(), parents=(), depths=())
+        return [
+            first._replace(
+                position=self.position + depth,
+                generated=self.generated + depth,
+                path=path,
+                masks=None if self.masks is None else self.masks[row : row + 1],
+            )
+            for row, (depth, path) in enumerate(zip((0, *self.depths), self.paths(), strict=True))
+        ]

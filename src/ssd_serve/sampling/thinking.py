@@ -1,0 +1,109 @@
+"""How long a model may think: after so many tokens the end of its thoughts is the only thing that may come.
+
+Works as a grammar does, alone or before one. Knows tokens; no texts, no templates.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ssd_serve.base.errors import GrammarError
+from ssd_serve.base.messages import SamplingParameters, ThinkingBudget
+from ssd_serve.sampling.grammar import ANY, Grammars, Mask, Masks, OutputState
+
+
+class _Place(NamedTuple):
+    """Where a text stands. `seen`: how many tokens of the mark that is looked for came last."""
+
+    tokens: int = 0
+    begun: bool = False
+    over: bool = False
+    seen: int = 0
+
+
+class ThinkingState:
+    """Where one output stands in its thoughts, and in what must follow them; see `OutputState`."""
+
+    def __init__(self, budget: ThinkingBudget, words: int, inner: OutputState | None = None) -> None:
+        """`words` of a row's mask; `inner`: what the output must match besides."""
+        self._budget = budget
+        self._words = words
+        self._inner = inner
+        self._place = _Place(begun=not budget.begin)
+
+    def copy(self) -> "ThinkingState":
+        other = ThinkingState(self._budget, self._words, self._inner and self._inner.copy())
+        other._place = self._place
+        return other
+
+    @property
+    def trouble(self) -> str:
+        return self._inner.trouble if self._inner is not None else ""
+
+    def take(self, tokens: Sequence[int]) -> int:
+        allowed = len(tokens) if self._inner is None else self._inner.take(tokens)
+        for index, token in enumerate(tokens[:allowed]):
+            if self._forced(self._place) not in (None, token):
+                return index
+            self._place = self._next(self._place, token)
+        return allowed
+
+    def masks(
+        self,
+        tokens: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        wanted: Collection[int] | None = None,
+    ) -> Masks:
+        if self._inner is None:
+            masks = np.full((1 + len(tokens), self._words), ANY, dtype=np.int32)
+        else:
+            masks = self._inner.masks(tokens, parents, wanted)
+        places = [self._place]
+        for token, parent in zip(tokens, parents, strict=True):
+            places.append(self._next(places[1 + parent], token))
+        for row, place in enumerate(places):
+            forced = self._forced(place)
+            if forced is not None:
+                _allow_only(masks[row], forced)
+        return masks
+
+    def _forced(self, place: _Place) -> int | None:
+        """The one token that may come; None: others may."""
+        if place.over or not place.begun or place.tokens < self._budget.tokens:
+            return None
+        return self._budget.end[place.seen]
+
+    def _next(self, place: _Place, token: int) -> _Place:
+        if place.over:
+            return place
+        mark = self._budget.end if place.begun else self._budget.begin
+        seen = place.seen + 1 if token == mark[place.seen] else int(token == mark[0])
+        if not place.begun:
+            if seen <= place.seen:  # it does not think at all
+                return place._replace(over=True)
+            return _Place(begun=seen == len(mark), seen=seen % len(mark))
+        return _Place(place.tokens + 1, True, seen == len(mark), seen % len(mark))
+
+
+def output_state(
+    parameters: SamplingParameters, output: Sequence[int], vocabulary: int, grammars: Grammars | None
+) -> OutputState | None:
+    """The state of a text that has this output already; None where anything may come. Raises `GrammarError`
+    where its grammar cannot be compiled, or it does not have that output."""
+    budget, inner = parameters.thinking_budget, None
+    if parameters.grammar:
+        if grammars is None:
+            raise GrammarError("this engine follows no grammars")
+        inner = grammars.begin(parameters.grammar, () if budget else output)
+    if budget is None:
+        return inner
+    state = ThinkingState(budget, -(-vocabulary // 32), inner)
+    if state.take(output) < len(output):
+        raise GrammarError("the output so far does not match")
+    return state
+
+
+def _allow_only(mask: Mask, token: int) -> None:
+    mask[:] = 0
+    mask.view(np.uint32)[token >> 5] = 1 << (token & 31)

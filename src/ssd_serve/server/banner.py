@@ -1,0 +1,176 @@
+"""The first screen of `ssd serve`: what runs where, what it is, what speed to expect, what to type next.
+
+Only tells what was measured or set, and says which figures are estimates. Knows no HTTP.
+"""
+
+import json
+import math
+import shlex
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ssd_serve.base.version import __version__
+from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.messages import Ready
+from ssd_serve.server.service import model_name
+from ssd_serve.base.settings import Settings
+
+ASSUMED_ACCEPTANCE = 0.7
+"""How often the draft's first guess is taken to be right; true of a well-distilled pair."""
+
+_DEEPEST_INLINE = 32
+_SHORT_STEP_MS = 5.0
+
+MODES = {
+    "ar": "plain decoding, no draft model",
+    "sd": "the draft model guesses, then the target verifies, in turns on one device",
+    "ssd": "the draft model keeps guessing on its own device while the target verifies",
+}
+
+EMBEDDED_NOTE = (
+    "The embedded pair is a small model of Python code, trained on the standard library. It continues code. "
+    "It is not a chatbot: it knows no facts and follows no instructions. "
+    "For another model: --target FOLDER-OR-HUB-ID --draft FOLDER-OR-HUB-ID"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What speculation may give one request, from step times alone."""
+
+    plain_tokens_per_s: float
+    tokens_a_round: float
+    tokens_per_s: float
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast as plain decoding."""
+        return self.tokens_per_s / self.plain_tokens_per_s
+
+
+def estimate(ready: Ready, acceptance: float = ASSUMED_ACCEPTANCE) -> Estimate | None:
+    """Expected speed of one request; None where step times are unknown.
+
+    A chain of k guesses, each right with probability p, commits (1 - p^(k+1)) / (1 - p) tokens a round.
+    Beside the target, k is what fits into its step; in turns with it, k is the best trade for its time.
+    """
+    if ready.target_step_ms <= 0:
+        return None
+    plain = 1000 / ready.target_step_ms
+    if ready.mode == "ar" or ready.draft_step_ms <= 0:
+        return Estimate(plain, 1.0, plain)
+    price = ready.draft_step_ms / ready.target_step_ms
+    if ready.mode == "ssd":
+        tokens = _tokens_of_chain(1 / price, acceptance)
+        return Estimate(plain, tokens, plain * tokens)
+    speeds = [
+        (_tokens_of_chain(k, acceptance) / (1 + k * price), _tokens_of_chain(k, acceptance))
+        for k in range(_DEEPEST_INLINE)
+    ]
+    speed, tokens = max(speeds)
+    return Estimate(plain, tokens, plain * speed)
+
+
+def _tokens_of_chain(guesses: float, acceptance: float) -> float:
+    return (1.0 - math.pow(acceptance, guesses + 1)) / (1.0 - acceptance)
+
+
+def show_banner(console: Console, ready: Ready, settings: Settings, url: str, program: str = "ssd") -> None:
+    """Print the screen. `url` is where people reach the server, `program` how they call the command line; the
+    console decides about colours."""
+    console.print()
+    console.print(Text.assemble(("ssd-serve", "bold"), f" {__version__} is ready at ", (url, "bold cyan")))
+    console.print()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for label, text in facts(ready, settings):
+        table.add_row(label, text)
+    console.print(Padding(table, (0, 2)))
+    console.print()
+    console.print("Try it:", style="bold")
+    for line in commands(settings, url, program):
+        # Wrapped lines could not be copied.
+        console.print("  " + line, soft_wrap=True, highlight=False, markup=False)
+    console.print()
+
+
+def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
+    """Label and text of what there is to know."""
+    timing = "wrapped" if settings.model_wrapper else "measured"
+    name = EMBEDDED if settings.target == EMBEDDED else ready.target
+    target = f"{name} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({timing})"
+    draft = f"{ready.draft} on {ready.draft_device or ready.target_device}"
+    if ready.draft_step_ms > 0:
+        draft += f", {ready.draft_step_ms:.1f} ms a step ({timing})"
+    if ready.mode == "ssd" and settings.joining_drafters > 1:
+        draft = f"{settings.joining_drafters} drafters: {draft}"
+    room = f"{ready.context} tokens a request (prompt and output), {ready.slots} tokens cached in all"
+    rows = [("mode", f"{ready.mode}: {MODES.get(ready.mode, '')}"), ("target", target)]
+    if ready.mode != "ar":
+        rows.append(("draft", draft))
+    rows += [("room", room), ("speed", _speed_line(ready, settings))]
+    if settings.model_wrapper is not None:
+        rows.append(
+            ("wrapped", f"models stand behind {settings.model_wrapper}; step times are not their own")
+        )
+    if settings.target == EMBEDDED:
+        rows.append(("model", EMBEDDED_NOTE))
+    return rows
+
+
+def _speed_line(ready: Ready, settings: Settings) -> str:
+    found = estimate(ready)
+    if found is None:
+        return "not measured yet; `ssd bench modes` does"
+    plain = f"plain decoding gives at most {found.plain_tokens_per_s:.0f} tokens/s to one request"
+    if ready.mode == "ar":
+        return plain
+    if ready.draft_step_ms <= 0:
+        return f"{plain}. What drafts gain is not known yet; `ssd bench modes` measures."
+    caution = _caution(ready) if settings.model_wrapper is None else ""
+    return (
+        f"{plain}. With a draft whose first guess is right {ASSUMED_ACCEPTANCE * 10:.0f} times in 10, these "
+        f"step times allow up to {found.tokens_a_round:.1f} tokens a round, {found.speed_up:.1f}x{caution}. "
+        "That is an estimate; `ssd bench modes` measures."
+    )
+
+
+def _caution(ready: Ready) -> str:
+    """Why less is to be expected here than step times alone allow."""
+    reasons: list[str] = []
+    if ready.target_device.startswith("cpu"):
+        reasons.append("each verified token costs time")
+        if ready.mode == "ssd":
+            reasons.append("target and drafter share the memory")
+    if ready.target_step_ms < _SHORT_STEP_MS:
+        reasons.append("steps are so short that the engine's own work counts")
+    return f"; less here, where {_listed(reasons)}" if reasons else ""
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def commands(settings: Settings, url: str, program: str = "ssd") -> list[str]:
+    """Commands that a reader can copy, one a line."""
+    name = model_name(settings)
+    prompt = "def fibonacci(n):" if settings.target == EMBEDDED else "Once upon a time"
+    body = json.dumps({"model": name, "prompt": prompt, "max_tokens": 64, "stream": True})
+    keyed = settings.api_key or settings.api_keys_file
+    variable = "SSD_API_KEY" if settings.api_key else "KEY"
+    key = f' -H "Authorization: Bearer ${variable}"' if keyed else ""
+    client_key = "the key" if keyed else "none"
+    metrics = f"{url.rpartition(':')[0]}:{settings.metrics_port}" if settings.metrics_port else url
+    return [
+        f"curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+        f"{shlex.quote(program)} generate {shlex.quote(prompt)}      (without this server)",
+        f'OpenAI(base_url="{url}/v1", api_key="{client_key}")      (Python, after pip install openai)',
+        f"{metrics}/metrics      (Prometheus; also /health, /version, /v1/models)",
+        f"{shlex.quote(program)} settings      (what can be set; docs/settings.md says more)",
+        "Ctrl-C stops the server.",
+    ]

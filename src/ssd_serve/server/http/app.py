@@ -1,0 +1,201 @@
+"""The ASGI application: routes, errors and start-up put together. Everything it needs is passed in."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+
+from ssd_serve.base.version import __version__
+from ssd_serve.base.errors import SettingsError, SsdError
+from ssd_serve.server.access.auth import Doorkeeper
+from ssd_serve.server.access.exposure import metrics_may_tell_cached
+from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
+from ssd_serve.server.anthropic.endpoint import MessagesEndpoint
+from ssd_serve.server.bodies.body import Bodies
+from ssd_serve.server.engine.interface import ServedEngine
+from ssd_serve.server.errors import ApiError, from_ssd_error, internal
+from ssd_serve.server.http.off_loop import OffLoop
+from ssd_serve.server.http.request_ids import HEADER, RequestIds
+from ssd_serve.server.http.root_path import RootPath, path_within
+from ssd_serve.server.http.smuggling import OneMeaning
+from ssd_serve.server.http.streaming import ClientGoneError
+from ssd_serve.server.information import InformationEndpoints
+from ssd_serve.server.limits import Limits
+from ssd_serve.server.observability.metrics import ServerMetrics
+from ssd_serve.server.openai.chat import ChatEndpoint
+from ssd_serve.server.openai.completions import CompletionsEndpoint
+from ssd_serve.server.openai.envelope import HEADER as IGNORED
+from ssd_serve.server.openai.envelope import Envelope
+from ssd_serve.server.openai.openapi import Doors, describe
+from ssd_serve.server.openai.responses.endpoint import ResponsesEndpoint
+from ssd_serve.server.openai.tokenize import TokenizingEndpoints
+from ssd_serve.server.service import Company, Service, StopGate, model_name
+from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
+from ssd_serve.base.settings import Settings
+
+if TYPE_CHECKING:
+    from ssd_serve.server.observability.traces import Traces
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Nobody reads it; nginx's number for a client that closed the connection."""
+
+Handler = Callable[..., Awaitable[Response]]
+
+
+def create_app(
+    settings: Settings,
+    engine: ServedEngine,
+    tokenizer: TextTokenizer,
+    limits: Limits | None = None,
+    gate: StopGate | None = None,
+    company: Company | None = None,
+    guards: Sequence[Middleware] = (),
+) -> FastAPI:
+    """Build the application. Its lifespan starts and stops the engine. `company`: where this server is one of
+    several behind one address. `guards` are passed before a key is asked for."""
+    limits, company = limits or Limits(), company or Company()
+    tenants = Tenants(settings, salt_secret=company.salt_secret)
+    service = Service(
+        settings=settings,
+        limits=limits,
+        engine=engine,
+        tokenizer=tokenizer,
+        texts=TokenTexts(tokenizer),
+        metrics=ServerMetrics(
+            engine if company.tells_engine else None,
+            lambda: service.trouble() is None,
+            tenants,
+            metrics_may_tell_cached(settings),
+            model_name(settings),
+            settings.metrics_prefix,
+        ),
+        bodies=Bodies(limits, Envelope(settings.strict_requests)),
+        off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
+        rendering=OffLoop(-1, limits.tokenising_at_once),
+        aside=OffLoop(-1, at_once=1),
+        gate=gate or StopGate(),
+        tenants=tenants,
+        company=company,
+    )
+
+    traces = _traces(settings)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncGenerator[None, None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            engine.stop()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
+
+    app = FastAPI(
+        title="ssd-serve",
+        version=__version__,
+        lifespan=lifespan,
+        # The documentation pages would load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+    )
+    company.show(service.metrics.render)
+    _add_routes(app, service)
+    _add_error_handlers(app)
+    if traces is not None:
+        app.add_middleware(traces.middleware)
+    app.add_middleware(
+        Doorkeeper, tenants=tenants, metrics_key=settings.metrics_key, metrics_port=settings.metrics_port
+    )
+    app.add_middleware(OneMeaning)
+    for guard in guards:
+        app.add_middleware(guard.cls, *guard.args, **guard.kwargs)
+    app.add_middleware(RequestIds)
+    if settings.cors_origins:
+        # Outside of the key: browsers ask for permission without one.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins.split(","),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER, IGNORED, "Retry-After", *RATE_HEADERS],
+        )
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    information = InformationEndpoints(service)
+    gets: dict[str, Handler] = {
+        "/health": information.health,
+        "/v1/models": information.models,
+        "/v1/models/{name:path}": information.model,
+        "/version": information.version,
+        "/load": information.load,
+        "/server_info": information.server_info,
+        "/metrics": information.metrics,
+    }
+    for path, handler in gets.items():
+        app.add_api_route(path, handler, methods=["GET", "HEAD"])
+    app.add_api_route("/ping", information.health, methods=["GET", "HEAD", "POST"])
+
+    tokenizing, messages = TokenizingEndpoints(service), MessagesEndpoint(service)
+    posts: dict[str, Handler] = {
+        "/v1/completions": CompletionsEndpoint(service).handle,
+        "/v1/chat/completions": ChatEndpoint(service).handle,
+        "/v1/responses": ResponsesEndpoint(service).handle,
+        "/v1/messages": messages.handle,
+        "/v1/messages/count_tokens": messages.count,
+        "/tokenize": tokenizing.tokenize,
+        "/detokenize": tokenizing.detokenize,
+    }
+    for path, handler in posts.items():
+        app.add_api_route(path, handler, methods=["POST"])
+    describe(app, Doors(service.tenants.keys_needed, service.settings.metrics_key is not None))
+
+
+def _traces(settings: Settings) -> "Traces | None":
+    """What sends spans, where they are wanted; OpenTelemetry is an extra."""
+    if settings.otlp_traces_endpoint is None:
+        return None
+    try:
+        from ssd_serve.server.observability.traces import Traces
+    except ImportError as error:
+        raise SettingsError(
+            f"SSD_OTLP_TRACES_ENDPOINT needs OpenTelemetry: pip install 'ssd-serve[otel]' ({error})"
+        ) from error
+    return Traces(settings.otlp_traces_endpoint, model_name(settings))
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's shape."""
+
+    async def known(_request: Request, error: Exception) -> Response:
+        return (from_ssd_error(error) if isinstance(error, SsdError) else internal()).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+        path = path_within(request.scope)
+        messages = {
+            404: f"there is nothing at {path}; GET /openapi.json tells what there is",
+            405: f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method}",
+        }
+        return ApiError(status, messages.get(status, str(error)), headers=headers).response()
+
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(SsdError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGoneError, gone)
+    app.add_exception_handler(ClientDisconnect, gone)

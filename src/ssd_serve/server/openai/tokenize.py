@@ -1,0 +1,84 @@
+"""`/tokenize` and `/detokenize`: what the model's tokenizer makes of a text, a conversation or ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import Request, Response
+
+from ssd_serve.base.messages import Ready
+from ssd_serve.sampling.checks import check_vocabulary, too_long
+from ssd_serve.server.errors import bad_request
+from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.openai.conversation import TemplateInput
+from ssd_serve.server.openai.envelope import told_ignored
+from ssd_serve.server.openai.prompts import chat_text, text_ids, token_units
+from ssd_serve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+from ssd_serve.server.openai.sampling import given
+from ssd_serve.server.service import Service
+
+_TOLD_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizingEndpoints:
+    """Handlers of the routes."""
+
+    service: Service
+
+    async def tokenize(self, request: Request) -> Response:
+        """Ids of a text or of a conversation."""
+        ready = self.service.require_ready()
+        answer = await self.service.bodies.use(
+            request, TokenizeRequest, ready, lambda body: self._ids(body, ready)
+        )
+        return _json(answer, request)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of ids, special tokens included."""
+        ready = self.service.require_ready()
+        answer = await self.service.bodies.use(
+            request, DetokenizeRequest, ready, lambda body: self._text(body, ready)
+        )
+        return _json(answer, request)
+
+    async def _ids(self, body: TokenizeRequest, ready: Ready) -> dict[str, object]:
+        service = self.service
+        service.require_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", "prompt", "invalid_value")
+        text = body.prompt or ""
+        if body.messages is not None:
+            conversation = TemplateInput.of(body, service.settings.system_prompt)
+            text = await chat_text(service, service.aside, conversation)
+        param = "prompt" if body.messages is None else "messages"
+        special = given(body.add_special_tokens, body.messages is None)
+        ids = await service.aside.steps(len(text), text_ids(service.tokenizer, ready, text, special, param))
+        answer: dict[str, object] = {"count": len(ids), "max_model_len": ready.context, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = await service.aside.steps(token_units([len(ids)]), self._strings(ids))
+        return answer
+
+    def _strings(self, ids: Sequence[int]) -> Steps[list[str]]:
+        found: list[str] = []
+        for place in range(0, len(ids), _TOLD_AT_ONCE):
+            found += map(self.service.texts.of, ids[place : place + _TOLD_AT_ONCE])
+            yield
+        return found
+
+    async def _text(self, body: DetokenizeRequest, ready: Ready) -> dict[str, object]:
+        service = self.service
+        service.require_model(body.model)
+        if len(body.tokens) > ready.context:
+            raise too_long(str(len(body.tokens)), ready.context, "tokens")
+        check_vocabulary(body.tokens, ready, "tokens")
+        text = await service.aside.run(
+            token_units([len(body.tokens)]),
+            lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False),
+        )
+        return {"prompt": text}
+
+
+def _json(answer: dict[str, object], request: Request) -> Response:
+    headers = told_ignored(request)
+    return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)

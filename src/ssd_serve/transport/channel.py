@@ -1,0 +1,293 @@
+"""Typed messages over a connected stream socket, without ever blocking.
+
+`Channel` is what other rooms see; `SocketChannel` is the one for unix and TCP sockets. A channel belongs to
+one thread. It knows frames and bytes, not what the messages mean, and not who is at the other end.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ssd_serve.base.draft_messages import Message
+from ssd_serve.base.errors import ProtocolError
+from ssd_serve.transport.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
+from ssd_serve.transport.tls import Sealed
+
+DEFAULT_QUEUE_BYTES = 4 * 1024 * 1024
+_READ_BYTES = 256 * 1024
+_DESCRIPTOR = struct.Struct("i")
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """How much is taken from a peer, and what."""
+
+    frame_bytes: int = MAX_FRAME_BYTES
+    drain_bytes: int = _READ_BYTES
+    """A peer that sends without pause must not keep `receive` from returning."""
+    kinds: Any = Message
+    descriptors: bool = False
+    """Whether open files may come, on a unix socket."""
+
+
+TRUSTED = Intake()
+
+
+class Waitable(Protocol):
+    """Something that `poll` can wait for."""
+
+    @property
+    def pending(self) -> int:
+        """Bytes that still have to be sent; 0 for what sends nothing."""
+        ...
+
+    def fileno(self) -> int:
+        """File descriptor to wait on for reading, or -1 when there is none."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to receive or accept, or the end of it."""
+        ...
+
+
+class Channel(Protocol):
+    """Both ends of a conversation in `Message`s. Nothing blocks but `wait`."""
+
+    @property
+    def closed(self) -> bool:
+        """The peer is gone, or `close` was called. `receive` still gives what had arrived before."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """Bytes accepted by `send` that the kernel has not taken yet."""
+        ...
+
+    def send(self, message: Message) -> bool:
+        """Queue a message and send what can be sent now. False: the queue is full or the channel is closed,
+        and the message was not taken."""
+        ...
+
+    def post(self, message: Message) -> bool:
+        """Queue a message; `flush` or the next `send` sends it. False as for `send`."""
+        ...
+
+    def flush(self) -> bool:
+        """Send what can be sent now; True when nothing is pending."""
+        ...
+
+    def receive(self) -> list[Message]:
+        """Every message that is waiting, in order. `ProtocolError` (and closed) when the peer sent nonsense;
+        messages before the nonsense are returned by the call before."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `receive` has something to give, or the peer is gone; flushes meanwhile."""
+        ...
+
+    def fileno(self) -> int:
+        """File descriptor to wait on for reading, or -1 when there is none."""
+        ...
+
+    def close(self) -> None:
+        """Close now; pending bytes are dropped."""
+        ...
+
+
+class SocketChannel:
+    """A `Channel` over a connected unix or TCP stream socket, which it owns from now on."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        intake: Intake = TRUSTED,
+        sealed: Sealed | None = None,
+    ) -> None:
+        """`sealed`: encrypts what passes, once both ends have shaken hands."""
+        connection.setblocking(False)
+        self.peer = _address_of(connection)
+        """The IP address of the other end; empty where it is a process of this machine, on a unix socket."""
+        self._socket = connection
+        self._queue_bytes = queue_bytes
+        self._outgoing = bytearray()
+        self._writer = FrameWriter(max_frame_bytes)
+        self._reader = FrameReader(min(max_frame_bytes, intake.frame_bytes), intake.kinds)
+        self._drain_bytes = intake.drain_bytes
+        self._chunk = bytearray(min(_READ_BYTES, intake.drain_bytes))
+        self._local = connection.family == socket.AF_UNIX and sealed is None
+        self._takes_descriptors = intake.descriptors and self._local and sys.platform == "linux"
+        self._descriptor = -1
+        self._ended = False
+        self._sealed = sealed
+        if sealed is not None:
+            self._feed(b"")  # what came with the end of the handshake
+
+    @property
+    def closed(self) -> bool:
+        """The peer is gone, or `close` was called. `receive` still gives what had arrived before."""
+        return self._ended
+
+    @property
+    def pending(self) -> int:
+        """Bytes accepted by `send` that the kernel has not taken yet."""
+        return len(self._outgoing)
+
+    def send(self, message: Message) -> bool:
+        """A message that is too large is a `ProtocolError`; the channel stays open."""
+        if not self.post(message):
+            return False
+        self.flush()
+        return not self._ended
+
+    def post(self, message: Message) -> bool:
+        if self._ended:
+            return False
+        if len(self._outgoing) > self._queue_bytes:
+            self.flush()
+            if self._ended or len(self._outgoing) > self._queue_bytes:
+                return False
+        frame = self._writer.encode(message)
+        try:
+            self._outgoing += frame if self._sealed is None else self._sealed.seal(frame)
+        except ssl.SSLError:
+            self._ended = True
+        return not self._ended
+
+    def send_with(self, message: Message, descriptor: int) -> bool:
+        """Send a message and an open file, which the peer has with it or before. False where that cannot be:
+        on another machine, or while something is pending."""
+        if not self._local or self._ended or not self.flush():
+            return False
+        frame = self._writer.encode(message)
+        try:
+            sent = socket.send_fds(self._socket, [frame], [descriptor])
+        except OSError:
+            return False
+        self._outgoing += frame[sent:]
+        return True
+
+    def take_descriptor(self) -> int:
+        """The open file that has come last and was not taken, for the caller to close; -1: none."""
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
+    def flush(self) -> bool:
+        """Send what can be sent now; True when nothing is pending."""
+        if not self._outgoing:
+            return True
+        sent = 0
+        try:
+            # The view must be gone before the buffer is resized.
+            with memoryview(self._outgoing) as view:
+                while sent < len(view) and not self._ended:
+                    sent += self._socket.send(view[sent:])
+        except BlockingIOError:
+            pass
+        except OSError:
+            # The peer is gone: save what it had said before, which also finds the end of the stream.
+            self._read_all()
+            self._ended = True
+        if self._ended:
+            self._outgoing.clear()
+        else:
+            del self._outgoing[:sent]
+        return not self._outgoing
+
+    def receive(self) -> list[Message]:
+        self._read_all()
+        try:
+            return self._reader.take()
+        except ProtocolError:
+            self.close()
+            raise
+
+    def _read_all(self) -> None:
+        """Move everything that is waiting from the kernel into the reader."""
+        taken = 0
+        while not self._ended and not self._reader.failed and taken < self._drain_bytes:
+            try:
+                count = self._receive_some()
+            except BlockingIOError:
+                return
+            except OSError:
+                count = 0
+            if count == 0:
+                self._ended = True
+                return
+            taken += count
+            with memoryview(self._chunk) as view:
+                self._feed(view[:count])
+            if self._reader.failed:
+                # Nothing that arrives from now on counts; the next `receive` says why.
+                self._ended = True
+            if count < len(self._chunk) and self._descriptor < 0:
+                # A short read means that the kernel's buffer is empty: one system call saved a message. But
+                # one that brings an open file ends there.
+                return
+
+    def _receive_some(self) -> int:
+        if not self._takes_descriptors:
+            return self._socket.recv_into(self._chunk)
+        # The length, not the space: in its padding there would be room for one more.
+        space, flags = socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+        count, ancillary, _, _ = self._socket.recvmsg_into([self._chunk], space, flags)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._drop_descriptor()
+                (self._descriptor,) = _DESCRIPTOR.unpack(data[: _DESCRIPTOR.size])
+        return count
+
+    def _drop_descriptor(self) -> None:
+        descriptor = self.take_descriptor()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        try:
+            self._reader.feed(data if self._sealed is None else self._sealed.open(data))
+        except ssl.SSLError:
+            self._ended = True  # somebody else has changed it: no peer to hear from
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._reader.ready or self._ended:
+                return True
+            interest = select.POLLIN | (select.POLLOUT if self._outgoing else 0)
+            poller = select.poll()
+            poller.register(self._socket, interest)
+            events = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not events:
+                return False
+            if events[0][1] & ~select.POLLOUT:
+                return True
+            self.flush()
+
+    def fileno(self) -> int:
+        """File descriptor, or -1 once `close` was called."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close now; pending bytes are dropped."""
+        self._ended = True
+        self._outgoing.clear()
+        self._drop_descriptor()
+        self._socket.close()
+
+
+def _address_of(connection: socket.socket) -> str:
+    if connection.family == socket.AF_UNIX:
+        return ""
+    with contextlib.suppress(OSError):  # it has gone again
+        return str(connection.getpeername()[0])
+    return "unknown"

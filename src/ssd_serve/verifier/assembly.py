@@ -1,0 +1,357 @@
+"""Puts a verifier together from settings: target, slots, prefix cache, noise, cost model, drafters, engine.
+
+Knows the parts; it opens no sockets and runs no round.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ssd_serve.transport.channel import Channel
+from ssd_serve.transport.rank_sockets import Leader
+from ssd_serve.base.devices import parse_device
+from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.instant import instant_channel
+from ssd_serve.drafter.sources.registry import is_head, is_source, own_layers
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import MemoryShortError
+from ssd_serve.base.hub_id import without_revision
+from ssd_serve.kernels.attention.checked import DifferenceLog
+from ssd_serve.kernels.native.library import NativeLibrary, native_library
+from ssd_serve.base.labels import as_label
+from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.base.messages import Ready
+from ssd_serve.models.config import model_name
+from ssd_serve.models.heads.load import head_config
+from ssd_serve.models.hub import find_model, model_here
+from ssd_serve.models.interface import Model, ModelFacts
+from ssd_serve.models.load import load_served
+from ssd_serve.models.memory import available_memory
+from ssd_serve.models.ranks.parallel import Alone, Group
+from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.models.wrapped import wrap_model
+from ssd_serve.base.owned import cache_folder
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.sampling.model_defaults import model_defaults
+from ssd_serve.base.settings import Settings
+from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.drafts.admission import check_hello
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.environment import Environment, MeasuredStart
+from ssd_serve.verifier.features import FeatureStore
+from ssd_serve.base.cost import CostTable, Timing
+from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.planning.growth import GrowPolicy, Never, WhenItPays
+from ssd_serve.verifier.planning.layout import Cores, Layout
+from ssd_serve.verifier.planning.placing import Governing
+from ssd_serve.verifier.planning.startup_benchmark import identity, remembered_timings
+from ssd_serve.verifier.planning.timing_files import GainFile, TimingFiles
+from ssd_serve.verifier.ranks import LeadingRank
+from ssd_serve.verifier.scheduler import SchedulerLimits
+
+_KV_SHARE = 0.4
+"""Share of the free memory that the KV cache takes where the settings name no size."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledVerifier:
+    """A verifier that is ready for requests."""
+
+    engine: Engine
+    facts: ModelFacts
+    hello: Hello
+    measured: MeasuredStart
+    step_s: float
+    gains: GainFile
+    differences: DifferenceLog
+    sampling: Mapping[str, int | float]
+    """What the model asks for where a request leaves it out."""
+
+    @property
+    def slots(self) -> int:
+        """KV slots of the target."""
+        return self.measured.slots
+
+    def remember(self) -> None:
+        """Keep for the next start what each layout gave."""
+        gains = self.engine.planner.layout_gains()
+        if gains:
+            self.gains.write(gains)
+
+
+def assemble_verifier(
+    settings: Settings,
+    say: Callable[[str], None],
+    log: Logger | None = None,
+    ranks: LeadingRank | None = None,
+    environment: Environment | None = None,
+) -> AssembledVerifier:
+    """Load the target, on all `ranks` if there are several, measure its step times, and in mode `sd` load the
+    draft beside it. `environment`: what is heard from there may be recorded, or come from a recording."""
+    environment = environment or Environment()
+    known = environment.measured
+    device = settings.target_device or "cpu"
+    path = find_model(settings, settings.target, "target", report=say)
+    log = log or get_logger("verifier")
+    native, differences = native_library(settings, log), DifferenceLog(log)
+    sizes = model_sizes(
+        path,
+        device=device,
+        dtype=settings.dtype,
+        ranks=settings.tensor_parallel,
+        allow_pickle=settings.allow_pickle,
+        native=native,
+    )
+    leader = None if ranks is None else ranks.meet()
+    slots = _slots(settings, sizes, device, leader) if known is None else known.slots
+    say(f"loading the target {model_name(path)} on {device}")
+    invariant = settings.batch_invariant
+
+    features = _features(settings, path)
+
+    def share(group: Group) -> Model:
+        return load_served(
+            settings,
+            path,
+            device,
+            slots,
+            native,
+            log,
+            differences,
+            batch_invariant=invariant,
+            features=features,
+            group=group,
+        )
+
+    model = share(Alone()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
+    model = wrap_model(model, "target", settings.model_wrapper)
+    say("measuring step times")
+    folder = cache_folder(settings.cache_dir, log.warning)
+    cores = _cores(settings)
+    layouts = _layouts(settings.mode, cores)
+    gains = _gain_file(settings, model, folder, log)
+    measured = known or _measured(slots, model, cores, layouts, TimingFiles(folder, log), gains)
+    governing = _governing(settings, cores, layouts, measured)
+    cost = governing.costs[layouts[0]]
+    tokenizer = Tokenizer(path)
+    hello = _hello(model.facts, tokenizer)
+    drafters = Drafters(hello, environment.clock, log, environment.poll, environment.tap)
+    drafters.admission.restrict([as_label(without_revision(each)) for each in settings.draft_models])
+    grammars = Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids)
+    grammars.prepare()
+    parts = EngineParts(
+        model=environment.model(model),
+        drafters=drafters,
+        cost=cost,
+        slots=slots,
+        limits=SchedulerLimits(settings.max_running, settings.max_waiting, settings.prefill_chunk),
+        policy=governing.policies[layouts[0]],
+        governing=governing if settings.speculation_may_stop and settings.mode is not Mode.AR else None,
+        native=native,
+        clock=environment.clock,
+        observer=environment.observer,
+        features=FeatureStore(features, settings.features_mb << 20, slots) if features else None,
+        grammars=grammars,
+    )
+    engine = build_engine(_bounded(parts, settings))
+    if environment.drafts_inline:
+        models = settings.draft_models if Layout.SYNC in layouts else ()
+        if models:
+            cores.enter(Layout.SYNC)  # what their steps take is measured where they will draft
+        for channel in _within(settings, models, hello, model.facts.eos_token_ids, native, grammars, say):
+            engine.drafters.connect(channel, synchronous=True)
+    cores.enter(layouts[0])
+    sampling = model_defaults(path) if settings.generation_config == "auto" else {}
+    if sampling:
+        log.info("requests take from generation_config.json what they leave out", **sampling)
+    return AssembledVerifier(
+        engine,
+        model.facts,
+        hello,
+        measured,
+        cost.seconds(1),
+        gains,
+        differences,
+        sampling,
+    )
+
+
+def ready_report(settings: Settings, verifier: AssembledVerifier) -> Ready:
+    """What front ends are told of a verifier that can generate."""
+    drafts = ", ".join(map(without_revision, settings.drafts))
+    return Ready(
+        target=verifier.facts.name,
+        draft=(drafts or "others") if settings.mode is not Mode.AR else "",
+        mode=settings.mode.value,
+        target_device=settings.target_device or "cpu",
+        draft_device=settings.draft_device or settings.drafter_address or "",
+        context=min(verifier.facts.context, verifier.slots - 1),
+        vocabulary=verifier.facts.vocabulary,
+        slots=verifier.slots,
+        target_step_ms=1e3 * verifier.step_s,
+        draft_step_ms=1e3 * verifier.engine.drafters.step_s,
+        protocol=PROTOCOL_VERSION,
+        sampling=dict(verifier.sampling),
+    )
+
+
+def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> GainFile:
+    """Where it is remembered what each layout gives with this pair on these devices."""
+    draft = (settings.drafts, settings.drafters, settings.draft_device, settings.target_device_alone)
+    device = settings.target_device or "cpu"
+    return GainFile(folder, {**identity(model, device), "draft": draft, "mode": settings.mode.value}, log)
+
+
+def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[Layout, float]]:
+    known = {layout.value: layout for layout in Layout}
+    return {
+        requests: {known[name]: gain for name, gain in each.items() if name in known}
+        for requests, each in gains.items()
+    }
+
+
+def _cores(settings: Settings) -> Cores:
+    alone = parse_device(settings.target_device_alone) if settings.target_device_alone else None
+    return Cores(parse_device(settings.target_device or "cpu"), alone)
+
+
+def _layouts(mode: Mode, cores: Cores) -> tuple[Layout, ...]:
+    """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
+    last."""
+    if mode is Mode.SD:
+        return Layout.SYNC, Layout.OFF
+    if mode is not Mode.SSD:
+        return (Layout.OFF,)
+    if cores.may_be_alone:
+        return Layout.ASYNC, Layout.SYNC, Layout.OFF
+    return Layout.ASYNC, Layout.OFF
+
+
+def _measured(
+    slots: int, model: Model, cores: Cores, layouts: Sequence[Layout], files: TimingFiles, gains: GainFile
+) -> MeasuredStart:
+    """What is measured or remembered; of layouts nothing is remembered where forwards take other times."""
+    timings = _timings(model, cores, layouts, files)
+    return MeasuredStart(slots, timings, {} if files.measured_otherwise else gains.read())
+
+
+def _timings(
+    model: Model, cores: Cores, layouts: Sequence[Layout], files: TimingFiles
+) -> dict[str, list[Timing]]:
+    """What forwards cost on the cores of each layout, on which they are computed for that."""
+    timings: dict[str, list[Timing]] = {}
+    for layout in reversed(layouts):
+        cores.enter(layout)
+        device = str(cores.of(layout))
+        if device not in timings:
+            timings[device] = remembered_timings(model, device, files)
+    return timings
+
+
+def _governing(
+    settings: Settings, cores: Cores, layouts: tuple[Layout, ...], measured: MeasuredStart
+) -> Governing:
+    """What may change while the engine runs, beginning with the first layout."""
+    devices = {layout: str(cores.of(layout)) for layout in layouts}
+    tables = {device: CostTable(measured.timings_on(device)) for device in set(devices.values())}
+    governor = Governor(layouts)
+    governor.recall(_by_layout(measured.gains))
+    return Governing(
+        governor,
+        cores,
+        {layout: tables[device] for layout, device in devices.items()},
+        {layout: _policy(settings, layout) for layout in layouts},
+        CostTable(measured.timings_on(devices[Layout.ASYNC])) if Layout.ASYNC in devices else None,
+    )
+
+
+def _policy(settings: Settings, layout: Layout) -> GrowPolicy:
+    if layout is Layout.OFF or not settings.grow_first:
+        return Never()
+    return WhenItPays(concurrent=layout is Layout.ASYNC)
+
+
+def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
+    """The same parts with the bounds that the settings name."""
+    return replace(
+        parts,
+        prefix_cache=settings.prefix_cache,
+        budget=settings.budget if settings.mode is not Mode.AR else 0,
+        draft_width=settings.draft_width,
+        # Each drafter fills its own tree.
+        tree_nodes=settings.tree_nodes * max(1, len(settings.drafts)),
+        max_tpot_s=settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf,
+    )
+
+
+def _features(settings: Settings, target: Path) -> tuple[int, ...]:
+    """The target's layers that its drafts read. Installed sources, and heads whose files are on another
+    machine only, read what the settings name."""
+    named = settings.eagle_features or ()
+    found: list[int] = []
+    for name in settings.draft_models if settings.mode is not Mode.AR else ():
+        if own_layers(name) is not None:
+            continue
+        folder = None if is_source(name) else model_here(name, "draft")
+        if folder is None:
+            found += named
+        elif is_head(folder):
+            found += head_config(folder, target, named).features or ()
+    return tuple(dict.fromkeys(found))
+
+
+def _within(
+    settings: Settings,
+    models: Sequence[str],
+    hello: Hello,
+    ends: Sequence[int],
+    native: NativeLibrary | None,
+    grammars: Grammars,
+    say: Callable[[str], None],
+) -> Iterator[Channel]:
+    """The drafters of this process: these models, on the target's device, and lookups."""
+    for name in models:
+        say(f"loading the draft model {without_revision(name)} inline")
+        alone = settings.model_copy(update={"draft": name})
+        drafter = assemble_drafter(alone, "inline", settings.target_device or "cpu", native, grammars)
+        check_hello(hello, drafter.hello)
+        yield InlineChannel(drafter.core, drafter.hello)
+    for name in settings.lookups:
+        yield instant_channel(name, settings, hello, ends, grammars if settings.draft_grammars else None)
+
+
+def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        noise=NOISE_SCHEME,
+        tokenizer=tokenizer.vocabulary_hash(),
+        vocabulary=facts.vocabulary,
+        context=facts.context,
+        name="verifier",
+    )
+
+
+def _slots(settings: Settings, sizes: ModelSizes, device: str, leader: Leader | None) -> int:
+    """KV slots: what the settings name, else a share of the free memory, never more than all requests
+    need. A rank's cache holds its heads of all of them, so that the rank with the least memory decides."""
+    ranks = settings.tensor_parallel
+    context = min(settings.context or sizes.context, sizes.context)
+    if settings.kv_memory_mb is not None:
+        budget = (settings.kv_memory_mb << 20) // ranks
+    else:
+        free = available_memory(torch_device(device))
+        free = free if leader is None else min(free, leader.min_free)
+        free = (free // ranks if torch_device(device) == "cpu" else free) - sizes.resident_bytes
+        budget = int(_KV_SHARE * max(0, free))
+    slots = min(budget // sizes.kv_bytes_per_slot, (settings.max_running + 1) * (context + 64))
+    if slots < 128:
+        raise MemoryShortError(
+            f"{budget >> 20} MiB hold {slots} tokens of KV cache, too few for one request; "
+            "free memory, raise SSD_KV_MEMORY_MB or choose a smaller model"
+        )
+    return slots

@@ -1,0 +1,101 @@
+"""The one door to an engine: puts it together from given parts, whether for a server, a test or a benchmark.
+
+What is not given is as usual. Knows how the parts fit; loads nothing, measures nothing and starts nothing.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ssd_serve.cache.prefix import PrefixCache
+from ssd_serve.cache.slots import SlotPool
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.interface import Model
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.verifier.bounds import Bounds
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.features import FeatureStore
+from ssd_serve.verifier.observer import Observer
+from ssd_serve.base.cost import CostTable, HostCost
+from ssd_serve.verifier.planning.growth import GrowPolicy, Never
+from ssd_serve.verifier.planning.placing import Governing
+from ssd_serve.verifier.planning.planner import DraftBounds, RoundPlanner
+from ssd_serve.verifier.round import Rounds
+from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine is made of. `drafters` has none connected yet; without any it decodes plainly."""
+
+    model: Model
+    drafters: Drafters
+    cost: CostTable
+    slots: int
+    limits: SchedulerLimits
+    prefix_cache: bool = True
+    context: int | None = None
+    """Longest prompt and output; None: the model's."""
+    budget: int | None = None
+    """Most nodes of a round; None: the cost model alone decides."""
+    draft_width: int = 16
+    tree_nodes: int = 4096
+    max_tpot_s: float = math.inf
+    policy: GrowPolicy = field(default_factory=Never)
+    host: HostCost = field(default_factory=HostCost)
+    governing: Governing | None = None
+    noise: NoiseRows | None = None
+    """None: the engine's own. Engines of one model may share rows."""
+    native: NativeLibrary | None = None
+    clock: Callable[[], float] = time.perf_counter
+    rounds: Rounds | None = None
+    """Rounds of another kind, with the same model; None: the usual ones."""
+    planner_kind: type[RoundPlanner] = RoundPlanner
+    observer: Observer | None = None
+    features: FeatureStore | None = None
+    """What drafters may read of the target; its model gives it."""
+    grammars: Grammars | None = None
+    """What outputs may have to match; None: none can."""
+
+
+def build_engine(parts: EngineParts) -> Engine:
+    """A fresh engine of these parts."""
+    facts = parts.model.facts
+    context = facts.context if parts.context is None else parts.context
+    pool = SlotPool(parts.slots)
+    scheduler = Scheduler(pool, PrefixCache(pool) if parts.prefix_cache else None, parts.limits)
+    planner = parts.planner_kind(
+        parts.drafters,
+        parts.cost,
+        parts.policy,
+        DraftBounds(context, parts.budget, parts.draft_width, parts.max_tpot_s),
+        parts.host,
+        parts.governing,
+        parts.clock,
+    )
+    bounds = Bounds(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
+    rounds = parts.rounds or _rounds(parts)
+    if parts.features is not None:
+        parts.drafters.admission.offer(parts.features.layers)
+    return Engine(
+        rounds,
+        scheduler,
+        parts.drafters,
+        planner,
+        bounds,
+        parts.clock,
+        parts.observer,
+        parts.features,
+        parts.grammars,
+    )
+
+
+def _rounds(parts: EngineParts) -> Rounds:
+    facts = parts.model.facts
+    noise = parts.noise or NoiseRows(
+        facts.vocabulary, capacity_for(facts.vocabulary), facts.device, parts.native
+    )
+    return Rounds(parts.model, noise, facts.eos_token_ids, parts.native, parts.clock)

@@ -1,0 +1,365 @@
+"""The verifier's engine: one step is one round, and reads as its description.
+
+    drain growth -> choose work -> grow first where it pays -> launch -> listen -> finish: sample, walk,
+    commit, publish
+
+It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not how drafts are made.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from ssd_serve.base.errors import DeviceMemoryError, GrammarError
+from ssd_serve.base.messages import (
+    Committed,
+    Figures,
+    Finish,
+    Finished,
+    Refused,
+    ServerMessage,
+    Submit,
+    SubmitChoices,
+    VerifierReport,
+    Why,
+)
+from ssd_serve.models.memory import release_memory
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.sampling.thinking import output_state
+from ssd_serve.verifier.bounds import Bounds
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.features import FeatureStore
+from ssd_serve.verifier.observer import Observer
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
+from ssd_serve.verifier.planning.planner import Round, RoundPlanner
+from ssd_serve.verifier.planning.ranking import RankedNode
+from ssd_serve.verifier.request import Request, Shared, accept, share
+from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeRows, Walk
+from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler
+from ssd_serve.verifier.shortage import Shortage
+from ssd_serve.verifier.totals import Clocked, Totals, count
+
+_WAKING_S = 0.0015
+"""Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""
+
+
+class Engine:
+    """Verifies rounds for all requests. All collaborators are given; the engine starts nothing."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        scheduler: Scheduler,
+        drafters: Drafters,
+        planner: RoundPlanner,
+        bounds: Bounds,
+        clock: Callable[[], float] = time.perf_counter,
+        observer: Observer | None = None,
+        features: FeatureStore | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`observer`: whoever looks on. `features`: what drafters may read of the target. `grammars`: what
+        outputs may have to match; None: none can."""
+        self.grammars = grammars
+        self._round_began = 0.0
+        self._features = features
+        self.scheduler = scheduler
+        self.drafters = drafters
+        self.planner = planner
+        self.observer = observer or Observer()
+        self.watch = AcceptanceMonitor()
+        self.clocked = Clocked()
+        self.totals = Totals()
+        self.shortage = Shortage(scheduler.prefill_chunk)
+        self.decision: Decision | None = None
+        """The last round's; None before the first."""
+        self._rounds = rounds
+        self._bounds = bounds
+        self._clock = clock
+        self._requests: dict[int, Request] = {}
+        self._active: dict[int, Request] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has work."""
+        return bool(self._requests)
+
+    @property
+    def figures(self) -> Figures:
+        """Of all requests since start."""
+        return self.totals.told(self._requests.values(), self.drafters.sources)
+
+    def ask(self, message: ServerMessage) -> Sequence[Refused | Finished]:
+        """Do what a front end asks for; returns what it must know of that at once."""
+        if isinstance(message, Submit | SubmitChoices):
+            return self.submit_all(message)
+        if isinstance(message, Finish):
+            finished = self.finish(message.request)
+            return [finished] if finished is not None else []
+        self.abort(message.request)
+        return []
+
+    def submit(self, message: Submit) -> Refused | Finished | None:
+        """`submit_all` of one request; None: it is queued."""
+        return next(iter(self.submit_all(message)), None)
+
+    def submit_all(self, message: Submit | SubmitChoices) -> list[Refused | Finished]:
+        """Queue a request, or the choices of a prompt; returns why some are impossible, and how the output
+        that others bring had ended."""
+        each = message.each() if isinstance(message, SubmitChoices) else [message]
+        wrong = self._bounds.impossible(message.prompt, message.parameters.max_tokens)
+        if wrong is not None:
+            return [Refused(one.request, *wrong) for one in each]
+        shared: Shared | None = None
+        answers: list[Refused | Finished] = []
+        for one in each:
+            answer: Refused | Finished | None = self._impossible_choice(one)
+            if answer is None:
+                shared = shared or share(one, self._bounds.eos)
+                answer = self._accept(one, shared)
+            if answer is not None:
+                answers.append(answer)
+        return answers
+
+    def _accept(self, message: Submit, shared: Shared) -> Refused | Finished | None:
+        """Queue a request, unless its output cannot match what it must."""
+        bounds = self._bounds
+        try:
+            grammar = output_state(message.parameters, message.output, bounds.vocabulary, self.grammars)
+        except GrammarError as error:
+            return Refused(message.request, f"structured output: {error}", "grammar")
+        return self._queue(accept(message, shared, bounds.tree_nodes, bounds.vocabulary, grammar))
+
+    def _queue(self, request: Request) -> Finished | None:
+        """Queue a request, unless it is over."""
+        ended = request.ended(request.tokens[-1], request.left) if request.generated else ""
+        if ended:
+            return self._finished(request, ended)
+        self._requests[request.number] = request
+        self.scheduler.submit(request)
+        self.totals.prompt_tokens += request.prompt_length
+        return None
+
+    def abort(self, number: int) -> None:
+        """Free everything of a request now; unknown numbers are ignored."""
+        request = self._requests.pop(number, None)
+        if request is not None:
+            self._retire(request)
+
+    def finish(self, number: int) -> Finished | None:
+        """End a request because the front end found its end; None when it had ended by itself."""
+        request = self._requests.pop(number, None)
+        if request is None:
+            return None
+        self._retire(request)
+        return Finished(number, "stop", self._told(request))
+
+    def step(self) -> list[VerifierReport]:
+        """One round over everything that is running; returns what the front end must know."""
+        started = self._round_began = self._clock()
+        self.drain()
+        admitted = self._admit()
+        parts = self._choose_parts()
+        if not parts:
+            self._open(admitted)
+            return []
+        nodes, decision = self.planner.choose(self.scheduler.running, parts, self._drain_awaited)
+        self._open(admitted)
+        flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
+        self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
+        self.observer.decided(walks, self.decision)
+        self.totals.compare(self.decision, walks)
+        if self._features is not None:
+            self._features.take(flight, walks)
+        reports = [report for walk in walks for report in self._commit(walk)]
+        self.scheduler.pool.free([slot for walk in walks for slot in walk.rejected])
+        self.drafters.flush()
+        self.shortage.passed()
+        self._account(flight, walks, forward_s, decision.waited_s, self._clock() - started)
+        return reports
+
+    def drain(self) -> None:
+        """Take what drafters have said."""
+        self.drafters.drain(self._active)
+
+    def _drain_awaited(self) -> None:
+        """`drain` of what was waited for: all other drafting went on beside the target's work."""
+        before = self.drafters.expansions
+        self.drain()
+        self.totals.awaited_expansions += self.drafters.expansions - before
+
+    def _compute_or_less(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
+        """`_compute`; where memory runs out once more with fewer rows, which changes no token."""
+        try:
+            return self._compute(work)
+        except DeviceMemoryError as error:
+            reason = str(error)
+        # Here the error is gone, and with it all that the round had made.
+        rows = [len(each.part.slots) for each in work]
+        self.shortage.strike(sum(count for count in rows if count > 1), reason)
+        for each in work:
+            self.scheduler.pool.free(each.node_slots)
+        release_memory()
+        parts = self.scheduler.shrink([each.part for each in work], self.shortage.chunk)
+        return self._compute([RequestStep(part) for part in parts])
+
+    def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
+        """Run a round's forward, listen meanwhile, and decide; also the seconds that the forward took."""
+        try:
+            flight = self._rounds.launch(work)
+            forward_s = self._listen(flight)
+            return flight, forward_s, self._rounds.finish(flight)
+        except DeviceMemoryError as error:
+            self.observer.short(str(error))
+            raise
+
+    def _listen(self, flight: InFlight) -> float:
+        """Take growth while the device works and once more when it is done; returns the forward's seconds."""
+        if not flight.ready():
+            ends = flight.started + self.planner.cost.seconds(flight.rows, flight.reading) - _WAKING_S
+            while not flight.ready() and self.drafters.listen(ends - self._clock()):
+                self.drain()
+        forward_s = flight.wait()
+        self.drain()
+        return forward_s
+
+    def _admit(self) -> Sequence[Request]:
+        admitted = self.scheduler.admit()
+        for request in admitted:
+            self._active[request.number] = request
+            request.began = self._round_began if request.began is None else request.began
+        return admitted
+
+    def _open(self, admitted: Sequence[Request]) -> None:
+        """Let drafters begin, once the round has its layout: who pauses while prompts are read on all cores
+        must not begin to read too."""
+        for request in admitted:
+            if request.number in self._active:
+                self.drafters.open(request)
+
+    def _choose_parts(self) -> list[ScheduledChunk]:
+        scheduler, decoding = self.scheduler, self.scheduler.decoding
+        reading = decoding < len(scheduler.running)
+        rows = self.planner.prompt_rows(decoding, self.shortage.chunk) if reading else 0
+        parts, preempted = scheduler.plan(rows)
+        for request in preempted:
+            self._active.pop(request.number, None)
+            self.drafters.close(request)
+            request.replica = None
+        return parts
+
+    def _place(self, parts: Sequence[ScheduledChunk], chosen: Sequence[RankedNode]) -> list[RequestStep]:
+        """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
+        first."""
+        trees = [TreeRows() for _ in parts]
+        for _, index, token, parent in chosen:
+            trees[index].add(token, parent)
+        slots = self.scheduler.tree_slots(parts, [len(tree) for tree in trees])
+        return [
+            RequestStep(part, tree.first(len(given)), given)
+            for part, tree, given in zip(parts, trees, slots, strict=True)
+        ]
+
+    def _commit(self, walk: Walk) -> list[VerifierReport]:
+        """Keep the accepted slots, extend the text, tell drafters and front end."""
+        work, request = walk.work, walk.work.part.request
+        request.slots.extend([*work.part.slots, *walk.kept])
+        request.scored += len(walk.prompt_logprobs)
+        if not walk.tokens:
+            told = walk.prompt_logprobs
+            self.drafters.read(request)
+            return [Committed(request.number, (), prompt_logprobs=told)] if told else []
+        before = request.generated
+        if request.began is not None and not request.figures.prompt_s:
+            request.figures.prompt_s = self._clock() - request.began
+        request.tokens.extend(walk.tokens)
+        if request.counts is not None:
+            request.counts.extend(walk.tokens)
+        failed = _follow(request, walk.tokens)
+        self._advance(walk, request, first=before == 0 and not len(work.tree))
+        reports: list[VerifierReport] = [
+            Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs)
+        ]
+        if walk.ended or failed:
+            del self._requests[request.number]
+            self._retire(request)
+            reports.append(
+                self._finished(request, walk.ended)
+                if walk.ended
+                else Finished(request.number, "error", self._told(request), message=failed)
+            )
+        return reports
+
+    def _finished(self, request: Request, why: str) -> Finished:
+        """Its text has ended, by its last token."""
+        stop_token = request.tokens[-1] if why == "stop" else None
+        return Finished(request.number, why, self._told(request), stop_token)
+
+    def _told(self, request: Request) -> Figures:
+        return request.acceptance.told(request.figures, self.drafters.sources)
+
+    def _advance(self, walk: Walk, request: Request, first: bool) -> None:
+        """Move the replica's root and publish the outcome; count the round unless it ended the prompt."""
+        replica = request.replica
+        if replica is None:
+            return
+        rows = walk.work.tree
+        if not first:
+            request.acceptance.count(replica, rows.tokens, rows.parents, rows.depths, walk.accepted)
+        hit = replica.advance(walk.tokens).hit
+        self.totals.late_expansions += replica.take_late()
+        if not walk.ended:
+            self.drafters.outcome(request)
+        working = self.drafters.working
+        if working and not first:
+            self.watch.observe(0 in walk.accepted if len(rows) else None, hit)
+        count((request.figures, self.totals.figures), walk, first, replica if working else None, hit)
+
+    def _retire(self, request: Request) -> None:
+        self.totals.acceptance.add(request.acceptance)
+        if self._active.pop(request.number, None) is not None:
+            self.drafters.close(request)
+        self.scheduler.remove(request)
+
+    def _account(
+        self, flight: InFlight, walks: Sequence[Walk], forward_s: float, waited_s: float, total_s: float
+    ) -> None:
+        self.clocked.add(flight.rows, forward_s, waited_s, total_s)
+        decoding = [walk for walk in walks if walk.decoded]
+        if decoding:
+            self.watch.judge(self.drafters.working)
+        if flight.result.captured_now:
+            return  # what it took is not what the next one takes
+        slots = sum(len(walk.work.part.slots) for walk in walks)
+        self.planner.learn(
+            Round(
+                requests=len(decoding),
+                prompts=len(walks) - len(decoding),
+                prompt_rows=slots - len(decoding),
+                rows=flight.rows,
+                reading=flight.reading,
+                tokens=sum(len(walk.tokens) for walk in decoding),
+                forward_s=forward_s,
+                host_s=total_s - forward_s - waited_s,
+                total_s=total_s,
+                levels=sum(walk.levels for walk in decoding),
+            )
+        )
+
+    def _impossible_choice(self, message: Submit) -> Refused | None:
+        number, bounds = message.request, self._bounds
+        if not bounds.known(message.output):
+            return Refused(number, bounds.unknown, "prompt")
+        if number in self._requests:
+            return Refused(number, "request number is in use", "request")
+        if self.scheduler.full() and not message.output:
+            return Refused(number, "too many requests are waiting", "", retry_after_s=1.0)
+        return None
+
+
+def _follow(request: Request, tokens: Sequence[int]) -> str:
+    """The output goes on in its grammar; why it cannot, which only a grammar that is too complex does."""
+    grammar = request.grammar
+    if grammar is None or (grammar.take(tokens) == len(tokens) and not grammar.trouble):
+        return ""
+    return f"the output's grammar could not be followed: {grammar.trouble or 'a token does not match'}"

@@ -1,0 +1,70 @@
+"""What the log is told about an engine's rounds, and when. Knows the engine's figures; changes nothing."""
+
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.messages import AcceptanceHealth, Price, Why
+from ssd_serve.verifier.engine import Engine
+
+_WHY_S = 1.0
+"""A reason that changes from round to round is told no more often."""
+
+
+class Notices:
+    """Tells what has changed since it was told last."""
+
+    def __init__(self, engine: Engine, log: Logger) -> None:
+        self._engine = engine
+        self._log = log
+        self._health = engine.watch.health
+        self._why: Why | None = None
+        self._why_told_at = -_WHY_S
+        self._shortages = 0
+
+    def tell(self, now: float) -> None:
+        """What concerns the last rounds, in seconds of any clock."""
+        self._tell_shortage()
+        self._tell_decision(now)
+
+    def _tell_shortage(self) -> None:
+        shortage = self._engine.shortage
+        if shortage.count == self._shortages:
+            return
+        self._shortages = shortage.count
+        self._log.warning(
+            "the device's memory ran out in a round: it was run again without trees and with fewer prompt "
+            "tokens, and rounds stay small for a while",
+            reason=shortage.reason,
+            times=shortage.count,
+            prompt_tokens=shortage.chunk,
+            advice="lower SSD_KV_MEMORY_MB or SSD_PREFILL_CHUNK",
+        )
+
+    def _tell_decision(self, now: float) -> None:
+        """Why rounds speculate or not, whenever that changes."""
+        decision = self._engine.decision
+        if decision is None or decision.why is self._why or now - self._why_told_at < _WHY_S:
+            return
+        self._why, self._why_told_at = decision.why, now
+        self._log.debug(
+            "speculates" if decision.nodes else "does not speculate",
+            why=decision.why.value,
+            layout=decision.layout.value,
+            nodes=decision.nodes,
+            waited_s=decision.waited_s,
+            chosen=_price(decision.chosen),
+            other=_price(decision.other),
+        )
+
+    def tell_health(self) -> None:
+        """A speculation that has become useless changes no text: without a word nobody would know."""
+        health = self._engine.watch.health
+        if health is self._health:
+            return
+        self._health = health
+        if health is AcceptanceHealth.GOOD:
+            self._log.info("speculation is well again")
+        else:
+            self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
+
+
+def _price(price: Price | None) -> str:
+    return f"{price.rate:.1f} tokens/s, {1e3 * price.seconds:.1f} ms a round" if price else "unknown"

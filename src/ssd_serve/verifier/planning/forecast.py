@@ -1,0 +1,131 @@
+"""What each layout should give before it was tried: from measured step times and how often guesses are right.
+
+The governor begins with it, and tries only layouts that it puts near the best; what rounds really give
+counts more as soon as it is known. Plain Python; knows cost tables, not drafters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ssd_serve.base.cost import CostTable, HostCost, Reading
+from ssd_serve.verifier.planning.layout import Layout
+
+_RIGHT = 0.7
+"""How often the next level of a grown tree has the target's choice, while nothing is known."""
+_PRIOR = 16.0
+"""Levels that this weighs."""
+_MEMORY = 1 - 1 / 1024
+_DEEPEST = 8
+_NODES_A_LEVEL = (1, 2)
+"""Nodes that a round verifies for each level that a tree has grown: fewer where many requests share it."""
+_PROMPT_ROWS = 256
+"""Of a round that reads prompts, about."""
+_IN_FLIGHT = 3
+"""Levels that are verified while a drafter beside the target grows below them: what it grows lies where the
+text goes on if they are all right."""
+_STEPS_A_LEVEL = 0.6
+"""Steps that an inline draft takes for a verified level: a tree that is re-rooted has some of the next."""
+
+
+class Rightness:
+    """How often a level of a tree of which nodes were verified has the target's choice among them."""
+
+    def __init__(self) -> None:
+        self._right, self._levels = _RIGHT * _PRIOR, _PRIOR
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return self._right / self._levels
+
+    def observe(self, right: int, levels: int) -> None:
+        """Texts came to so many levels with nodes, and went on along `right` of these. What was not drafted,
+        or not verified, is no guess that was wrong."""
+        faded = _MEMORY**levels
+        self._right = faded * self._right + right
+        self._levels = faded * self._levels + levels
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingLoad:
+    """So many `requests` that decode, of `context` tokens each."""
+
+    requests: int
+    context: float = 0.0
+
+    def reading(self, nodes_each: int = 0) -> Reading:
+        """What attention reads in a round of theirs with so many nodes each."""
+        tokens = int(self.requests * self.context)
+        return Reading(tokens, tokens * (1 + nodes_each))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """A draft step of a layout: its seconds, 0: not known, and the nodes that it expands over all
+    requests."""
+
+    seconds: float
+    width: int
+
+    def level_s(self, requests: int) -> float:
+        """Seconds for one level more of every request's tree."""
+        return self.seconds * max(1.0, requests / self.width)
+
+
+def forecast(
+    load: DecodingLoad,
+    unit_s: float,
+    costs: Mapping[Layout, CostTable],
+    steps: Mapping[Layout, DraftStep],
+    host: HostCost,
+    right: float,
+) -> dict[Layout, float]:
+    """Of each layout: how many tokens of a request it gives in `unit_s` seconds; none for a layout whose
+    draft steps are not known. `right` is `Rightness.share`."""
+    gains: dict[Layout, float] = {}
+    shapes = [(depth, depth * nodes) for depth in range(1, _DEEPEST + 1) for nodes in _NODES_A_LEVEL]
+    for layout, cost in costs.items():
+        if layout is Layout.OFF:
+            gains[layout] = unit_s / _round_s(cost, host, load, 0)
+        elif layout in steps and steps[layout].seconds > 0:
+            speed = _inline if layout is Layout.SYNC else _beside
+            level_s = steps[layout].level_s(load.requests)
+            gains[layout] = unit_s * max(
+                speed(_round_s(cost, host, load, nodes), depth, level_s, right) for depth, nodes in shapes
+            )
+    return gains
+
+
+def with_reading(gain: float, plain_s: float, read_s: float, beside: bool) -> float:
+    """What a layout that gives `gain` gives of texts for which plain decoding takes `plain_s` seconds, where
+    its drafters read their prompts for `read_s` seconds while they decode: `beside` the target, which decodes
+    plainly meanwhile, or in its stead."""
+    lost_s = read_s * max(0.0, 1 - 1 / gain) if beside else read_s
+    return plain_s / (plain_s / gain + lost_s)
+
+
+def slowed_by_reading(plain: CostTable, text_s: float) -> float:
+    """By how much rounds that read prompts take longer where the target's device reads them for drafts too,
+    in `text_s` seconds a token."""
+    return 1 + text_s * _PROMPT_ROWS / max(plain.first_seconds(_PROMPT_ROWS, Reading()), 1e-9)
+
+
+def _inline(round_s: float, depth: int, level_s: float, right: float) -> float:
+    """Tokens a second of a request where `depth` levels are grown before each round of `round_s`."""
+    return _tokens(depth, right) / (_STEPS_A_LEVEL * depth * level_s + round_s)
+
+
+def _beside(round_s: float, depth: int, level_s: float, right: float) -> float:
+    """The same where at most `depth` levels are verified of what grows meanwhile; a miss waits for one."""
+    grown = min(float(depth), right**_IN_FLIGHT * round_s / level_s)
+    return _tokens(grown, right) / (round_s + (1 - right) * level_s)
+
+
+def _tokens(depth: float, right: float) -> float:
+    return depth + 1 if right >= 1 else float((1 - right ** (depth + 1)) / (1 - right))
+
+
+def _round_s(cost: CostTable, host: HostCost, load: DecodingLoad, nodes_each: int) -> float:
+    nodes = nodes_each * load.requests
+    forward_s = cost.seconds(load.requests + nodes, load.reading(nodes_each))
+    return max(1e-9, forward_s + host.seconds(load.requests, nodes))

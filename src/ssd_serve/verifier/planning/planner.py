@@ -1,0 +1,315 @@
+"""The decisions of a round: in which layout, which nodes, and whether the trees grow first.
+
+One objective, the expected committed tokens per second, under what was measured: forwards, host time, waits,
+and what each layout really gives. Knows the drafters as something to wait for; runs no forward and owns no
+request.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd_serve.base.messages import Price, Why
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.planning.budget import Rate, choose
+from ssd_serve.base.cost import MAX_ROWS, CostTable, HostCost, Reading
+from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.planning.expectations import Expectations
+from ssd_serve.verifier.planning.forecast import Rightness
+from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
+from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.planning.placing import Governing, Placing
+from ssd_serve.verifier.planning.ranking import RankedNode, Ranking, rank
+from ssd_serve.verifier.request import Request
+from ssd_serve.verifier.scheduler import ScheduledChunk
+
+_MIN_PROMPT_ROWS = 16
+_CLEARLY_CHEAPER = 0.85
+"""A smaller chunk than the largest must cost this share of its price by the row: the rest is noise, and the
+first token of a prompt comes later."""
+_AS_CHEAP = 1.03
+_CANDIDATES, _CANDIDATES_EACH = 64, 8
+"""Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
+chooses among them."""
+_NEXT = 8
+"""What one more node adds to a round is the mean of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBounds:
+    """`budget`: most nodes of a round, None: the cost model alone decides; `width`: nodes of a draft step;
+    `max_tpot_s`: seconds that a token of a running request should take at most."""
+
+    context: int
+    budget: int | None
+    width: int
+    max_tpot_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round was: `requests` decoding requests and some prompts, in `rows` rows, gave `tokens` tokens
+    to the decoding ones, whose texts came to `levels` levels of their trees with nodes."""
+
+    requests: int
+    prompts: int
+    prompt_rows: int
+    rows: int
+    reading: Reading
+    tokens: int
+    forward_s: float
+    host_s: float
+    total_s: float
+    levels: int
+
+
+class _Pending(NamedTuple):
+    """What a round computes without nodes: `rows` rows, of `requests` decoding requests and of prompts."""
+
+    parts: Sequence[ScheduledChunk]
+    requests: int
+    rows: int
+    reading: Reading
+
+    @property
+    def context(self) -> float:
+        """Tokens of a request's context, on average."""
+        return self.reading.context / max(1, len(self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prospect:
+    """A round of `requests` decoding requests as it would be now; `seconds` is what it takes with 0, 1, ...
+    nodes."""
+
+    requests: int
+    outlook: Outlook
+    ranking: Ranking
+    seconds: npt.NDArray[np.float64]
+
+    @property
+    def without_nodes(self) -> Price:
+        """The round that verifies none."""
+        return Price(0, float(self.requests), float(self.seconds[0]))
+
+    @property
+    def with_one_node(self) -> Price | None:
+        """The round that verifies the best one; None where there is none, or no row for it."""
+        if not self.ranking.nodes or len(self.seconds) < 2:
+            return None
+        return Price(1, self.requests + self.ranking.nodes[0][0], float(self.seconds[1]))
+
+
+class RoundPlanner:
+    """Decides rounds and learns from them. `governing` None: one layout for ever, with this cost and
+    policy."""
+
+    def __init__(
+        self,
+        drafters: Drafters,
+        cost: CostTable,
+        policy: GrowPolicy,
+        bounds: DraftBounds,
+        host: HostCost | None = None,
+        governing: Governing | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.placing = Placing(drafters, cost, policy, governing, clock)
+        self.host = host or HostCost()
+        self._drafters = drafters
+        self._bounds = bounds
+        self._rate = Rate()
+        self._clock = clock
+        self._right = Rightness()
+        self._expectations: Expectations | None = None
+        if governing is not None:
+            self._expectations = Expectations(
+                drafters, self.placing, governing, bounds.width, self.host, self._right
+            )
+
+    @property
+    def cost(self) -> CostTable:
+        """What forwards cost where the next round computes."""
+        return self.placing.cost
+
+    def choose(
+        self, running: Sequence[Request], parts: Sequence[ScheduledChunk], drain: Callable[[], object]
+    ) -> tuple[list[RankedNode], Decision]:
+        """The nodes of a round of these parts, best first, and why; `drain` takes what came. Who runs without
+        a part in it waits for its prompt to be read."""
+        requests = sum([part.request.decoding for part in parts])
+        pending = _Pending(parts, requests, sum([len(part.slots) for part in parts]), _reading(parts))
+        if self._expectations is not None:
+            self._expectations.begin(running, pending.context)
+        self.placing.place(len(running), requests, pending.rows, pending.reading)
+        if self.placing.reading:
+            return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
+        if not self._drafters.working or self._bounds.budget == 0:
+            return [], self._undrafted(requests)
+        waited_s, answers = 0.0, True
+        prospect = self._prospect(pending, 0)
+        while (
+            requests
+            and (answers := self._drafters.worth_waiting())
+            and self.placing.policy.wants(outlook := prospect.outlook)
+        ):
+            started = self._clock()
+            self._drafters.wait(2 * max(outlook.step_s, 1e-3))
+            drain()
+            spent_s = self._clock() - started
+            waited_s += spent_s
+            prospect = self._prospect(pending, outlook.steps + 1)
+            self.placing.policy.learn(outlook, prospect.outlook, spent_s)
+        nodes = prospect.ranking.nodes[: prospect.outlook.choice.nodes]
+        return nodes, self._drafted(prospect, waited_s, answers)
+
+    def prompt_rows(self, requests: int, most: int) -> int:
+        """How many of `most` prompt rows a round should read beside `requests` decoding requests: as many as
+        read prompts fastest, but with a target no more than let tokens come in time; never so few that
+        prompts would not get on."""
+        seconds = self.cost.span(requests, requests + most)
+        rows = cheapest_chunk(seconds)
+        limit_s = self._bounds.max_tpot_s
+        if limit_s < math.inf and requests:
+            spent = seconds + self.host.seconds(requests, 0)
+            fitting = int(np.searchsorted(spent, limit_s * self._rate.tokens_a_round, side="right")) - 1
+            rows = min(rows, max(_MIN_PROMPT_ROWS, fitting))
+        return min(most, rows)
+
+    def layout_gains(self) -> dict[int, dict[str, float]]:
+        """What each layout gave, plain decoding being 1, by the middle number of requests of each level."""
+        governing = self.placing.governing
+        gains = governing.governor.gains() if governing is not None else {}
+        return {
+            requests: {layout.value: gain for layout, gain in each.items()}
+            for requests, each in gains.items()
+        }
+
+    def learn(self, round_: Round) -> None:
+        """Take a round's times into account; those that read prompts do not tell what decoding takes."""
+        nodes = round_.rows - round_.requests - round_.prompt_rows
+        self.placing.observe(round_.rows, nodes, round_.reading, round_.forward_s)
+        governing = self.placing.governing
+        if governing is not None and self._drafters.alive:
+            self._govern(round_, governing)
+        if round_.prompts:
+            return
+        self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
+        self._rate.observe(round_.requests, round_.tokens, round_.total_s)
+        self._right.observe(round_.tokens - round_.requests, round_.levels)
+
+    def _govern(self, round_: Round, governing: Governing) -> None:
+        """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
+        cost, reading = governing.costs[Layout.OFF], round_.reading
+        rows = round_.requests + round_.prompt_rows
+        if not round_.prompts:
+            plain_s = cost.first_seconds(rows, Reading(reading.context, reading.context))
+            gained_s = round_.tokens / rows * plain_s
+        else:
+            share = rows / round_.rows  # of what attention read: nodes read too
+            plain_s = cost.first_seconds(rows, Reading(reading.context, int(share * reading.row_context)))
+            # Those whose prompts are read decode beside them before long: a token saves its share of a round.
+            together = round_.requests + round_.prompts
+            saved_s = cost.first_seconds(together, Reading()) / together
+            gained_s = plain_s + (round_.tokens - round_.requests) * saved_s
+        governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
+
+    def _undrafted(self, requests: int) -> Decision:
+        """A round for which nobody drafts."""
+        governing = self.placing.governing
+        governor = governing.governor if governing is not None else None
+        layout, other_s = self._drafters.layout, 0.0
+        if self._bounds.budget == 0:
+            why = Why.OFF
+        elif governor is None or layout is not Layout.OFF or not self._drafters.alive:
+            why = Why.NO_DRAFTER
+        else:
+            why = Why.TRYING if governor.trying else Why.SLOWER
+            mine, others = governor.standing()
+            other_s = self._rate.seconds_a_round * mine / others if others else 0.0
+        tokens, seconds = requests * self._rate.tokens_a_round, self._rate.seconds_a_round
+        chosen = Price(0, tokens, seconds) if tokens and seconds else None
+        other = Price(None, tokens, other_s) if tokens and other_s else None
+        return Decision(layout, why, 0, 0.0, chosen, other)
+
+    def _drafted(self, prospect: _Prospect, waited_s: float, answers: bool) -> Decision:
+        """A round for which somebody drafts, though none of it may be there."""
+        choice = prospect.outlook.choice
+        if not choice.nodes:
+            why = _why_none(prospect, answers)
+        elif (governing := self.placing.governing) is not None and governing.governor.trying:
+            why = Why.TRYING
+        else:
+            why = Why.PAYS
+        chosen = Price(choice.nodes, choice.tokens, choice.seconds)
+        other = prospect.without_nodes if choice.nodes else prospect.with_one_node
+        return Decision(self._drafters.layout, why, choice.nodes, waited_s, chosen, other)
+
+    def _prospect(self, pending: _Pending, steps: int) -> _Prospect:
+        """The round as it would be now, after so many awaited draft steps."""
+        bounds, requests = self._bounds, pending.requests
+        rate = self._rate.value(len(pending.parts))  # who waits for a prompt waits too
+        most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
+        least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
+        instant = self._drafters.instant_sources if self._drafters.step_s else 0
+        ranking = rank(pending.parts, most, bounds.context, bounds.width, least, instant)
+        reaches = np.array([item[0] for item in ranking.nodes])
+        seconds = self._round_seconds(pending, max(len(reaches), _NEXT))
+        few = seconds[: _NEXT + 1]
+        row_s = float(few[-1] - few[0]) / max(1, len(few) - 1)
+        seconds = seconds[: len(reaches) + 1]
+        choice = choose(reaches, requests, seconds, rate, bounds.max_tpot_s)
+        # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
+        leaves = np.maximum(ranking.leaves - rate * row_s, 0.0)
+        outlook = Outlook(choice, leaves, rate, self._drafters.step_s, steps, ranking.missed)
+        return _Prospect(requests, outlook, ranking, seconds)
+
+    def _round_seconds(self, pending: _Pending, most: int) -> npt.NDArray[np.float64]:
+        """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
+        rows = pending.rows
+        most = max(0, min(most, MAX_ROWS - rows))
+        forward_s = self.cost.span(rows, rows + most, pending.reading, pending.context)
+        return forward_s + self.host.node_s * np.arange(most + 1)
+
+
+def _why_none(prospect: _Prospect, answers: bool) -> Why:
+    """Why a round verifies no node though drafters work."""
+    ranking = prospect.ranking
+    if not prospect.requests:
+        return Why.PROMPTS
+    if not ranking.trees:
+        return Why.ENDING
+    if not ranking.nodes and ranking.missed:
+        return Why.NOTHING_DRAFTED if answers else Why.NO_DRAFTER
+    if len(prospect.seconds) < 2 and ranking.nodes:
+        return Why.FULL
+    return Why.LATE if prospect.outlook.choice.held_back else Why.NOT_WORTH
+
+
+def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
+    """The number of prompt rows a round by which prompts are read fastest, where `seconds` [most + 1] is what
+    a round takes with 0, 1, ... most of them; the most, unless fewer are clearly faster.
+
+    All of a round counts, also what its decoding requests would take alone: who waits with a prompt shares
+    their later rounds.
+    """
+    most = len(seconds) - 1
+    if most <= _MIN_PROMPT_ROWS:
+        return most
+    rows = np.arange(_MIN_PROMPT_ROWS, most + 1)
+    prices = seconds[_MIN_PROMPT_ROWS:] / rows
+    if prices.min() >= _CLEARLY_CHEAPER * prices[-1]:
+        return most
+    return int(rows[prices <= _AS_CHEAP * prices.min()][-1])
+
+
+def _reading(parts: Sequence[ScheduledChunk]) -> Reading:
+    """What attention reads for the pending tokens alone."""
+    contexts = [len(part.request.slots) for part in parts]
+    rows = [len(part.slots) for part in parts]
+    return Reading(sum(contexts), sum(a * b for a, b in zip(contexts, rows, strict=True)))

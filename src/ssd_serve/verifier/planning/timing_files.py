@@ -1,0 +1,144 @@
+"""Remembers on disk what forwards of a model cost on a device, and what each layout gave there, so that the
+next start need not find out again.
+
+A file is named by everything that the times depend on: the model's sizes and dtype, the device, the processor
+and the versions. What is there is checked with a few forwards before it is used; what cannot be read or
+written is only a measurement more. Knows files and timings, not models.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.owned import make_folder, read_own
+from ssd_serve.base.cost import Timing
+
+_FORMAT = 1
+_MAX_GAIN = 1000.0
+_TRIES = 3
+_MAX_OFF = 1.5
+"""Remembered times that differ by more than this factor from a few forwards now are measured again."""
+
+
+class _File(msgspec.Struct):
+    format: int
+    timings: list[tuple[int, int, float]]
+
+
+class _Gains(msgspec.Struct):
+    format: int
+    gains: dict[int, dict[str, float]]
+
+
+class TimingFiles:
+    """Timings in `folder`."""
+
+    def __init__(self, folder: Path, log: Logger) -> None:
+        self._folder = folder
+        self._log = log
+        self.measured_otherwise = False
+        """Whether something that was remembered has turned out to be different."""
+
+    def timings(
+        self,
+        identity: Mapping[str, object],
+        measure: Callable[[], Sequence[Timing]],
+        probe: Callable[[], Sequence[Timing]],
+    ) -> Sequence[Timing]:
+        """What is remembered, if `probe` agrees with it; else what `measure` finds.
+
+        That is remembered where `probe` agrees with it afterwards. Where it never does, other work disturbs
+        the machine: the least of everything is returned, and the next start measures again. `identity` is
+        what the times depend on.
+        """
+        path = self._folder / f"cost-{_digest(identity)}.json"
+        known = _read(path)
+        if known and _agree(known, probe()):
+            return known
+        self.measured_otherwise = self.measured_otherwise or bool(known)
+        found: list[Timing] = []
+        for _ in range(_TRIES):
+            measured, probed = measure(), probe()
+            if _agree(measured, probed):
+                self._write(path, measured)
+                return measured
+            found = least((*found, *measured, *probed))
+        self._log.debug("step times are not remembered: other work disturbs this machine")
+        return found
+
+    def _write(self, path: Path, timings: Sequence[Timing]) -> None:
+        _write(path, _File(_FORMAT, [(each.rows, each.context, each.seconds) for each in timings]), self._log)
+
+
+class GainFile:
+    """What each layout gave, by its name and by the level of load, for one set-up."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, object], log: Logger) -> None:
+        self._path = folder / f"layouts-{_digest(identity)}.json"
+        self._log = log
+        self._written: dict[int, dict[str, float]] = {}
+
+    def read(self) -> dict[int, dict[str, float]]:
+        """Empty where nothing is remembered, or what is cannot be read."""
+        try:
+            file = msgspec.json.decode(read_own(self._path), type=_Gains)
+        except (OSError, msgspec.DecodeError):
+            return {}
+        gains = [(load, gain) for load, each in file.gains.items() for gain in each.values()]
+        sound = all(load > 0 and 0 <= gain < _MAX_GAIN for load, gain in gains)
+        return file.gains if sound and file.format == _FORMAT else {}
+
+    def write(self, gains: Mapping[int, Mapping[str, float]]) -> None:
+        """Remember these instead; nothing is written while they stay the same."""
+        content = {load: dict(each) for load, each in gains.items()}
+        if content != self._written:
+            self._written = content
+            _write(self._path, _Gains(_FORMAT, content), self._log)
+
+
+def _digest(identity: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _write(path: Path, content: msgspec.Struct, log: Logger) -> None:
+    try:
+        make_folder(path.parent)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(content))
+        os.replace(file.name, path)
+    except OSError as error:
+        log.debug("what was measured is not remembered", reason=str(error))
+
+
+def _read(path: Path) -> list[Timing]:
+    """The timings of a file; none where it is absent, broken or of another format."""
+    try:
+        file = msgspec.json.decode(read_own(path), type=_File)
+    except (OSError, msgspec.DecodeError):
+        return []
+    sound = all(rows > 0 and context >= 0 and seconds > 0 for rows, context, seconds in file.timings)
+    return [Timing(*each) for each in file.timings] if sound and file.format == _FORMAT else []
+
+
+def least(timings: Iterable[Timing]) -> list[Timing]:
+    """The least of each kind: what disturbs a moment only lengthens it."""
+    found: dict[tuple[int, int], Timing] = {}
+    for each in timings:
+        key = each.rows, each.context
+        found[key] = min(each, found.get(key, each), key=lambda timing: timing.seconds)
+    return list(found.values())
+
+
+def _agree(known: Sequence[Timing], probed: Sequence[Timing]) -> bool:
+    """Whether every probed time is there and about right."""
+    seconds = {(each.rows, each.context): each.seconds for each in known}
+    return all(
+        1 / _MAX_OFF < each.seconds / seconds.get((each.rows, each.context), float("inf")) < _MAX_OFF
+        for each in probed
+    )

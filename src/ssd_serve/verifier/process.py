@@ -1,0 +1,213 @@
+"""The verifier process: takes requests from the server, runs rounds, sends tokens back; listens for
+drafters."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ssd_serve.transport.channel import Channel, Waitable
+from ssd_serve.transport.listener import Listener
+from ssd_serve.transport.polling import poll
+from ssd_serve.transport.rank_sockets import RankFiles
+from ssd_serve.base.settings import of_rank
+from ssd_serve.base.draft_messages import Message
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.errors import EngineDeadError
+from ssd_serve.base.logs import Logger, Sparingly, get_logger
+from ssd_serve.base.memory import Heap, settle_memory
+from ssd_serve.base.messages import Progress, ServerMessage, Status
+from ssd_serve.base.settings import Settings
+from ssd_serve.verifier.assembly import assemble_verifier, ready_report
+from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.environment import Environment
+from ssd_serve.verifier.held import HeldRequests
+from ssd_serve.verifier.notices import Notices
+from ssd_serve.verifier.observer import Turn
+from ssd_serve.verifier.ranks import LeadingRank
+from ssd_serve.verifier.replay.recording import session_recorder
+from ssd_serve.verifier.status import whole_status
+
+_STATUS_S = 1.0
+_COMPILING_S = 0.002
+"""Where nothing else goes on than that grammars are compiled."""
+_CONNECT_S = 3600.0
+"""A front end that has no descriptor comes later; one that dies takes this process with it."""
+_JOIN_S = 60.0
+_MAX_UNSENT = 4096
+_MAX_ACCEPTED = 16
+"""Drafters in one turn of the loop."""
+_REMEMBER_S = 5.0
+
+
+def run(settings: Settings, servers: Listener, joining: Listener, files: RankFiles) -> int:
+    """Load, serve until the server is gone. Returns the exit code.
+
+    `servers`, `joining`: where the server and drafters connect. `files`: where this process, rank 0 of the
+    target, meets the others if there are any.
+    """
+    log = get_logger("verifier", settings.log_level, settings.log_format)
+    others = _others(settings, log)
+    own = of_rank(settings, 0)
+    ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
+    server = _await_server(servers)
+    recorder = session_recorder(own, log)
+    verifier = assemble_verifier(
+        own,
+        lambda text: _say(server, log, text),
+        log=log,
+        ranks=ranks,
+        environment=recorder.environment if recorder else Environment(),
+    )
+    if recorder is not None:
+        recorder.begin(own, verifier)
+    settle_memory()
+    loop = VerifierLoop(
+        server, [joining, *others], verifier.engine, lambda: whole_status(verifier), verifier.remember, log
+    )
+    if settings.mode is Mode.SSD:
+        _say(server, log, "waiting for the drafters")
+        loop.await_drafters(_JOIN_S, max(1, settings.joining_drafters))
+    server.send(ready_report(settings, verifier))
+    log.info(
+        "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
+    )
+    loop.run()
+    return 0
+
+
+class VerifierLoop:
+    """Moves messages between the server and the engine, and steps the engine while it is busy."""
+
+    def __init__(
+        self,
+        server: Channel,
+        joining: Sequence[Listener],
+        engine: Engine,
+        status: Callable[[], Status],
+        remember: Callable[[], None],
+        log: Logger,
+    ) -> None:
+        """The first of `joining` is for this server's own drafters. `remember` keeps for the next start what
+        was learnt; it is called now and then, since a process may be killed."""
+        self._server = server
+        self._joining = joining
+        self._engine = engine
+        self._observer = engine.observer
+        self._unsent: deque[Message] = deque()
+        self._status_at = 0.0
+        self._remember = remember
+        self._status = status
+        self._notices = Notices(engine, log)
+        self._held = HeldRequests(engine.grammars)
+        self._remembered_at = time.monotonic()
+        self._heap = Heap()
+
+    def await_drafters(self, timeout_s: float, count: int) -> None:
+        """Wait until so many drafters with a device of their own have joined; go on without those that do not
+        come, or when requests wait that a verifier before this one has begun."""
+        self._drain()
+        deadline = time.monotonic() + timeout_s
+        while self._engine.drafters.beside < count and time.monotonic() < deadline:
+            if self._server.wait(0.0):  # taken once the server knows that this verifier can generate
+                return
+            self._accept()
+            self._sleep(0.05)
+            self._drain()
+
+    def run(self) -> None:
+        """Until the server is gone."""
+        try:
+            while not self._server.closed:
+                self._turn()
+        finally:
+            self._observer.rests()
+
+    def _turn(self) -> None:
+        self._take()
+        self._accept()
+        if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
+            self._observer.asked(Turn.STEP)
+            reports = self._engine.step()
+            if not self._engine.busy:  # before the last tokens: whoever has them may read the counters
+                self._unsent.append(self._status())
+            self._unsent.extend(reports)
+        else:
+            self._sleep(_COMPILING_S if self._held else _STATUS_S / 2)
+            self._drain()
+        self._report()
+
+    def _take(self) -> None:
+        for message in self._server.receive():
+            if isinstance(message, ServerMessage) and not self._held.hold(message):
+                self._ask(message)
+        for held in self._held.released():
+            self._ask(held)
+
+    def _ask(self, message: ServerMessage) -> None:
+        self._observer.asked(message)
+        self._unsent.extend(self._engine.ask(message))
+
+    def _drain(self) -> None:
+        self._observer.asked(Turn.DRAIN)
+        self._engine.drain()
+
+    def _sleep(self, timeout_s: float) -> None:
+        """Until anybody says anything."""
+        self._observer.rests()
+        sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]
+        poll(sources, timeout_s)
+
+    def _accept(self) -> None:
+        for place, listener in enumerate(self._joining):
+            for _ in range(_MAX_ACCEPTED):
+                channel = listener.accept(FROM_DRAFTERS)
+                if channel is None:
+                    break
+                self._engine.drafters.admit(channel, channel.peer, stranger=place > 0)
+
+    def _report(self) -> None:
+        """Send what the server will take; a slow server never stops a forward, only the next round."""
+        now = time.monotonic()
+        self._notices.tell(now)
+        if now - self._status_at >= _STATUS_S:
+            self._status_at = now
+            if len(self._unsent) < _MAX_UNSENT:
+                self._unsent.append(self._status())
+            self._notices.tell_health()
+            self._observer.asked(Turn.BEAT)
+            self._engine.drafters.beat()
+        if now - self._remembered_at >= _REMEMBER_S:
+            self._remembered_at = now
+            self._remember()
+        while self._unsent and self._server.post(self._unsent[0]):
+            self._unsent.popleft()
+        self._server.flush()
+        self._heap.trim_when_due()
+
+
+def _others(settings: Settings, log: Logger) -> list[Listener]:
+    """Where drafters of other places join, if they may."""
+    if not settings.drafter_address or settings.mode is not Mode.SSD:
+        return []
+
+    sparingly = Sparingly(log)  # anybody who reaches the port can be refused
+
+    def refused(why: str) -> None:
+        sparingly.warning("drafter refused", reason=why)
+
+    return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
+
+
+def _await_server(servers: Listener) -> Channel:
+    channel = servers.await_peer(_CONNECT_S)
+    if channel is None:
+        raise EngineDeadError("the server never connected to the verifier")
+    # Who comes later wants the verifier that comes after this one.
+    servers.close()
+    return channel
+
+
+def _say(server: Channel, log: Logger, text: str) -> None:
+    log.debug(text)
+    server.send(Progress(text))

@@ -1,0 +1,99 @@
+"""The target on several ranks: rank 0 inside the verifier, every other one in a process of its own.
+
+Rank 0 says where the model is and how many slots its cache has; then all load their shares at the same time.
+Knows processes, groups and models; no requests.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ssd_serve.transport.listener import Listener
+from ssd_serve.transport.rank_sockets import Follower, Leader, RankFiles
+from ssd_serve.base.settings import of_rank
+from ssd_serve.kernels.attention.checked import DifferenceLog
+from ssd_serve.kernels.native.library import native_library
+from ssd_serve.base.logs import get_logger
+from ssd_serve.base.memory import Heap, settle_memory
+from ssd_serve.models.interface import Model
+from ssd_serve.models.load import load_served
+from ssd_serve.models.memory import available_memory
+from ssd_serve.models.ranks.lockstep import LeadingModel, follow
+from ssd_serve.models.ranks.parallel import Group, Parallel
+from ssd_serve.models.ranks.torch_group import TorchGroup, join_group
+from ssd_serve.models.sizes import torch_device
+from ssd_serve.base.settings import Settings
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What rank 0 decides for all before they load."""
+
+    path: str
+    slots: int
+
+
+class LeadingRank:
+    """Rank 0. It listens from the start, so that the others need not wait for what comes before loading."""
+
+    def __init__(self, settings: Settings, files: RankFiles) -> None:
+        self._settings = settings
+        self._files = files
+        # What a run that was killed has left there is no meeting of this one.
+        files.store.unlink(missing_ok=True)
+        self._listener = Listener.unix(files.socket)
+
+    def meet(self) -> Leader:
+        """The other ranks, when all have come."""
+        leader = Leader.meet(self._listener, self._settings.tensor_parallel)
+        self._listener.close()
+        return leader
+
+    def load(self, leader: Leader, path: Path, slots: int, share: Callable[[Group], Model]) -> Model:
+        """The whole model, when all ranks have loaded; `share` loads this one's."""
+        leader.tell(msgspec.json.encode(Beginning(str(path), slots)))
+        model = share(_join(self._settings, 0, self._files))
+        leader.await_ready()
+        return LeadingModel(model, leader.tell)
+
+
+def run(settings: Settings, rank: int, files: RankFiles) -> None:
+    """Body of the process of rank 1, 2, ...: load a share and follow rank 0 until it is gone."""
+    name = f"rank-{rank}"
+    settings = of_rank(settings, rank)
+    log = get_logger(name, settings.log_level, settings.log_format)
+    free = available_memory(torch_device(settings.target_device or "cpu"))
+    link = Follower.connect(files.socket, rank, free)
+    message = link.hear()
+    if message is None:
+        return
+    beginning = msgspec.json.decode(message, type=Beginning)
+    model = load_served(
+        settings,
+        Path(beginning.path),
+        settings.target_device or "cpu",
+        beginning.slots,
+        native_library(settings, log),
+        log,
+        DifferenceLog(log),
+        batch_invariant=settings.batch_invariant,
+        group=_join(settings, rank, files),
+    )
+    settle_memory()
+    link.say_ready()
+    heap = Heap()
+
+    def hear() -> bytearray | None:
+        heap.trim_when_due()
+        return link.hear()
+
+    follow(model, hear)
+
+
+def _join(settings: Settings, rank: int, files: RankFiles) -> TorchGroup:
+    return join_group(
+        files.store,
+        Parallel(rank, settings.tensor_parallel),
+        torch_device(settings.target_device or "cpu"),
+        ordered=settings.batch_invariant,
+    )

@@ -1,0 +1,197 @@
+"""One request's state in the verifier: its tokens, its committed slots, its replica and its figures.
+
+Knows no scheduling and no text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ssd_serve.cache.prefix import PrefixHandle, common_length
+from ssd_serve.cache.replica import Replica
+from ssd_serve.cache.table import SlotTable
+from ssd_serve.base.draft_messages import Open
+from ssd_serve.base.messages import Figures, SamplingParameters, Submit
+from ssd_serve.sampling.edits import Edits
+from ssd_serve.sampling.grammar import OutputState
+from ssd_serve.sampling.parameters import needs_counts, needs_editing
+from ssd_serve.sampling.processors import TokenCounts
+from ssd_serve.base.seeds import root_name
+from ssd_serve.verifier.acceptance import Acceptance
+from ssd_serve.verifier.text import RequestText
+
+
+class TokenFeatures(Protocol):
+    """What the target has computed of a request's committed tokens, by position."""
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one that was computed."""
+        ...
+
+    def first(self, start: int) -> int:
+        """The first position from `start` on from which all are there."""
+        ...
+
+    def width(self, layers: Sequence[int]) -> int:
+        """Numbers of one token, of these layers."""
+        ...
+
+    def part(self, start: int, count: int, layers: Sequence[int]) -> bytes:
+        """Of positions that are there, of these layers: rows as they travel."""
+        ...
+
+    def write(self, start: int, count: int, layers: Sequence[int], into: memoryview) -> None:
+        """The same rows, into this memory."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request from `Submit` to `Finished`.
+
+    `tokens` is prompt + output; the first `len(slots)` of them are in the KV cache. The root is the last
+    token and is never in the cache: `pending` is 1 while decoding, more while the prompt is being read.
+    """
+
+    number: int
+    parameters: SamplingParameters
+    seed: int
+    prompt_length: int
+    tokens: RequestText
+    ends: frozenset[int]
+    """Ids that end the text once `min_tokens` are out."""
+    counts: TokenCounts | None
+    limit: int
+    """Most nodes in the replica."""
+    vocabulary: int
+    edits: Edits | None = None
+    """What the parameters do to single tokens, where they do."""
+    grammar: OutputState | None = None
+    """Where its output stands in what it must match."""
+    slots: SlotTable = field(default_factory=SlotTable)
+    salt: bytes = b""
+    """Whose texts it may read in the prefix cache, and who may read its own."""
+    priority: int = 0
+    """Lower ones go first."""
+    max_nodes: int | None = None
+    """Most nodes of a round; None: as many as pay."""
+    handle: PrefixHandle | None = None
+    began: float | None = None
+    """When it was first taken from the queue."""
+    epoch: int = 0
+    replica: Replica | None = None
+    figures: Figures = field(default_factory=Figures)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    scored: int = 0
+    """Tokens of the prompt, from the second on, whose log-probabilities were told."""
+    features: TokenFeatures | None = None
+    """What the target has computed of its tokens, where a drafter reads it."""
+    _common: dict[int, int] = field(default_factory=dict[int, int])
+    """How much of the texts of others, by number, is known to be that of this one."""
+
+    def common_length(self, other: "Request", end: int) -> int:
+        """How far the first `end` tokens of this text and another's are the same. Neither changes but by
+        growing, so that no token is compared twice."""
+        known = self._common.get(other.number, 0)
+        if known < end and other.tokens[known] == self.tokens[known]:
+            known += common_length(other.tokens[known:end], self.tokens, known, end)
+            self._common[other.number] = known
+        return known
+
+    @property
+    def unscored(self) -> range:
+        """Positions of the prompt whose rows must tell the log-probability of the next token."""
+        asked = self.parameters.prompt_logprobs is not None
+        return range(self.scored, self.prompt_length - 1) if asked else range(0)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether anything may be guessed for it."""
+        return self.max_nodes != 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are not in the KV cache yet, the root included."""
+        return len(self.tokens) - len(self.slots)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the root is pending."""
+        return self.pending == 1
+
+    @property
+    def generated(self) -> int:
+        """Number of output tokens."""
+        return len(self.tokens) - self.prompt_length
+
+    def ended(self, token: int, left: int) -> str:
+        """Why the text ends with this token, behind which `left` more may come; empty when it goes on."""
+        if token in self.ends:
+            return "stop"
+        return "length" if left <= 0 else ""
+
+    @property
+    def left(self) -> int:
+        """Output tokens that may still come."""
+        return self.parameters.max_tokens - self.generated
+
+    def open(self) -> Replica:
+        """Begin a new epoch, with a fresh replica."""
+        self.epoch += 1
+        root = root_name(self.number, self.epoch, len(self.tokens) - 1)
+        self.replica = Replica(self.number, self.epoch, root, self.limit, self.vocabulary)
+        return self.replica
+
+    def opened(self, salted: bool = False) -> Open:
+        """The message for a drafter that hears of the request, with its salt or without; without a replica an
+        epoch begins."""
+        replica = self.replica if self.replica is not None else self.open()
+        prompt, output = tuple(self.tokens.prompt), tuple(self.tokens.output)
+        root = replica.tree.root.name
+        salt = self.salt if salted else b""
+        return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed, root, salt)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the choices of a prompt have in common besides it."""
+
+    ends: frozenset[int]
+    edits: Edits | None
+    counts: TokenCounts | None
+    """Of the prompt."""
+
+
+def share(message: Submit, eos: tuple[int, ...]) -> Shared:
+    """What this request has in common with other choices of its prompt."""
+    parameters = message.parameters
+    counted = () if parameters.ignore_eos else eos
+    return Shared(
+        frozenset((*parameters.stop_token_ids, *counted)),
+        Edits(parameters, counted) if needs_editing(parameters, 0) else None,
+        TokenCounts(message.prompt) if needs_counts(parameters) else None,
+    )
+
+
+def accept(
+    message: Submit, shared: Shared, limit: int, vocabulary: int, grammar: OutputState | None = None
+) -> Request:
+    """The state of a request that was just submitted."""
+    return Request(
+        number=message.request,
+        parameters=message.parameters,
+        seed=message.seed,
+        prompt_length=len(message.prompt),
+        tokens=RequestText(message.prompt, message.output),
+        ends=shared.ends,
+        counts=shared.counts.behind(message.output) if shared.counts is not None else None,
+        limit=limit,
+        vocabulary=vocabulary,
+        edits=shared.edits,
+        grammar=grammar,
+        scored=message.scored,
+        salt=message.salt,
+        priority=message.priority,
+        max_nodes=message.max_nodes,
+    )

@@ -1,0 +1,315 @@
+"""Every mistake is one sentence and a documented exit code; help is quick; nothing unknown is swallowed."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.app.cli import main as cli
+from ssd_serve.app.cli.serve import address
+from ssd_serve.app.cli.settings_table import as_table
+from ssd_serve.base.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import flag_name
+from ssd_serve.base.terminal import ProgressLine
+from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
+from ssd_serve.server.http.http_port import listen, listen_all
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serv"], "the command 'serv' is unknown; did you mean serve?"),
+        (["x"], "the command 'x' is unknown; there are serve, chat, generate"),
+        (["serve", "--prot", "9000"], "the flag --prot is unknown; did you mean --port?"),
+        (["serve", "--por", "9000"], "the flag --por is unknown; did you mean --port?"),
+        (["serve", "--emulate", "x"], "the flag --emulate is unknown; use --model-wrapper=ssd_serve.bench"),
+        (["serve", "a", "b", "c"], "the argument 'c' is one too many"),
+        (["serve", "a", "b", "--draft", "c"], "the draft is given twice"),
+        (["serve", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["chat", "--temperature", "-1"], "--temperature must be 0 or more"),
+        (["pull"], "required: MODEL"),
+        (["serve", "a", "--target", "b"], "the target is given twice"),
+        (["serve", "--port", "many"], "the flag --port: input should be a valid integer"),
+        (["settings", "--port", "70000"], "the flag --port: input should be less than"),
+        (["settings", "--port"], "expected one argument"),
+        (["generate"], "required: text"),
+        (["generate", "x", "--temperature", "-1"], "--temperature must be 0 or more"),
+        (["generate", "x", "--temperature", "nan"], "--temperature must be 0 or more"),
+        (["generate", "x", "--top-p", "0"], "--top-p"),
+        (["generate", "x", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "x", "--seed", "-1"], "--seed"),
+        (["generate", "x", "--mode", "fast"], "the flag --mode: input should be 'ar'"),
+        (["generate", "x", "--target-device", "tpu"], "device 'tpu' is unknown"),
+        (["worker", "verifier"], "required: server_socket"),
+    ],
+)
+def test_mistakes(arguments: list[str], sentence: str, capsys: Captured, tmp_path: Path) -> None:
+    if "--target-device" in arguments:
+        (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+        arguments = [*arguments, "--target", str(tmp_path)]
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1].startswith("ssd: ")
+    assert sentence in captured.err
+
+
+def test_an_unknown_variable_stops_every_command(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("SSD_PROT", "1")
+    assert cli.main(["settings"]) == 2
+    assert "did you mean SSD_PORT?" in capsys.readouterr().err
+
+
+def test_no_command_prints_help(capsys: Captured) -> None:
+    assert cli.main([]) == 2
+    assert "exit codes" in capsys.readouterr().err
+
+
+def test_settings_as_table_and_as_json(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("SSD_MODE", "sd")
+    monkeypatch.setenv("SSD_API_KEY", "sesame")
+    assert cli.main(["settings", "--port", "81", "--no-grow-first"]) == 0
+    table = capsys.readouterr().out
+    for name in Settings.model_fields:
+        assert f"SSD_{name.upper()} " in table
+    assert "sesame" not in table
+    assert cli.main(["settings", "--json", "--port", "81", "--no-grow-first"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert (rows["SSD_PORT"]["value"], rows["SSD_PORT"]["origin"]) == ("81", "flag")
+    assert (rows["SSD_GROW_FIRST"]["value"], rows["SSD_GROW_FIRST"]["origin"]) == ("False", "flag")
+    assert rows["SSD_MODE"]["origin"] == "variable"
+
+
+def test_the_table_fits_the_terminal() -> None:
+    from ssd_serve.base.settings_sources import origins
+
+    lines = as_table(origins(Settings(), {}), width=100).splitlines()
+    assert max(len(line) for line in lines[:-1]) <= 100
+
+
+def test_every_setting_is_a_flag_of_serve_and_generate(capsys: Captured) -> None:
+    for command in ("serve", "generate"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        for name in Settings.model_fields:
+            assert flag_name(name) in text
+
+
+def test_help_needs_no_torch_and_hides_workers() -> None:
+    code = (
+        "import sys; from ssd_serve.app.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "worker" not in done.stdout
+    for number, _ in cli.EXIT_CODES:
+        assert f" {number}  " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PortInUseError("x"), 3),
+        (CheckpointError("x"), 6),
+        (WorkerDiedError("verifier", -9), 70),
+        (WorkerDiedError("verifier", 5), 5),
+        (WorkerDiedError("verifier", 1), 70),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def fail(_args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_run_settings", fail)
+    assert cli.main(["settings"]) == code
+    quiet = isinstance(error, KeyboardInterrupt) or getattr(error, "explained", False)
+    assert (capsys.readouterr().err == "") == quiet
+
+
+def test_a_taken_port_is_exit_code_3(capsys: Captured) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 3
+    assert f"port {port} on 127.0.0.1 is taken" in capsys.readouterr().err
+
+
+def test_a_taken_port_of_the_metrics_lets_the_other_go(capsys: Captured) -> None:
+    with listen("127.0.0.1", 0) as taken, listen("127.0.0.1", 0) as other:
+        port, free = taken.getsockname()[1], other.getsockname()[1]
+        other.close()
+        for _ in range(2):
+            assert cli.main(["serve", "--port", str(free), "--metrics-port", str(port)]) == 3
+            assert "choose another port with --metrics-port or SSD_METRICS_PORT" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match="are both 8000: they must differ"):
+        listen_all(Settings(metrics_port=8000))
+
+
+def test_a_key_that_is_set_but_empty_is_an_error(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_KEY", "")
+    assert cli.main(["serve", "--port", "0"]) == 2
+    assert "SSD_API_KEY is set but empty" in capsys.readouterr().err
+
+
+def test_a_file_of_keys_that_is_wrong_ends_the_start(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("anna\n")
+    assert cli.main(["serve", "--port", "0", "--api-keys-file", str(tmp_path / "keys")]) == 2
+    assert "(SSD_API_KEYS_FILE): line 1: a line is: name key" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on every port")
+def test_a_port_that_needs_root() -> None:
+    with pytest.raises(PermissionProblemError, match="1024"):
+        listen("127.0.0.1", 80)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(SettingsError, match="SSD_HOST"):
+        listen(host, 0)
+
+
+def test_addresses_are_shown_as_people_can_use_them() -> None:
+    with listen("0.0.0.0", 0) as everywhere:
+        assert address(everywhere) == f"http://127.0.0.1:{everywhere.getsockname()[1]}"
+    if socket.has_ipv6:
+        with listen("::1", 0) as six:
+            assert address(six).startswith("http://[::1]:")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m ssd_serve settings | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("VARIABLE")
+
+
+def test_log_lines_for_people_and_for_machines(capsys: Captured) -> None:
+    text = Logger("verifier")
+    text.bind(name="drafter-0").info("drafter joined", step_ms=1.23456, note="two words")
+    text.debug("not shown")
+    line = capsys.readouterr().err
+    assert line.endswith(' info    verifier: drafter joined name=drafter-0 step_ms=1.235 note="two words"\n')
+    Logger("server", style="json").error("bad\nline", path=Path("/x"))
+    record = json.loads(capsys.readouterr().err)
+    assert (record["process"], record["event"], record["path"]) == ("server", "bad\nline", "/x")
+
+
+def test_progress_without_a_terminal_is_plain_lines(capsys: Captured) -> None:
+    line = ProgressLine()
+    for text in ("loading", "loading", "", "measuring"):
+        line.show(text)
+    line.clear()
+    assert capsys.readouterr().err == "loading\nmeasuring\n"
+
+
+def test_a_broken_benchmark_stops_no_other_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in ("bench", "recipes"):
+        monkeypatch.setitem(sys.modules, f"ssd_serve.{room}.commands", None)
+    assert cli.main(["settings"]) == 0
+    for words in (["bench", "modes"], ["recipe", "ballast"]):
+        with pytest.raises(ImportError, match=r"\.commands"):
+            cli.main(words)
+
+
+def test_other_servers_names_of_flags_are_taken(capsys: Captured) -> None:
+    words = ["-m", "/t", "-md", "/d", "-tp", "2", "--max-model-len", "512", "-np", "3", "--alias", "mine"]
+    assert cli.main(["settings", "--json", *words, "--dtype", "bfloat16"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    names = ("TARGET", "DRAFT", "TENSOR_PARALLEL", "CONTEXT", "MAX_RUNNING", "SERVED_MODEL_NAME", "DTYPE")
+    assert [told[f"SSD_{name}"]["value"] for name in names] == ["/t", "/d", "2", "512", "3", "mine", "bf16"]
+
+
+def test_help_tells_choices_types_and_what_is_usual(capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for words in ("--mode {ar,sd,ssd,auto}", "--port N", "(8000)", "--cache-dir PATH", "front end (each is"):
+        assert words in told
+
+
+def test_a_file_comes_after_flags_and_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "ssd.yaml"
+    file.write_text("port: 1\nmax-running: 5\nmode: sd\ndraft: [ngram, suffix]\ngrow_first: false\n")
+    monkeypatch.setenv("SSD_MODE", "ar")
+    assert cli.main(["settings", "--json", "--config", str(file), "--port", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    found = {name: (told[f"SSD_{name}"]["value"], told[f"SSD_{name}"]["origin"]) for name in ("PORT", "MODE")}
+    assert found == {"PORT": ("2", "flag"), "MODE": ("ar", "variable")}
+    assert (told["SSD_MAX_RUNNING"]["value"], told["SSD_MAX_RUNNING"]["origin"]) == ("5", "file")
+    assert (told["SSD_DRAFT"]["value"], told["SSD_GROW_FIRST"]["value"]) == ("ngram,suffix", "False")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", "there is no setting prot; did you mean port?"),
+        ("port: many", "port of the configuration file: input should be a valid integer"),
+        ("- port", "must be a mapping"),
+        ("port: [", "is no YAML"),
+        ("port: {a: 1}", "must be one value"),
+        ("max-running: 1\nmax_running: 2", "given twice"),
+        ("!!python/object:os.system {}", "is no YAML"),
+    ],
+)
+def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "ssd.yaml").write_text(text)
+    assert cli.main(["settings", "--config", str(tmp_path / "ssd.yaml")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_version_and_what_it_runs_on(capsys: Captured) -> None:
+    assert cli.main(["version"]) == 0
+    short = capsys.readouterr().out
+    assert cli.main(["version", "--full"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert short.strip() == f"ssd {told['version']}"
+    assert told["packages"]["torch"]
+    assert told["cores"] >= 1
+
+
+def test_a_model_that_is_here_need_not_be_pulled(capsys: Captured) -> None:
+    assert cli.main(["pull", "embedded"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(shell: str, capsys: Captured) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "serve chat generate" in script
+    assert ("-l draft-width" if shell == "fish" else "--draft-width") in script
+    assert not re.search(r"\bworker\b", script)
+
+
+def test_bash_completes_what_was_begun(tmp_path: Path, capsys: Captured) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = tmp_path / "complete.bash"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _ssd; echo ${{COMPREPLY[@]}}"
+        command = ["bash", "-c", f"source {script}; compopt() {{ :; }}; {line}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("ssd", "ser") == ["serve"]
+    assert completed("ssd", "serve", "--draft-w") == ["--draft-width"]
+    assert completed("ssd", "version", "--f") == ["--full"]

@@ -1,0 +1,66 @@
+"""A sum over ranks, each a process: right, wrong, failing and hanging libraries are told apart."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.app.doctor.collective import failure, main, sums
+
+pytestmark = pytest.mark.slow
+
+
+def program(text: str) -> tuple[str, ...]:
+    """A stand-in for the process that sums."""
+    return (sys.executable, "-c", text)
+
+
+def test_ranks_on_cpus_sum(tmp_path: Path) -> None:
+    assert failure(["cpu", "cpu", "cpu"]) == ""
+    assert failure(["cpu"]) == ""
+    assert sums("cpu", 0, 1, tmp_path / "one")
+    assert sums("cpu", 0, 1, tmp_path / "other")  # a group that was left behind would be in the way
+
+
+def test_a_device_that_is_not_there_is_told_by_the_librarys_own_words() -> None:
+    assert "cuda" in failure(["cuda:0"]).lower()
+
+
+def test_a_library_that_hangs_is_ended() -> None:
+    hanging = program("import time; time.sleep(60)")
+    assert failure(["cpu", "cpu"], timeout_s=0.5, program=hanging) == "no answer within 0.5 s"
+
+
+def test_a_rank_that_does_not_come_is_noticed() -> None:
+    other = "sys.exit('gone' if sys.argv[3] == '1' else main(sys.argv[1:]))"
+    text = f"import sys; from ssd_serve.app.doctor.collective import main; {other}"
+    assert failure(["cpu", "cpu"], timeout_s=10.0, program=program(text)) == "gone"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import sys; sys.exit('first\\nlast')", "last"),
+        ("import os; os._exit(3)", "it ended with code 3"),
+        ("import os; os.abort()", "it ended with code -6"),
+    ],
+)
+def test_a_library_that_fails_is_told_in_a_line(text: str, words: str) -> None:
+    assert failure(["cpu"], program=program(text)) == words
+
+
+def test_a_wrong_sum_is_a_failure() -> None:
+    text = "import sys; from ssd_serve.app.doctor import collective; collective.sums = lambda *_: False; "
+    assert failure(["cpu"], program=program(text + "collective.main(sys.argv[1:])")) == "the sum is wrong"
+
+
+def test_what_cannot_be_recorded_is_a_failure() -> None:
+    """As on CPUs."""
+    assert failure(["cpu"], captured=True) != ""
+
+
+def test_the_command_that_doctor_names_tells_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cpu", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["rank 0: right", "rank 1: right"]
+    assert main(["--captured", "cpu"]) == 1
+    assert capsys.readouterr().out.startswith("rank 0: ")

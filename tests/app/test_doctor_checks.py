@@ -1,0 +1,231 @@
+"""What `ssd doctor` sees of drivers, GPUs and packages, and when that is a problem."""
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd_serve.app.doctor import checks as doctor_checks
+from ssd_serve.app.doctor.checkup import Check, State, examine
+from ssd_serve.base.settings import Settings
+from ssd_serve.cluster.ray.view import RayView
+
+CPU = Settings()
+GPU = (Settings(target_device="cuda:0"), Settings(target_device="cpu", draft_device="cuda:0"))
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting one takes seconds."""
+    monkeypatch.setattr(doctor_checks, "ray_view", lambda: RayView(4, 0))
+
+
+def found(checks: list[Check], name: str) -> Check:
+    return next(check for check in checks if check.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where drivers show themselves; none is there."""
+
+    kfd: Path
+    amd_driver: Path
+    nvidia_control: Path
+    nvidia_driver: Path
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
+    """A machine whose drivers a test chooses, and whose GPUs torch cannot use."""
+    found = Files(*(tmp_path / name for name in ("kfd", "amdgpu", "nvidiactl", "nvidia")))
+    for name in ("kfd", "amd_driver", "nvidia_control", "nvidia_driver"):
+        monkeypatch.setattr(doctor_checks, f"_{name.upper()}", getattr(found, name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    return found
+
+
+def test_an_amd_gpu_that_torch_cannot_use_is_a_problem_only_where_it_shall_serve(files: Files) -> None:
+    """As on a laptop with an APU, or an AMD machine with the torch for CPUs."""
+    files.kfd.touch()
+    for settings, state in ((CPU, State.NOTE), *((each, State.PROBLEM) for each in GPU)):
+        checks = [*doctor_checks.devices(settings), *doctor_checks.torch_build(settings)]
+        for name in ("GPUs", "torch"):
+            assert found(checks, name).state is state
+            assert "setup_rocm.sh" in found(checks, name).advice
+
+
+@pytest.mark.slow
+def test_the_doctor_of_a_machine_with_an_apu_lets_the_cpu_serve(files: Files) -> None:
+    files.kfd.touch()
+    assert State.PROBLEM not in {check.state for check in examine(CPU, lambda text: None)}
+
+
+@pytest.mark.parametrize("which", ["nvidia_control", "nvidia_driver"])
+def test_an_nvidia_gpu_that_torch_cannot_use_is_named(files: Files, which: str) -> None:
+    Path(getattr(files, which)).touch()
+    assert found([*doctor_checks.devices(CPU)], "GPUs").state is State.NOTE
+    problem = found([*doctor_checks.devices(GPU[0])], "GPUs")
+    assert problem.state is State.PROBLEM
+    assert "NVIDIA" in problem.found
+    assert "torch for CUDA" in problem.advice
+
+
+def test_a_cuda_torch_without_a_gpu_points_at_the_driver(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.nvidia_control.touch()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "too old for CUDA 12.8" in found([*doctor_checks.devices(CPU)], "GPUs").advice
+
+
+def test_a_cuda_torch_beside_an_amd_gpu_is_no_wrong_torch(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NVIDIA card in a machine whose processor has an AMD GPU."""
+    files.kfd.touch()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert found([*doctor_checks.torch_build(GPU[0])], "torch").state is State.OK
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem(files: Files) -> None:
+    assert found([*doctor_checks.devices(CPU)], "GPUs").state is State.OK
+    for settings in GPU:
+        assert found([*doctor_checks.devices(settings)], "GPUs").state is State.PROBLEM
+
+
+def test_a_gpu_that_this_user_may_not_open_matters_where_it_shall_serve(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.kfd.touch()
+    assert [*doctor_checks.access(CPU)] == []
+    monkeypatch.setattr(os, "access", lambda path, mode: path != files.kfd)
+    assert found([*doctor_checks.access(CPU)], "GPU access").state is State.NOTE
+    assert found([*doctor_checks.access(GPU[0])], "GPU access").state is State.PROBLEM
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Versions of packages by name, for a test to fill; others are not installed."""
+    versions: dict[str, str] = {}
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("hip", "fitting", "other", "advice"),
+    [
+        (None, "flashinfer-python", "amd-flashinfer", "pip install 'ssd-serve[flashinfer]'"),
+        ("7.2.0", "amd-flashinfer", "flashinfer-python", "./setup_rocm.sh"),
+    ],
+)
+def test_a_gpu_without_flashinfer_is_told_which_package_fits(
+    installed: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    hip: str | None,
+    fitting: str,
+    other: str,
+    advice: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    checks = [*doctor_checks.packages()]
+    assert found(checks, fitting).state is State.NOTE
+    assert advice in found(checks, fitting).advice
+    assert found(checks, other) == Check(other, State.OK, "not installed")
+    installed[fitting] = "0.7.3"
+    assert found([*doctor_checks.packages()], fitting) == Check(fitting, State.OK, "0.7.3")
+
+
+def test_a_cpu_lacks_no_package(installed: dict[str, str], files: Files) -> None:
+    assert {check.state for check in doctor_checks.packages()} == {State.OK}
+    assert found([*doctor_checks.packages()], "ray").found == "not installed (only SSD_LAUNCHER=ray needs it)"
+
+
+@pytest.mark.parametrize(
+    ("seen", "gpus", "state", "words"),
+    [
+        (RayView(4, 0), 0, State.OK, "sees 4 cores and 0 GPUs"),
+        (RayView(192, 8, ("AMD-Instinct-MI300X-OAM",)), 8, State.OK, "8 GPUs (AMD-Instinct-MI300X-OAM)"),
+        (RayView(192, 6), 8, State.NOTE, "6 GPUs"),
+        (RayView(failure="no answer within 60 s"), 0, State.NOTE, "does not start: no answer within 60 s"),
+    ],
+)
+def test_what_ray_sees_is_told(
+    installed: dict[str, str],
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    seen: RayView,
+    gpus: int,
+    state: State,
+    words: str,
+) -> None:
+    installed["ray"] = "2.60.0"
+    monkeypatch.setattr(doctor_checks, "ray_view", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    told = found([*doctor_checks.packages()], "ray")
+    assert told.state is state
+    assert told.found.startswith("2.60.0")
+    assert words in told.found
+    assert bool(told.advice) == (state is State.NOTE)
+
+
+def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with them, one model on one GPU serves."""
+    tried: list[tuple[int, bool]] = []
+    wrong = ["", "", "no answer within 90 s", "", "it ended with code -6"]
+
+    def failure(devices: Sequence[str], *, captured: bool = False) -> str:
+        assert devices[0] == "cuda:0"
+        tried.append((len(devices), captured))
+        return wrong.pop(0)
+
+    assert [*doctor_checks.collectives()] == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert found([*doctor_checks.collectives()], "NCCL").state is State.NOTE
+    assert not tried
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
+    monkeypatch.setattr(doctor_checks, "failure", failure)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    right = Check("NCCL", State.OK, "2.27.3, sums on cuda:0, also captured")
+    assert found([*doctor_checks.collectives()], "NCCL") == right
+    monkeypatch.setattr(torch.version, "hip", "7.2.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 9)
+    failed = found([*doctor_checks.collectives()], "RCCL")
+    assert failed.state is State.NOTE
+    assert "no answer" in failed.found
+    uncaptured = found([*doctor_checks.collectives()], "RCCL")
+    assert "sums on cuda:0 to cuda:7, but not when captured: it ended with code -6" in uncaptured.found
+    assert "SSD_GRAPHS=false" in uncaptured.advice
+    assert tried == [(1, False), (1, True), (8, False), (8, False), (8, True)]
+
+
+def test_a_driver_that_does_not_tell_its_version_is_a_driver(files: Files) -> None:
+    files.nvidia_driver.touch()
+    assert found([*doctor_checks.driver()], "driver").found == "NVIDIA, of no version"
+    files.nvidia_driver.write_text("NVRM version: 580.1\nGCC version: 12\n")
+    assert found([*doctor_checks.driver()], "driver").found == "NVRM version: 580.1"
+
+
+@pytest.mark.slow
+def test_a_driver_that_cannot_be_read_is_a_note(files: Files) -> None:
+    files.nvidia_driver.mkdir()  # as unreadable as a file can be for root
+    checks = examine(CPU, lambda text: None)
+    note = found(checks, "driver")
+    assert note.state is State.NOTE
+    assert "IsADirectoryError" in note.found
+    assert note.advice
+    assert found(checks, "would serve").state is State.OK

@@ -1,0 +1,54 @@
+"""Which files a server works with: found once, at the start, and named so that workers find the same."""
+
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.app import find_models as finding
+from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.hub_id import HubId, hub_id, pinned, without_revision
+from ssd_serve.base.settings import Settings
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def snapshot(name: str) -> Path:
+    """Where the hub client would keep a commit."""
+    return Path("/hub") / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
+
+
+def resolved(name: str, _role: str, **_options: object) -> Path:
+    """A hub on which every id has one commit."""
+    found = hub_id(name)
+    return snapshot(found.name) if found else Path(name)
+
+
+def test_hub_ids_get_the_commit_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "resolve_model", resolved)
+    asked = Settings(target="a/b@main", draft="c/d, ./e/f", mode=Mode.SSD)
+    found = finding.find_models(asked, lambda _line: None)
+    assert found.target == snapshot("a/b")
+    assert found.settings.target == f"a/b@{COMMIT}"
+    assert found.settings.draft_models == (f"c/d@{COMMIT}", "./e/f")
+    assert found.settings.model_copy(update={"target": asked.target, "draft": asked.draft}) == asked
+
+
+def test_folders_and_the_embedded_pair_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "resolve_model", resolved)
+    for target, draft in (("embedded", None), ("/models/x", "/models/y"), ("./a/b", None)):
+        found = finding.find_models(Settings(target=target, draft=draft), lambda _line: None)
+        assert found.settings.target == target
+        assert found.settings.draft_models == Settings(target=target, draft=draft).draft_models
+
+
+def test_names_of_the_hub() -> None:
+    assert hub_id("a/b") == HubId("a/b")
+    assert hub_id("a/b@refs/pr/1") == HubId("a/b", "refs/pr/1")
+    assert hub_id("a/b") != hub_id("a/b@main")
+    for other in ("a", "a/b/c", "/a/b", "./a/b", "~/a", "a/b@", "embedded"):
+        assert hub_id(other) is None
+        assert without_revision(other) == other
+    assert HubId("a/b", COMMIT).commit == COMMIT
+    assert HubId("a/b", "main").commit is None
+    assert without_revision("a/b@main") == "a/b"
+    assert pinned("a/b", Path("/somewhere/a/b")) == "a/b"  # a folder that hides it

@@ -1,0 +1,342 @@
+"""Generating from Python: the same texts as the server's, whatever the mode, and clear errors."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from ssd_serve import LLM, SamplingParams
+from ssd_serve.app.llm.llm import Prompt
+from ssd_serve.base.errors import CheckpointError, EngineDeadError, RequestError, SettingsError, SsdError
+
+TEXT = "def read_lines(path):"
+SETTINGS: dict[str, Any] = {
+    "dtype": "fp32",
+    "native_kernels": False,
+    "kv_memory_mb": 64,
+    "budget": 8,
+    "context": 256,
+}
+SAMPLED = SamplingParams(seed=5, temperature=0.8, max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step times are measured once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(cache_dir=folder, **SETTINGS) as made:
+        yield made
+
+
+def _workers() -> list[psutil.Process]:
+    """This process's children that hold models; what has ended has no command line."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "worker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def test_the_embedded_pair_drafts_inline_in_this_process(llm: LLM) -> None:
+    assert llm.ready.mode == "sd"
+    assert not _workers()
+
+
+def test_a_text_has_all_that_is_known_of_it(llm: LLM) -> None:
+    (output,) = llm.generate(TEXT, SAMPLED)
+    assert len(output.token_ids) == output.figures.tokens == 16
+    assert output.text == llm.tokenizer.decode((*output.prompt_token_ids, *output.token_ids))[len(TEXT) :]
+    assert (output.finish_reason, output.stop_reason, output.seed) == ("length", None, 5)
+    assert output.logprobs is None
+    assert 0 < output.first_token_s < output.seconds
+
+
+def test_plain_decoding_gives_the_same_text(llm: LLM, folder: Path) -> None:
+    with LLM(cache_dir=folder, mode="ar", **SETTINGS) as plain:
+        assert plain.ready.mode == "ar"
+        assert plain.generate(TEXT, SAMPLED)[0].token_ids == llm.generate(TEXT, SAMPLED)[0].token_ids
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_text_and_end_with_it(llm: LLM, folder: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with LLM(cache_dir=folder, mode="ssd", **SETTINGS) as far:
+        started = set(psutil.Process().children(recursive=True)) - before
+        assert len(started) == 2
+        assert far.ready.mode == "ssd"
+        assert far.generate(TEXT, SAMPLED)[0].token_ids == llm.generate(TEXT, SAMPLED)[0].token_ids
+        stopped = SAMPLED.model_copy(update={"stop": (":",), "max_tokens": 60})
+        assert far.generate(TEXT, stopped)[0].text == llm.generate(TEXT, stopped)[0].text
+    assert not [each for each in started if each.is_running()]
+
+
+@pytest.mark.slow
+def test_the_command_gives_the_same_text(llm: LLM, folder: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "ssd_serve",
+        "generate",
+        TEXT,
+        "--json",
+        "--mode",
+        "sd",
+        "--dtype",
+        "fp32",
+    ]
+    # What the command is not told is the model's, what parameters leave out is off.
+    sampling = ["--seed", "5", "--temperature", "0.8", "--top-p", "1", "--max-tokens", "16"]
+    sampling += ["--no-native-kernels"]
+    done = subprocess.run(
+        [*command, *sampling, "--cache-dir", str(folder)], capture_output=True, timeout=120, check=True
+    )
+    assert tuple(json.loads(done.stdout)["token_ids"]) == llm.generate(TEXT, SAMPLED)[0].token_ids
+
+
+def test_several_prompts_at_once_give_what_each_gives_alone(llm: LLM) -> None:
+    prompts = [TEXT, "import os\n", "class Node:"]
+    together = [output.token_ids for output in llm.generate(prompts, SAMPLED)]
+    assert together == [llm.generate(prompt, SAMPLED)[0].token_ids for prompt in prompts]
+
+
+def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=6, seed=1), SamplingParams(max_tokens=9, temperature=0.0)]
+    alone = [llm.generate(TEXT, each)[0] for each in params]
+    assert [each.text for each in llm.generate([TEXT, TEXT], params)] == [each.text for each in alone]
+    with pytest.raises(RequestError, match=r"^params: there are 2 for 1 prompts"):
+        llm.generate(TEXT, params)
+    for wrong in ({"temperature": 1}, [{"temperature": 1}]):
+        with pytest.raises(RequestError, match=r"^params: must be SamplingParams"):
+            llm.generate(TEXT, wrong)  # type: ignore[arg-type]
+
+
+def test_a_target_may_draft_with_its_own_first_layers(llm: LLM, folder: Path) -> None:
+    expected = llm.generate(TEXT, SAMPLED)[0].token_ids
+    with LLM(cache_dir=folder, draft="self:3,ngram", **SETTINGS) as own:
+        assert own.ready.draft == "self:3, ngram"
+        assert own.generate(TEXT, SAMPLED)[0].token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("self:5", "self:5 leaves nothing out: the target has 5 layers"),
+        ("self:0", "self:0 is no number of layers: write e.g. self:4"),
+        ("self:two", "no number of layers"),
+    ],
+)
+def test_a_draft_of_no_layers_or_all_is_a_clear_error(draft: str, message: str, folder: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        LLM(cache_dir=folder, draft=draft, **SETTINGS)
+
+
+def test_more_prompts_than_the_engine_takes_at_once_wait_here(folder: Path) -> None:
+    with LLM(cache_dir=folder, mode="ar", max_running=2, max_waiting=1, **SETTINGS) as small:
+        outputs = small.generate(["a", "b", "c", "d", "e", "f"], SamplingParams(max_tokens=2), progress=False)
+    assert [output.prompt for output in outputs] == list(range(6))
+    assert all(len(output.token_ids) == 2 for output in outputs)
+
+
+def test_a_bar_is_shown_where_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    one = SamplingParams(max_tokens=1)
+    llm.generate(["a", "b"], one)
+    assert capfd.readouterr().err == ""  # no terminal
+    llm.generate("a", one, progress=True)
+    assert "100%" in capfd.readouterr().err
+
+
+def test_n_texts_of_a_prompt_have_seeds_of_their_own(llm: LLM) -> None:
+    params = SAMPLED.model_copy(update={"n": 3})
+    outputs = llm.generate([TEXT, "import os\n"], params)
+    assert [(output.prompt, output.choice) for output in outputs] == [
+        (p, c) for p in (0, 1) for c in range(3)
+    ]
+    assert len({output.token_ids for output in outputs[:3]}) == 3
+    assert outputs[0].seed == 5
+    again = SAMPLED.model_copy(update={"seed": outputs[2].seed})
+    assert llm.generate(TEXT, again)[0].token_ids == outputs[2].token_ids
+
+
+def test_token_ids_are_prompts_too(llm: LLM) -> None:
+    (text,) = llm.generate(TEXT, SAMPLED)
+    (one,) = llm.generate(list(text.prompt_token_ids), SAMPLED)
+    both: list[Prompt] = [list(text.prompt_token_ids), TEXT]
+    (first, second) = llm.generate(both, SAMPLED)
+    assert text.token_ids == one.token_ids == first.token_ids == second.token_ids
+    assert llm.generate([]) == []
+
+
+def test_pieces_add_up_to_the_whole(llm: LLM) -> None:
+    (whole,) = llm.generate(TEXT, SAMPLED)
+    pieces = list(llm.stream(TEXT, SAMPLED))
+    assert len(pieces) > 2
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert tuple(token for piece in pieces for token in piece.token_ids) == whole.token_ids
+    last = pieces[-1].output
+    assert last is not None
+    assert (last.text, last.token_ids) == (whole.text, whole.token_ids)
+    assert all(piece.output is None for piece in pieces[:-1])
+
+
+def test_a_stream_that_is_left_and_one_beside_another_disturb_nobody(llm: LLM) -> None:
+    (whole,) = llm.generate(TEXT, SAMPLED)
+    left, read = llm.stream(TEXT, SAMPLED), llm.stream(TEXT, SAMPLED)
+    next(left)
+    pieces = [next(read)]
+    assert llm.generate(TEXT, SAMPLED)[0].text == whole.text
+    del left
+    pieces += read
+    assert "".join(piece.text for piece in pieces) == whole.text
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    (whole,) = llm.generate(TEXT, SAMPLED)
+    stop = whole.text[10:13]
+    (cut,) = llm.generate(TEXT, SAMPLED.model_copy(update={"stop": (stop,)}))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert len(cut.token_ids) < 16
+    assert SamplingParams(stop="a").stop_strings == SamplingParams(stop=["a"]).stop_strings == ("a",)
+    with_it = SAMPLED.model_copy(update={"stop": (stop,), "include_stop_str_in_output": True})
+    assert llm.generate(TEXT, with_it)[0].text == cut.text + stop
+
+
+def test_an_end_token_ends_the_text_and_is_not_shown(llm: LLM) -> None:
+    (whole,) = llm.generate(TEXT, SAMPLED)
+    end = whole.token_ids[3]
+    (cut,) = llm.generate(TEXT, SAMPLED.model_copy(update={"stop_token_ids": (end,)}))
+    at = whole.token_ids.index(end)
+    assert cut.token_ids == whole.token_ids[: at + 1]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", end)
+    assert whole.text.startswith(cut.text)
+
+
+def test_a_bad_word_does_not_come(llm: LLM) -> None:
+    (free,) = llm.generate(TEXT, SAMPLED)
+    word = free.text.split()[0]
+    (without,) = llm.generate(TEXT, SAMPLED.model_copy(update={"bad_words": (word,)}))
+    assert word in free.text
+    assert word not in without.text
+
+
+def test_thoughts_are_as_long_as_they_may_be(llm: LLM) -> None:
+    params = SamplingParams(seed=5, temperature=0.8, max_tokens=24, thinking_token_budget=4)
+    bounded = llm.generate("<think>", params)[0]
+    free = llm.generate("<think>", SamplingParams(seed=5, temperature=0.8, max_tokens=24))[0]
+    end = tuple(llm.tokenizer.encode("</think>", add_special_tokens=False))
+    assert bounded.token_ids[: 4 + len(end)] == (*free.token_ids[:4], *end)
+
+
+def test_log_probabilities_come_with_each_token(llm: LLM) -> None:
+    (output,) = llm.generate(TEXT, SAMPLED.model_copy(update={"logprobs": 2, "temperature": 0.0}))
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids)
+    for token, told in zip(output.token_ids, output.logprobs, strict=True):
+        assert told.top[0] == (token, told.chosen)
+        assert len(told.top) == 2
+
+
+def test_a_conversation_is_answered_as_its_rendered_text(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Write a loop."}]
+    (answer,) = llm.chat(messages, SAMPLED)
+    ids = llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), False)
+    assert answer.prompt_token_ids == tuple(ids)
+    assert answer.token_ids == llm.generate(ids, SAMPLED)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias"),
+        ({"bad_words": "a"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["\udc00"]}, "bad_words"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_wrong_parameters_are_named(params: dict[str, object], field: str) -> None:
+    with pytest.raises(RequestError, match=f"^{field}") as error:
+        SamplingParams.model_validate(params)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ([1] * 3000, SamplingParams(), "prompt"),
+        ([1] * 100, SamplingParams(max_tokens=3000), "max_tokens"),
+        ([999_999], SamplingParams(), "prompt"),
+        ([-1], SamplingParams(), "prompt"),
+        ("\ud800", SamplingParams(), "prompt"),
+        (TEXT, SamplingParams(logit_bias={999_999: 1.0}), "logit_bias"),
+        (TEXT, SamplingParams(min_tokens=9, max_tokens=8), "min_tokens"),
+        (TEXT, SamplingParams(bad_words=["a", "  "]), "bad_words"),
+        (TEXT, SamplingParams(allowed_token_ids=[0], min_tokens=1, stop_token_ids=[0]), "allowed_token_ids"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_named_and_disturbs_nothing(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, field: str
+) -> None:
+    with pytest.raises(RequestError, match=f"^{field}: ") as error:
+        llm.generate(["fine", prompt], params)
+    assert error.value.field == field
+    assert llm.generate("a", SamplingParams(max_tokens=1))[0].finish_reason == "length"
+
+
+def test_without_a_limit_a_text_is_as_long_as_fits(llm: LLM) -> None:
+    prompt = [5] * (llm.ready.context - 3)
+    assert len(llm.generate(prompt, SamplingParams(ignore_eos=True))[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_runing": 3}, "there is no setting max_runing; did you mean max_running?"),
+        ({"max_running": 0}, "the argument max_running: input should be greater than or equal to 1"),
+        ({"mode": "fast"}, "the argument mode: input should be 'ar', 'sd', 'ssd' or 'auto'"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        LLM(**settings)
+    assert str(error.value) == message
+
+
+def test_a_model_that_is_not_there_is_an_error_of_the_tree() -> None:
+    with pytest.raises(CheckpointError, match="/nowhere/at/all"):
+        LLM("/nowhere/at/all")
+    assert issubclass(CheckpointError, SsdError)
+
+
+def test_what_is_closed_says_so(folder: Path) -> None:
+    closed = LLM(cache_dir=folder, mode="ar", **SETTINGS)
+    closed.close()
+    closed.close()
+    with pytest.raises(EngineDeadError, match="has been closed"):
+        closed.generate(TEXT)
+
+
+def test_the_package_alone_imports_no_torch() -> None:
+    said = "import sys, ssd_serve; print(sorted({'torch', 'pydantic', 'fastapi'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    with pytest.raises(ImportError, match="Nothing"):
+        exec("from ssd_serve import Nothing")

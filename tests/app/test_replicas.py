@@ -1,0 +1,85 @@
+"""What a Serve config may say, and which cores a replica gets."""
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from ssd_serve.app.replicas import app, check_doors, cores_of, replica_settings, resources
+from ssd_serve.base.devices import Machine
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.settings import Settings
+
+
+def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_KEY", "k")
+    settings = replica_settings({"max_running": 4})
+    assert (settings.max_running, settings.api_key) == (4, "k")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"targt": "x"}, "'targt' is not a setting"),
+        ({"max_running": 0}, "--max-running"),
+        ({"port": 9000}, "http_options.port"),
+        ({"metrics_port": 9100}, "SSD_METRICS_KEY instead of SSD_METRICS_PORT"),
+        ({"api_workers": 2}, "more replicas instead of SSD_API_WORKERS"),
+        ({"tls_key": "key.pem"}, "http_options.ssl_keyfile"),
+        ({"api_key": "k"}, "'api_key' is a secret.*SSD_API_KEY"),
+        ({"hf_token": "t"}, "'hf_token' is a secret.*SSD_HF_TOKEN"),
+        ({"cluster_key": "0123456789abcdef"}, "'cluster_key' is a secret.*SSD_CLUSTER_KEY"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_starts(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        app(arguments)
+
+
+def test_a_replica_without_keys_warns_and_wrong_keys_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = StringIO()
+    log = Logger("replica", stream=said)
+    check_doors(Settings(), log)
+    assert "anybody who reaches this address may use the model" in said.getvalue()
+    said.truncate(0)
+    check_doors(Settings(api_key="k" * 32), log)
+    assert said.getvalue() == ""
+    with pytest.raises(SettingsError, match="SSD_API_KEYS_FILE"):
+        check_doors(Settings(api_keys_file=tmp_path / "nowhere"), log)
+    monkeypatch.setenv("SSD_API_KEY", "")
+    with pytest.raises(SettingsError, match="set but empty"):
+        check_doors(Settings(), log)
+
+
+def test_replicas_of_a_machine_compute_on_different_cores() -> None:
+    machine = Machine((0, 1, 2, 3, 8), 2)
+    assert [cores_of(machine, 2, rank).cores for rank in range(3)] == [(0, 1), (2, 3), (0, 1)]
+    assert cores_of(machine, 2, 1).gpus == 2
+
+
+@pytest.mark.parametrize("count", [0, 3, 9])
+def test_all_cores_where_they_cannot_be_shared_out(count: int) -> None:
+    machine = Machine((0, 1, 2, 3), 0)
+    assert cores_of(machine, count, 1) == machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ({}, {"num_cpus": 2}),
+        ({"mode": "ar"}, {"num_cpus": 1}),
+        ({"launcher": "ray", "target_device": "cuda:0-3"}, {"num_cpus": 1}),
+        ({"tensor_parallel": 2, "drafters": 3}, {"num_cpus": 5}),
+        (
+            {"tensor_parallel": 4, "target_device": "cuda:0-3", "draft_device": "cuda:4", "draft": "o/draft"},
+            {"num_cpus": 6, "num_gpus": 5},
+        ),
+    ],
+)
+def test_a_replica_asks_for_what_its_processes_compute_on(
+    arguments: dict[str, object], asked: dict[str, int]
+) -> None:
+    assert resources(replica_settings(arguments)) == asked

@@ -1,0 +1,98 @@
+"""How a process binds itself to its device."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssd_serve.base import devices
+from ssd_serve.base.devices import Machine, parse_device, pin, this_machine
+
+Ask = Callable[..., Machine]
+
+
+@pytest.mark.parametrize(("cores", "gpus", "threads"), [(64, 8, 8), (64, 1, 64), (4, 8, 1)])
+def test_processes_beside_several_gpus_share_the_cores(
+    cores: int, gpus: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(devices, "_available_cores", lambda: tuple(range(cores)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    pin(parse_device("cuda:3"))
+    assert told == ["cuda:3", threads]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone lengthens sleeps")
+def test_beside_a_gpu_sleeps_end_when_they_should() -> None:
+    """In a process of its own: the setting outlives a test."""
+    program = (
+        "import ctypes, torch; from ssd_serve.base.devices import parse_device, pin; "
+        "torch.cuda.set_device = lambda _: None; torch.cuda.device_count = lambda: 1; "
+        "libc = ctypes.CDLL(None); libc.prctl(29, 50000); before = libc.prctl(30); "
+        "pin(parse_device('cuda:0')); print(before, libc.prctl(30))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    before, after = map(int, told.split())
+    assert before > after == 1
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Ask:
+    """What is found on a machine with these driver files and this Python."""
+
+    def found(*drivers: str, says: str = "", fails: str = "") -> Machine:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\necho '{says}'\n" + (f"echo '{fails}' >&2; exit 1\n" if fails else ""))
+        python.chmod(0o755)
+        for name in drivers:
+            (tmp_path / name).touch()
+        return this_machine(tmp_path / "nvidiactl", tmp_path / "kfd", str(python))
+
+    return found
+
+
+def test_without_a_driver_torch_is_not_asked(ask: Ask) -> None:
+    machine = ask(fails="asked")
+    assert (machine.gpus, machine.trouble) == (0, "")
+
+
+def test_gpus_that_torch_can_use_are_counted(ask: Ask) -> None:
+    for says in ("8 2.9.1 7.2 -", "8 2.13.0+cu130 - 13.0"):
+        machine = ask("kfd", "nvidiactl", says=f"a library greets\n{says}")
+        assert (machine.gpus, machine.trouble) == (8, "")
+
+
+@pytest.mark.parametrize(
+    ("driver", "says", "sentence"),
+    [
+        (
+            "kfd",
+            "0 2.13.0+cu130 - 13.0",
+            r"an AMD GPU .* for CUDA 13.0, can use none: run ./setup_rocm",
+        ),
+        ("kfd", "0 2.13.0+cpu - -", "built for CPUs, can use none: run ./setup_rocm.sh"),
+        ("kfd", "0 2.9.1 7.2 -", "built for ROCm, can use none: join the groups of /dev/kfd and /dev/dri"),
+        ("nvidiactl", "0 2.13.0+cu130 - 13.0", "can use none: nvidia-smi must show CUDA 13.0"),
+        ("nvidiactl", "0 2.13.0+cpu - -", "built for CPUs, can use none: install a torch .* for CUDA"),
+        ("nvidiactl", "0 2.9.1 7.2 -", "built for ROCm, can use none: install a torch .* for CUDA"),
+        ("nvidiactl", "something else", "cannot be asked for it"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_says_in_one_sentence_what_to_do(
+    ask: Ask, driver: str, says: str, sentence: str
+) -> None:
+    machine = ask(driver, says=says)
+    assert machine.gpus == 0
+    assert re.search(sentence, machine.trouble)
+    assert "\n" not in machine.trouble
+
+
+def test_a_torch_that_is_broken_is_quoted(ask: Ask) -> None:
+    machine = ask("nvidiactl", fails="ImportError: libcudart.so.13: cannot open")
+    assert machine.trouble.endswith("cannot be asked for it: ImportError: libcudart.so.13: cannot open")

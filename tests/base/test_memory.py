@@ -1,0 +1,73 @@
+"""Processes that run for months: garbage is found, and freed memory goes back to the system."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from ssd_serve.base.memory import Heap
+
+_GARBAGE = """
+import gc
+from collections import deque
+from ssd_serve.base.memory import settle_memory
+kept = [[] for _ in range(4_000_000)]  # as after loading
+settle_memory()
+before = len(gc.get_objects())
+most, living = 0, deque(maxlen=40_000)
+for round in range(600):
+    for _ in range(10_000):  # each lives for a while, and then is garbage that only a full collection finds
+        cycle = []
+        cycle.append(cycle)
+        living.append(cycle)
+    most = max(most, len(gc.get_objects()) - before)
+print(most)
+"""
+
+_HOLES = """
+import ctypes
+import psutil
+from ssd_serve.base.memory import Heap
+now = [0.0]
+heap = Heap(clock=lambda: now[0])
+malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = []
+for _ in range(1000):
+    blocks.append(malloc(60_000))
+    ctypes.memset(blocks[-1], 1, 60_000)
+    malloc(100)  # never freed: nothing after it can close the hole
+for block in blocks:
+    free(block)
+memory = lambda: psutil.Process().memory_info().rss
+full = memory()
+heap.trim_when_due()
+assert memory() > full - 2**20, "not yet due"
+now[0] = 61.0
+heap.trim_when_due()
+print((full - memory()) >> 20)
+"""
+
+
+def _run(code: str) -> int:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+def test_garbage_is_collected_although_much_was_loaded() -> None:
+    assert _run(_GARBAGE) < 900_000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other heaps are left to themselves")
+def test_pages_between_what_lives_go_back_to_the_system() -> None:
+    assert _run(_HOLES) > 40
+
+
+def test_the_heap_is_trimmed_once_a_minute() -> None:
+    now, trims = [0.0], list[float]()
+    heap = Heap(lambda: now[0], lambda: trims.append(now[0]))
+    for now[0] in range(0, 200, 7):
+        heap.trim_when_due()
+    assert trims == [63, 126, 189]

@@ -1,0 +1,235 @@
+"""Compiles our kernels for GPUs that are not here, and reads what the code would use.
+
+A kernel that spills registers or misses the matrix units still gives right results, only slowly: this is how
+that is noticed without the card. Knows targets, assembly and arguments by their names, not what the kernels
+compute.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ssd_serve.base.errors import SsdError
+from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
+from ssd_serve.kernels.triton.noise import BLOCKS
+from ssd_serve.kernels.triton.noise_kernel import fill_noise
+from ssd_serve.kernels.triton.shapes import SPLIT, WARPS, block_n, merged, tiles_of
+
+HEAD_DIMS = (64, 96, 128, 256)
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_CACHE = "*{}"
+_TYPES = {
+    **dict.fromkeys(("queries", "keys", "values", "out"), _CACHE),
+    **dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32"),
+    **dict.fromkeys(("positions", "tree_positions"), "*i32"),
+    **dict.fromkeys(("tile_requests", "tile_rows", "tile_counts", "row_parts", "ancestry"), "*i32"),
+    **dict.fromkeys(("prefix_slots", "prefix_offsets", "tree_slots", "tree_offsets"), "*i32"),
+    **dict.fromkeys(("query_row_stride", "query_head_stride", "head_stride", "slot_stride"), "i32"),
+    **dict.fromkeys(("first_tile", "first_row", "rows", "heads", "words", "window"), "i32"),
+    "scale": "fp32",
+    **{"table": "*fp32", "lines": "*i64", "counters": "*i32", "vocabulary": "i32"},
+}
+"""Triton's types of the kernels' arguments by name; {} is the type of the cache, of queries and results."""
+_MULTIPLIES = ("attend_parts",)
+"""Kernels of which matrix instructions are expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A GPU, what its matrix instructions look like in assembly ({} is the type), and its shared memory for
+    one program."""
+
+    gpu: GPUTarget
+    listing: str
+    matrix: str
+    shared_bytes: int
+
+    @property
+    def name(self) -> str:
+        """As its makers call it."""
+        return f"sm{self.gpu.arch}" if self.gpu.backend == "cuda" else str(self.gpu.arch)
+
+
+TARGETS = (
+    Target(GPUTarget("hip", "gfx942", 64), "amdgcn", r"v_mfma_\w+_{}", 64 << 10),
+    Target(GPUTarget("hip", "gfx950", 64), "amdgcn", r"v_mfma_\w+_{}", 160 << 10),
+    Target(GPUTarget("cuda", 90, 32), "ptx", r"mma\S*\.{}", 227 << 10),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Registers:
+    """What a thread uses, and what does not fit."""
+
+    used: int
+    spilled: int
+    """Vector registers that live elsewhere."""
+    scalar_spilled: int
+    """Scalar registers that live in lanes of vector registers; 0 on GPUs that have none."""
+    memory_bytes: int
+    """What a thread keeps in memory: all spills that found no other place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one configuration would use on one GPU. `tile`: rows of a program; `head_dim` 0: no heads."""
+
+    kernel: str
+    target: str
+    head_dim: int
+    dtype: str
+    tile: int
+    registers: Registers
+    shared_bytes: int
+    matrix_instructions: int
+
+
+def compile_attention(
+    target: Target, head_dim: int, dtype: torch.dtype, tile: int, group: int = 8
+) -> Compiled:
+    """Compile one configuration of `attend_parts`, without a window. Raises what Triton raises."""
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_M": tile,
+        "BLOCK_N": block_n(dtype, head_dim),
+        "SPLIT": SPLIT,
+        "WIDEN": False,
+    }
+    return _compile(target, attend_parts, constants, dtype, tile)
+
+
+def compile_merge(target: Target, head_dim: int, dtype: torch.dtype) -> Compiled:
+    """The same of `merge_parts`, whose results are of `dtype`."""
+    block_d = triton.next_power_of_2(head_dim)
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_P": merged(head_dim)}
+    return _compile(target, merge_parts, constants, dtype, 1)
+
+
+def compile_noise(target: Target) -> Compiled:
+    """The same of `fill_noise`, which knows neither heads nor the cache's dtype."""
+    return _compile(target, fill_noise, {"BLOCKS": BLOCKS}, torch.float32, 1)
+
+
+def argument_types(names: Sequence[str], constants: Mapping[str, int], dtype: str) -> dict[str, str]:
+    """Triton's types of a kernel's arguments, in their order.
+
+    Raises `SsdError` for one that nothing is known of, and for a constant that the kernel does not take.
+    """
+    unknown = [name for name in names if name not in _TYPES and name not in constants]
+    unknown += [name for name in constants if name not in names]
+    if unknown:
+        raise SsdError(f"{', '.join(unknown)}: put the kernels' arguments into the table of types")
+    return {name: "constexpr" if name in constants else _TYPES[name].format(dtype) for name in names}
+
+
+def _compile(
+    target: Target, kernel: Any, constants: Mapping[str, int], dtype: torch.dtype, tile: int
+) -> Compiled:
+    kind = DTYPES[dtype]
+    names: list[str] = kernel.arg_names
+    signature = argument_types(names, constants, kind)
+    places = {(names.index(name),): value for name, value in constants.items()}
+    # What the launcher finds out about real pointers and strides: they are multiples of 16.
+    aligned = [name for name in names if signature[name].startswith("*") or name.endswith("_stride")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, places, attributes)
+    found = triton.compile(source, target=target.gpu, options={"num_warps": WARPS})
+    kinds = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
+    matrix = len(re.findall(target.matrix.format(kinds[kind]), found.asm[target.listing]))
+    head_dim, shared = constants.get("HEAD_DIM", 0), int(found.metadata.shared)
+    registers = _registers(target, found.asm)
+    return Compiled(kernel.__name__, target.name, head_dim, kind, tile, registers, shared, matrix)
+
+
+def compile_all(targets: Sequence[Target] = TARGETS) -> Iterator[tuple[Compiled, str]]:
+    """Every configuration that may run, and what is wrong with it; empty when nothing is."""
+    for target, head_dim, dtype in product(targets, HEAD_DIMS, DTYPES):
+        for tile in tiles_of(dtype):
+            compiled = compile_attention(target, head_dim, dtype, tile)
+            yield compiled, complaint(compiled, target.shared_bytes)
+        compiled = compile_merge(target, head_dim, dtype)
+        yield compiled, complaint(compiled, target.shared_bytes)
+    for target in targets:
+        yield (compiled := compile_noise(target)), complaint(compiled, target.shared_bytes)
+
+
+def complaint(compiled: Compiled, shared_bytes: int) -> str:
+    """Why it must not be used on a GPU whose programs have `shared_bytes`; empty where it may.
+
+    Scalar registers in lanes of vector registers cost little, and are no reason.
+    """
+    registers = compiled.registers
+    if registers.spilled:
+        return f"{registers.spilled} registers are spilled"
+    if registers.memory_bytes:
+        return f"{registers.memory_bytes} bytes of each thread are in memory"
+    if compiled.shared_bytes > shared_bytes:
+        return f"{compiled.shared_bytes} bytes of shared memory, there are {shared_bytes}"
+    if compiled.kernel in _MULTIPLIES and compiled.dtype != "fp32" and not compiled.matrix_instructions:
+        return f"no matrix instruction in {compiled.dtype}"
+    return ""
+
+
+def amd_registers(listing: str) -> Registers:
+    """From the metadata at the end of an AMD listing."""
+    names = r"(?:vgpr|vgpr_spill|sgpr_spill)_count|private_segment_fixed_size"
+    count = {name: int(value) for name, value in re.findall(rf"\.({names}):\s+(\d+)", listing)}
+    return Registers(
+        count["vgpr_count"],
+        count["vgpr_spill_count"],
+        count["sgpr_spill_count"],
+        count["private_segment_fixed_size"],
+    )
+
+
+def _registers(target: Target, code: Mapping[str, Any]) -> Registers:
+    if target.gpu.backend == "hip":
+        return amd_registers(code["amdgcn"])
+    reader = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code["cubin"])
+        file.flush()
+        words = [str(reader), "-res-usage", file.name]
+        usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    memory = used["STACK"] + used["LOCAL"]
+    return Registers(used["REG"], memory // 4, 0, memory)
+
+
+def main(names: Sequence[str]) -> int:
+    """Print a table of all configurations, for GPUs of these names or all; 1 when any must not be used."""
+    targets = [target for target in TARGETS if target.name in names] if names else TARGETS
+    head = "kernel | GPU | head size | dtype | rows | registers | spilled | scalar ones | bytes in memory"
+    print(f"| {head} | shared KiB | matrix instructions |  |")
+    print("|" + "---|" * 12)
+    wrong = 0
+    for found, why in compile_all(targets):
+        wrong += bool(why)
+        cells = (found.kernel, found.target, found.head_dim, found.dtype, found.tile)
+        each = found.registers
+        used = (each.used, each.spilled, each.scalar_spilled, each.memory_bytes)
+        shared = f"{found.shared_bytes / 1024:.0f}"
+        print(
+            "|",
+            " | ".join(map(str, (*cells, *used, shared, found.matrix_instructions, why))),
+            "|",
+            flush=True,
+        )
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

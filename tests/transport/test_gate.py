@@ -1,0 +1,179 @@
+"""Who comes to the gate of a TCP listener: strangers take little, keep nobody out, and are forgotten."""
+
+import contextlib
+import os
+import resource
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from ssd_serve.base.messages import Abort
+from ssd_serve.transport.channel import SocketChannel
+from ssd_serve.transport.handshake import KeyGate
+from ssd_serve.transport.listener import connect
+from ssd_serve.transport.polling import poll
+from ssd_serve.transport.tls import Sealed, identity
+from tests.transport.shaking import KEY
+from tests.transport.strangers import Guarded, Heard, meet
+
+
+def test_silent_and_slow_strangers_keep_nobody_waiting(guarded: Guarded) -> None:
+    strangers = [guarded.stranger() for _ in range(5)]
+    strangers[0].send(b"x" * 10)
+    assert guarded.listener.accept() is None
+    server, client = meet(guarded.listener)
+    assert not [why for why in guarded.refused if "in time" in why], "nobody's patience was waited for"
+    for channel in (server, client):
+        channel.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_stranger_who_stays_silent_is_sent_away() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        refused: list[str] = []
+        server.setblocking(False)
+        gate = KeyGate(server, identity(KEY), refused.append, patience_s=0.2)
+        with closing(gate), closing(socket.create_connection(server.getsockname())) as stranger:
+            deadline = time.monotonic() + 5.0
+            while not refused and time.monotonic() < deadline:
+                assert gate.accept() is None
+                time.sleep(0.02)
+            assert refused == ["127.0.0.1: it did not prove in time that it knows the key"]
+            assert stranger.recv(1) == b""
+
+
+@pytest.fixture
+def crowded() -> Iterator[tuple[KeyGate, tuple[str, int], list[str]]]:
+    """A gate on all of loopback, where it listens, and whom it has refused."""
+    refused: list[str] = []
+    with closing(socket.create_server(("0.0.0.0", 0), backlog=200)) as server:
+        server.setblocking(False)
+        with closing(KeyGate(server, identity(KEY), refused.append, patience_s=60.0)) as gate:
+            yield gate, ("127.0.0.1", server.getsockname()[1]), refused
+
+
+def wake(gate: KeyGate) -> None:
+    """Let it greet until it has nothing more to do."""
+    while select.select([gate], [], [], 0.05)[0]:
+        assert gate.accept() is None
+
+
+def test_silent_strangers_make_room_for_those_who_come_and_wake_nobody_up(
+    crowded: tuple[KeyGate, tuple[str, int], list[str]],
+) -> None:
+    gate, address, refused = crowded
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(closing(socket.create_connection(address))) for _ in range(70)]
+        wake(gate)
+        assert refused == ["127.0.0.1: it was silent, and others came"] * 6
+        assert [stranger.recv(1) for stranger in strangers[:6]] == [b""] * 6, "the oldest"
+        strangers[6].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[6].recv(1)
+
+
+def test_a_crowd_from_one_address_crowds_out_itself(
+    crowded: tuple[KeyGate, tuple[str, int], list[str]],
+) -> None:
+    gate, address, refused = crowded
+    with ExitStack() as stack:
+        honest = stack.enter_context(
+            closing(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+        )
+        for _ in range(150):
+            stack.enter_context(closing(socket.create_connection(address)))
+        wake(gate)
+        assert len(refused) == 150 + 1 - 64
+        assert all(who.startswith("127.0.0.1:") for who in refused)
+        honest.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            honest.recv(1)
+
+
+def test_a_crowd_takes_little_of_a_round(crowded: tuple[KeyGate, tuple[str, int], list[str]]) -> None:
+    gate, address, _ = crowded
+    with ExitStack() as stack:
+        hello = Heard()
+        Sealed(identity(KEY), listening=False).shake(b"", hello.add)
+        for _ in range(64):
+            stack.enter_context(closing(socket.create_connection(address))).sendall(hello.data)
+        calls = 0
+        while select.select([gate], [], [], 0.05)[0]:
+            assert gate.accept() is None
+            calls += 1
+        assert calls >= 64 / 8
+
+
+def test_peers_who_prove_themselves_at_once_are_all_let_in(guarded: Guarded) -> None:
+    found: list[SocketChannel] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(connect(guarded.listener.address, key=KEY)))
+        for _ in range(30)
+    ]
+    for thread in threads:
+        thread.start()
+    servers: list[SocketChannel] = []
+    while len(servers) < 30:
+        channel = guarded.listener.await_peer(10.0)
+        assert channel is not None
+        servers.append(channel)
+    for thread in threads:
+        thread.join()
+    for number, channel in enumerate(found):
+        assert channel.send(Abort(number))
+    assert poll(servers, 5.0)
+    heard = sorted(message.request for each in servers if each.wait(5.0) for message in aborts(each))
+    assert heard == list(range(30))
+    for channel in (*found, *servers):
+        channel.close()
+    assert guarded.refused == []
+
+
+def aborts(channel: SocketChannel) -> list[Abort]:
+    return [message for message in channel.receive() if isinstance(message, Abort)]
+
+
+def test_one_for_whom_there_is_no_descriptor_ends_nothing(guarded: Guarded) -> None:
+    with closing(guarded.stranger()):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        spare = os.dup(0)
+        os.close(spare)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+        try:
+            assert guarded.listener.accept() is None
+            assert not guarded.listener.wait(0.05), "it wakes nobody up"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    server, client = meet(guarded.listener)
+    server.close()
+    client.close()
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" * 8, bytes(64), b"\xff" * 100_000])
+def test_garbage_is_refused_after_a_few_bytes(guarded: Guarded, garbage: bytes) -> None:
+    with closing(guarded.stranger()) as stranger:
+        stranger.send(garbage)
+        guarded.until_refused(1)
+    assert "does not know the key" in guarded.refused[0]
+
+
+def test_a_stranger_who_leaves_is_forgotten(guarded: Guarded) -> None:
+    guarded.stranger().close()
+    guarded.until_refused(1)
+    assert "left before it proved" in guarded.refused[0]
+
+
+def test_a_hello_without_end_is_refused(guarded: Guarded) -> None:
+    with closing(guarded.stranger()) as stranger:
+        # A handshake message that announces the most bytes, in records of full size.
+        records = b"\x16\x03\x01\x40\x00" + b"\x01\x01\xf0\x00" + bytes(16380)
+        with contextlib.suppress(OSError):
+            stranger.sendall(records + (b"\x16\x03\x01\x40\x00" + bytes(16384)) * 3)
+        guarded.until_refused(1)
+    assert "does not know the key" in guarded.refused[0]

@@ -1,0 +1,239 @@
+"""TCP channels: who knows the key may speak, both ways and unread; nobody else is believed."""
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from ssd_serve.base.draft_messages import Growth, Message
+from ssd_serve.base.errors import EngineDeadError, ProtocolError, SettingsError
+from ssd_serve.base.messages import Abort
+from ssd_serve.transport.channel import SocketChannel
+from ssd_serve.transport.listener import Listener, connect
+from ssd_serve.transport.polling import poll
+from ssd_serve.transport.tls import Sealed, identity
+from tests.transport.shaking import KEY
+from tests.transport.strangers import Guarded, Heard, meet
+
+
+def failing_to_connect(listener: Listener, key: str, timeout_s: float = 5.0) -> Exception:
+    """What a connector with this key gets."""
+    errors: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            connect(listener.address, timeout_s, key=key).close()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    while thread.is_alive():
+        listener.wait(0.05)
+        assert listener.accept() is None
+    return errors[0]
+
+
+def test_who_knows_the_key_may_speak_both_ways(guarded: Guarded) -> None:
+    server, client = meet(guarded.listener)
+    with closing(server), closing(client):
+        large = Growth(1, 0, 0, b"p" * 500_000, b"", b"", b"t", b"l")
+        assert server.send(large)
+        received: list[Message] = []
+        while not received:
+            poll([client, server], 5.0)
+            received = client.receive()
+            server.flush()
+        assert received == [large]
+        client.send(Abort(3))
+        assert server.wait(5.0)
+        assert server.receive() == [Abort(3)]
+    assert guarded.refused == []
+
+
+@hypothesis_settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(st.integers(0, 200_000), max_size=6))
+def test_messages_pass_unchanged(sizes: list[int]) -> None:
+    with closing(Listener.tcp("127.0.0.1", 0, KEY)) as listener:
+        server, client = meet(listener)
+        sent: list[Message] = [
+            Growth(1, 0, n, b"x" * size, b"", b"", b"t", b"l") for n, size in enumerate(sizes)
+        ]
+        with closing(server), closing(client):
+            assert all(client.send(message) for message in sent)
+            received: list[Message] = []
+            while len(received) < len(sent) and poll([server, client], 5.0):
+                received += server.receive()
+            assert received == sent
+
+
+def test_a_wrong_key_is_refused_in_words_on_both_sides(guarded: Guarded) -> None:
+    error = failing_to_connect(guarded.listener, "another key of the tests")
+    assert isinstance(error, SettingsError)
+    assert "set the same SSD_CLUSTER_KEY" in str(error)
+    assert guarded.refused == ["127.0.0.1: it does not know the key (SSD_CLUSTER_KEY)"]
+
+
+@pytest.mark.parametrize("key", ["", "too short"])
+def test_tcp_always_has_a_key(guarded: Guarded, key: str) -> None:
+    with pytest.raises(SettingsError, match="needs a key that both ends know: set SSD_CLUSTER_KEY"):
+        connect(guarded.listener.address, key=key)
+    with pytest.raises(SettingsError, match="SSD_CLUSTER_KEY"):
+        Listener.tcp("127.0.0.1", 0, key)
+
+
+def answering(answer: Callable[[socket.socket], None]) -> "tuple[socket.socket, threading.Thread]":
+    """Something that listens on loopback, and does this to the first who comes."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with server.accept()[0] as connection, contextlib.suppress(OSError):
+            answer(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return server, thread
+
+
+def address_of(server: socket.socket) -> str:
+    return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_listener_that_has_another_key_is_not_believed_and_learns_nothing_of_ours() -> None:
+    heard: list[str] = []
+
+    def pretend(connection: socket.socket) -> None:
+        context = identity("another key of the tests").listening
+        context.verify_mode = ssl.CERT_NONE
+        try:
+            context.wrap_socket(connection, server_side=True).recv(1)
+        except ssl.SSLError as error:
+            heard.append(error.reason)
+
+    server, thread = answering(pretend)
+    with closing(server), pytest.raises(SettingsError, match="has another key: set the same SSD_CLUSTER_KEY"):
+        connect(address_of(server), key=KEY)
+    thread.join()
+    # It left before it showed its own certificate, against which keys could be guessed.
+    assert heard == ["TLSV1_ALERT_UNKNOWN_CA"]
+
+
+def test_a_connector_whose_words_are_sent_back_to_it_believes_nobody() -> None:
+    def echo(connection: socket.socket) -> None:
+        while said := connection.recv(4096):
+            connection.sendall(said)
+
+    server, thread = answering(echo)
+    with closing(server), pytest.raises(SettingsError, match="no process of ssd-serve"):
+        connect(address_of(server), key=KEY)
+    thread.join()
+
+
+def test_something_else_that_listens_there_is_named_so() -> None:
+    server, thread = answering(lambda connection: connection.sendall(b"220 mail.example.org ready" * 9))
+    with closing(server), pytest.raises(SettingsError, match="no process of ssd-serve"):
+        connect(address_of(server), key=KEY)
+    thread.join()
+
+
+def test_what_was_heard_on_the_wire_opens_nothing(guarded: Guarded) -> None:
+    """Every word that a connector said, said again by somebody else."""
+    said = Heard()
+    with closing(socket.create_server(("127.0.0.1", 0))) as between:
+
+        def relay() -> None:
+            with between.accept()[0] as connector, guarded.stranger() as listener:
+                ends = {connector: listener, listener: connector}
+                while True:
+                    for end in select.select(list(ends), [], [], 5.0)[0]:
+                        data = end.recv(65536)
+                        if not data:
+                            return
+                        if end is connector:
+                            said.add(data)
+                        ends[end].sendall(data)
+
+        relaying = threading.Thread(target=relay)
+        relaying.start()
+        connecting = threading.Thread(target=lambda: connect(address_of(between), key=KEY).close())
+        connecting.start()
+        server = guarded.listener.await_peer(10.0)
+        assert server is not None
+        server.close()
+        connecting.join()
+        relaying.join()
+    assert len(said.data) > 200
+    with closing(guarded.stranger()) as stranger:
+        stranger.sendall(said.data)
+        guarded.until_refused(1)
+    assert guarded.refused == ["127.0.0.1: it does not know the key (SSD_CLUSTER_KEY)"]
+
+
+def test_what_is_slipped_in_between_ends_the_channel(guarded: Guarded) -> None:
+    server, client = meet(guarded.listener)
+    with closing(server), closing(client):
+        assert client.send(Abort(1))
+        assert server.wait(5.0)
+        assert server.receive() == [Abort(1)]
+        with socket.socket(fileno=os.dup(client.fileno())) as raw:
+            raw.send(b"\x17\x03\x03\x00\x20" + bytes(32))
+        assert server.wait(5.0)
+        assert server.receive() == []
+        assert server.closed
+        assert not server.send(Abort(2))
+
+
+def test_a_frame_that_is_too_large_closes_the_channel() -> None:
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(end) for end in socket.socketpair())
+        liar, channel = shaken(first, second)
+        first.sendall(liar.seal(b"\xff\xff\xff\xff and more"))
+        assert channel.wait(5.0)
+        with pytest.raises(ProtocolError, match="larger than the limit"):
+            channel.receive()
+        assert channel.closed
+
+
+def shaken(first: socket.socket, second: socket.socket) -> tuple[Sealed, SocketChannel]:
+    """An end that says what it likes, and a channel that listens to it."""
+    liar, honest = (Sealed(identity(KEY), listening=listening) for listening in (False, True))
+    received = b""
+    while not (done := liar.shake(received, first.sendall)):
+        honest.shake(second.recv(65536), second.sendall)
+        received = first.recv(65536)
+    assert done
+    return liar, SocketChannel(second, sealed=honest)
+
+
+def test_a_listener_that_greets_nobody_is_waited_for_until_the_deadline(guarded: Guarded) -> None:
+    with pytest.raises(EngineDeadError, match="it does not speak"):
+        connect(guarded.listener.address, 0.3, key=KEY)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError):
+        connect(guarded.listener.address, 60.0, key=KEY, give_up=lambda: True)
+    assert time.monotonic() - began < 30.0, "it gave up when it was told to"
+
+
+def test_nobody_there_and_no_address() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(EngineDeadError, match="nobody answers at tcp://"):
+        connect(address, 0.1, key=KEY)
+    with pytest.raises(SettingsError, match="must look like tcp://"):
+        connect("tcp://nothing", key=KEY)
+    with pytest.raises(SettingsError, match="must look like tcp://"):
+        connect("tcp://127.0.0.1:65536", key=KEY)
+    with pytest.raises(EngineDeadError, match="cannot connect to tcp://"):
+        connect(f"tcp://{'x' * 80}:4711", key=KEY)
+    with pytest.raises(SettingsError, match="cannot listen on 192"):
+        Listener.tcp("192.0.2.1", 0, KEY)
