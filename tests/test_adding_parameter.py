@@ -12,7 +12,7 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.batched_processors import process_rows
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.native.choosing import COMPILED
+from ssd_serve.sampling.native_choice import COMPILED
 from ssd_serve.sampling.parameters import Declined, needs_processing, truncates
 from ssd_serve.sampling.processors import process
 from ssd_serve.sampling.rows import SamplingRows
@@ -42,7 +42,7 @@ ASKED = """
 import json
 from ssd_serve import SamplingParams
 from ssd_serve.base.errors import RequestError
-from ssd_serve.sampling.checks import engine_parameters
+from ssd_serve.sampling.validation import engine_parameters
 from ssd_serve.server.openai.openapi import Doors, build_document
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.server.fakes import READY

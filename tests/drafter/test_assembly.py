@@ -18,7 +18,7 @@ from ssd_serve.drafter.sources.loading import LoadedSource, Texts
 from ssd_serve.base.errors import PairMismatchError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.sampling.grammar_text import of_choice, written
+from ssd_serve.sampling.grammar import of_choice, written
 from ssd_serve.base.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import ScriptedSource

@@ -24,7 +24,7 @@ from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.masking import only_masked
+from ssd_serve.sampling.processors import only_masked
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.ranking import trusted_ranking
 from ssd_serve.base.seeds import mix, root_name

@@ -30,7 +30,7 @@ from ssd_serve.cluster.ray.placement import STRATEGY, ray_place
 from ssd_serve.cluster.ray.workers import ALL_VISIBLE
 from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.sampling.checks import engine_parameters
+from ssd_serve.sampling.validation import engine_parameters
 from tests.end_to_end.tiny_pair import write_pair
 from tests.waiting import until
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.batched_processors import process_rows
-from ssd_serve.sampling.edits import Edits
+from ssd_serve.sampling.overrides import Edits
 from ssd_serve.sampling.processors import TokenCounts, process
 from ssd_serve.sampling.rows import SamplingRows
 from tests.examples import examples

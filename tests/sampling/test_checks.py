@@ -11,9 +11,15 @@ from pydantic import BaseModel, ValidationError
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.errors import ContextLengthError, RequestError
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.checks import banned, check_prompt, encode, engine_parameters, output_limit
-from ssd_serve.sampling.fields import with_numbers
 from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range, Stage, at
+from ssd_serve.sampling.validation import (
+    banned,
+    check_prompt,
+    encode,
+    engine_parameters,
+    output_limit,
+    with_numbers,
+)
 from ssd_serve.server.errors import from_ssd_error
 from ssd_serve.server.openai.protocol import CompletionRequest
 from tests.server.fakes import READY, ByteTokenizer
@@ -177,7 +183,7 @@ def test_half_a_character_is_none() -> None:
 
 
 def test_checking_needs_no_torch() -> None:
-    modules = "sys, ssd_serve.sampling.checks, ssd_serve.sampling.fields, ssd_serve.server.openai.protocol"
+    modules = "sys, ssd_serve.sampling.validation, ssd_serve.server.openai.protocol"
     said = f"import {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -19,7 +19,7 @@ from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.choice import only_allowed, sample
 from ssd_serve.sampling.grammar import Grammars, GrammarState, Masks, check_grammar
-from ssd_serve.sampling.native.choosing import NativeChoice
+from ssd_serve.sampling.native_choice import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.rows import SamplingRows
 from tests.examples import examples

@@ -9,7 +9,7 @@ import pytest
 
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.sampling.model_defaults import model_defaults
+from ssd_serve.sampling.validation import model_defaults
 
 
 def defaults(folder: Path, **keys: object) -> dict[str, int | float]:

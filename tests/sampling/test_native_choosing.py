@@ -12,7 +12,7 @@ from msgspec.structs import replace as with_parameters
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.choice import Sampled, sample
-from ssd_serve.sampling.native.choosing import NativeChoice
+from ssd_serve.sampling.native_choice import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.sampling.rows import SamplingRows

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.sampling.native.noise import NativeNoise
 from ssd_serve.sampling.noise import Float32Array, log_exponential
-from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.noise_rows import NativeNoise, NoiseRows
 from tests.examples import examples
 
 WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)

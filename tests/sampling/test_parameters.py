@@ -10,7 +10,7 @@ from ssd_serve.base.messages import SamplingParameters, ThinkingBudget
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.batched_processors import BATCHED, edited, process_rows
 from ssd_serve.sampling.choice import sample
-from ssd_serve.sampling.native.choosing import COMPILED, NativeChoice
+from ssd_serve.sampling.native_choice import COMPILED, NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import (
     PARAMETERS,

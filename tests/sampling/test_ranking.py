@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.choice import sample
-from ssd_serve.sampling.native.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.ranking import ChoiceKeys, draft_scores, rank_children, ranked_children
+from ssd_serve.sampling.ranking import ChoiceKeys, NativeRanking, draft_scores, rank_children, ranked_children
 from ssd_serve.sampling.rows import SamplingRows
 
 TEMPERATURES = (0.0, 0.3, 1.0, 1.7)

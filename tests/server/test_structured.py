@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ssd_serve.sampling.grammar import Grammars
-from ssd_serve.sampling.thought_marks import END as THOUGHT_ENDS
+from ssd_serve.sampling.thinking import END as THOUGHT_ENDS
 from tests.sampling.test_grammar import END, GRAMMARS, TOKENIZER, VOCABULARY
 from tests.server.fakes import ByteTokenizer, tokens
 from tests.server.played_servers import House, open_house, post

@@ -15,7 +15,7 @@ from ssd_serve.base.setting_values import LOOKUPS
 from ssd_serve.base.settings import Settings
 from ssd_serve.drafter.sources.registry import is_source, own_layers
 from ssd_serve.models.hub import Role, resolve_model
-from ssd_serve.sampling.model_defaults import model_defaults
+from ssd_serve.sampling.validation import model_defaults
 
 
 @dataclass(frozen=True, slots=True)

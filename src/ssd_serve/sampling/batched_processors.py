@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.edits import EditedRow, Edits, Places, edit_rows
+from ssd_serve.sampling.overrides import EditedRow, Edits, Places, edit_rows
 from ssd_serve.sampling.parameters import Declined, is_greedy, needs_editing, penalises, truncates
 from ssd_serve.sampling.processors import TOP_P_UNITS, TokenCounts, edit, process, smallest_share
 from ssd_serve.sampling.rows import SamplingRows

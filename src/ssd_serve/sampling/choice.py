@@ -20,11 +20,10 @@ from ssd_serve.base.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.batched_processors import process_rows
 from ssd_serve.sampling.grammar import Mask
-from ssd_serve.sampling.masking import only_masked
-from ssd_serve.sampling.native.choosing import NativeChoice
+from ssd_serve.sampling.native_choice import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy, needs_processing
-from ssd_serve.sampling.processors import TokenCounts
+from ssd_serve.sampling.processors import TokenCounts, only_masked
 from ssd_serve.sampling.rows import SamplingRows
 
 _TOGETHER = 4 << 20

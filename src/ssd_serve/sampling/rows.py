@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.edits import Edits
 from ssd_serve.sampling.grammar import Masks
+from ssd_serve.sampling.overrides import Edits
 from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.processors import TokenCounts
 

@@ -3,7 +3,7 @@
 Works as a grammar does, alone or before one. Knows tokens; no texts, no templates.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -107,3 +107,17 @@ def output_state(
 def _allow_only(mask: Mask, token: int) -> None:
     mask[:] = 0
     mask.view(np.uint32)[token >> 5] = 1 << (token & 31)
+
+
+BEGIN, END = "<think>", "</think>"
+
+
+def begins_in_thought(prompt: str) -> bool:
+    """Whether a prompt leaves the model thinking."""
+    return prompt.rfind(BEGIN) > prompt.rfind(END)
+
+
+def budget_of(most: int, thinking: bool, encode: Callable[[str], Sequence[int]]) -> ThinkingBudget:
+    """At most so many tokens of thoughts, for an output that begins among them (`thinking`) or not. `encode`
+    makes tokens of a mark."""
+    return ThinkingBudget(most, () if thinking else tuple(encode(BEGIN)), tuple(encode(END)))

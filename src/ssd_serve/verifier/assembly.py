@@ -36,7 +36,7 @@ from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.base.owned import cache_folder
 from ssd_serve.sampling.grammar import Grammars
-from ssd_serve.sampling.model_defaults import model_defaults
+from ssd_serve.sampling.validation import model_defaults
 from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import check_hello

@@ -12,7 +12,7 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.base.draft_messages import Open
 from ssd_serve.base.messages import Figures, SamplingParameters, Submit
-from ssd_serve.sampling.edits import Edits
+from ssd_serve.sampling.overrides import Edits
 from ssd_serve.sampling.grammar import OutputState
 from ssd_serve.sampling.parameters import needs_counts, needs_editing
 from ssd_serve.sampling.processors import TokenCounts

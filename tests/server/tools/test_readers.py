@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.sampling.thought_marks import begins_in_thought
+from ssd_serve.sampling.thinking import begins_in_thought
 from ssd_serve.server.openai.tools.events import Arguments, CallBegun, Event, Thought, Words
 from ssd_serve.server.openai.tools.formats import FORMATS, format_of
 from ssd_serve.server.openai.tools.message import MessageRules

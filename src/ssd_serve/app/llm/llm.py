@@ -29,7 +29,8 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve_arguments
 from ssd_serve.cluster.engines import usable_machine
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.sampling.checks import (
+from ssd_serve.sampling.thinking import begins_in_thought, budget_of
+from ssd_serve.sampling.validation import (
     banned,
     check_prompt,
     encode,
@@ -37,7 +38,6 @@ from ssd_serve.sampling.checks import (
     engine_parameters,
     output_limit,
 )
-from ssd_serve.sampling.thought_marks import begins_in_thought, budget_of
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""

@@ -1,6 +1,6 @@
 """How a text is chosen and where it ends, as people type it in Python; names as in the OpenAI and vLLM APIs.
 
-Knows ranges; what needs the model is checked in `sampling/checks.py`.
+Knows ranges; what needs the model is checked in `sampling/validation.py`.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
 from ssd_serve.base.errors import RequestError
-from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
-from ssd_serve.sampling.grammar_text import Part, of_choice, of_regex, of_rules, of_schema, written
+from ssd_serve.sampling.grammar import Part, of_choice, of_regex, of_rules, of_schema, written
+from ssd_serve.sampling.validation import Choices, Seed, Temperature, with_numbers, within
 
 TokenIds = Sequence[Annotated[int, Field(ge=0)]]
 StopString = Annotated[str, Field(min_length=1)]

@@ -20,8 +20,8 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import release_memory, within_memory
 from ssd_serve.sampling.grammar import Mask
-from ssd_serve.sampling.masking import only_masked
-from ssd_serve.sampling.native.ranking import NativeRanking
+from ssd_serve.sampling.processors import only_masked
+from ssd_serve.sampling.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.ranking import ChoiceKeys, rank_children

@@ -23,7 +23,7 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.sampling.native.ranking import NativeRanking
+from ssd_serve.sampling.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
 
 

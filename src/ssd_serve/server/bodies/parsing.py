@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from pydantic import ValidationError
 
-from ssd_serve.sampling.checks import outside, too_long
+from ssd_serve.sampling.validation import outside, too_long
 from ssd_serve.server.bodies.json_slices import (
     SLICE,
     Raw,

@@ -7,7 +7,7 @@ it. What the tokens so far had ended is told by the engine as ever. Knows reques
 from collections.abc import Sequence
 
 from ssd_serve.base.messages import Ready
-from ssd_serve.sampling.checks import check_vocabulary
+from ssd_serve.sampling.validation import check_vocabulary
 from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.openai.protocol import GenerationRequest

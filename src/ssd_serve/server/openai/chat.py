@@ -7,9 +7,9 @@ from functools import partial
 from fastapi import Request, Response
 
 from ssd_serve.base.messages import Ready, ThinkingBudget
-from ssd_serve.sampling.checks import engine_parameters, output_limit
-from ssd_serve.sampling.grammar_text import Part
-from ssd_serve.sampling.thought_marks import BEGIN, begins_in_thought, budget_of
+from ssd_serve.sampling.validation import engine_parameters, output_limit
+from ssd_serve.sampling.grammar import Part
+from ssd_serve.sampling.thinking import BEGIN, begins_in_thought, budget_of
 from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.engine.continuation import generated_tokens

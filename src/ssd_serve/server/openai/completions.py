@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from fastapi import Request, Response
 
-from ssd_serve.sampling.checks import engine_parameters, output_limit
+from ssd_serve.sampling.validation import engine_parameters, output_limit
 from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.engine.continuation import generated_tokens

@@ -20,7 +20,7 @@ from pydantic import Strict as Strictness
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from ssd_serve.sampling.fields import within
+from ssd_serve.sampling.validation import within
 from ssd_serve.sampling.parameters import range_of
 from ssd_serve.server.http.request_ids import NAME
 from ssd_serve.server.limits import (

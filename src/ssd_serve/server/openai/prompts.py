@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ssd_serve.base.errors import RequestError
 from ssd_serve.base.messages import Ready
-from ssd_serve.sampling.checks import AS_MANY_AS_FIT, check_prompt, encode, too_long
+from ssd_serve.sampling.validation import AS_MANY_AS_FIT, check_prompt, encode, too_long
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import OffLoop, Steps
 from ssd_serve.server.openai.conversation import TemplateInput

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
-from ssd_serve.sampling.fields import Choices, Seed, Temperature, with_numbers, within
+from ssd_serve.sampling.validation import Choices, Seed, Temperature, with_numbers, within
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS, MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
 from ssd_serve.server.openai.fields import (
     AllowedTokenIds,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ssd_serve.sampling.checks import Words, banned, ending_tokens
+from ssd_serve.sampling.validation import Words, banned, ending_tokens
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.service import Service

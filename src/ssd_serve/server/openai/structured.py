@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.sampling.grammar import check_grammar
-from ssd_serve.sampling.grammar_text import (
+from ssd_serve.sampling.grammar import (
     ANY_OBJECT,
     Part,
     named,
@@ -20,7 +20,7 @@ from ssd_serve.sampling.grammar_text import (
     of_schema,
     written,
 )
-from ssd_serve.sampling.thought_marks import BEGIN, END
+from ssd_serve.sampling.thinking import BEGIN, END
 from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS
 from ssd_serve.server.openai.output_formats import (

@@ -7,7 +7,7 @@ import msgspec
 from fastapi import Request, Response
 
 from ssd_serve.base.messages import Ready
-from ssd_serve.sampling.checks import check_vocabulary, too_long
+from ssd_serve.sampling.validation import check_vocabulary, too_long
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.openai.conversation import TemplateInput

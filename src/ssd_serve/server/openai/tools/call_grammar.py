@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.base.errors import GrammarError
-from ssd_serve.sampling.grammar_text import ANY_OBJECT, Part, named, of_lark, of_schema
+from ssd_serve.sampling.grammar import ANY_OBJECT, Part, named, of_lark, of_schema
 from ssd_serve.server.openai.protocol import Function
 
 _CALLS, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"

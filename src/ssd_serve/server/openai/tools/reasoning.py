@@ -4,7 +4,7 @@ Knows the two marks. Whether the text begins among thoughts is told by the promp
 written the first mark already.
 """
 
-from ssd_serve.sampling.thought_marks import BEGIN, END
+from ssd_serve.sampling.thinking import BEGIN, END
 from ssd_serve.server.openai.tools.events import Event, Thought, Words, certain
 
 

@@ -5,11 +5,16 @@ neither HTTP nor how tokens come about, and no torch.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar
 
-from ssd_serve.base.errors import ContextLengthError, RequestError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import PydanticCustomError
+
+from ssd_serve.base.errors import CheckpointError, ContextLengthError, RequestError
 from ssd_serve.base.messages import Ready, SamplingParameters, ThinkingBudget
-from ssd_serve.sampling.parameters import PARAMETERS
+from ssd_serve.models.config import read_json
+from ssd_serve.sampling.parameters import PARAMETERS, Stage, at, range_of
 
 AS_MANY_AS_FIT = -1
 """Of `max_tokens`."""
@@ -159,3 +164,86 @@ def _check_together(parameters: SamplingParameters, ending: Collection[int]) -> 
         raise RequestError(
             "allowed_token_ids: bad_words and min_tokens leave none of them", "allowed_token_ids"
         )
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def within(name: str) -> Any:
+    """The range of this parameter, for `Annotated`."""
+    allowed = range_of(name)
+    if allowed.above:
+        return Field(gt=allowed.lowest, le=allowed.highest)
+    return Field(ge=allowed.lowest, le=allowed.highest)
+
+
+_LEAST = range_of("temperature").least_positive
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < _LEAST:
+        raise PydanticCustomError("temperature", "Input should be 0 or at least {least}", {"least": _LEAST})
+    return value
+
+
+Temperature = Annotated[
+    float,
+    within("temperature"),
+    Field(json_schema_extra={"anyOf": [{"const": 0}, {"minimum": _LEAST}]}),
+    AfterValidator(_temperature),
+]
+Choices = Annotated[int, Field(ge=1, le=1024)]
+"""Texts for each prompt."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""64 bits, with or without a sign."""
+
+
+def with_numbers(model: type[Model]) -> type[Model]:
+    """The model with a field for every number of the table that acts on logits and that it does not declare
+    itself, to have a type or a description. None means the default."""
+    added: dict[str, Any] = {}
+    for each in at(Stage.START, Stage.PENALTY, Stage.TEMPERATURE, Stage.TRUNCATION):
+        if each.name not in model.model_fields and each.range is not None:
+            number = int if each.range.whole else float
+            added[each.name] = (Annotated[number | None, within(each.name)], None)
+    return (
+        create_model(model.__name__, __base__=model, __module__=model.__module__, **added) if added else model
+    )
+
+
+_FILE = "generation_config.json"
+
+
+class _GenerationConfig(BaseModel):
+    """Those keys that are parameters here; null means that the file says nothing."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
+
+    do_sample: bool | None = None
+    temperature: Temperature | None = None
+    top_k: Annotated[int, within("top_k")] | None = None
+    top_p: Annotated[float, within("top_p")] | None = None
+    min_p: Annotated[float, within("min_p")] | None = None
+    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
+    max_tokens: Annotated[int, within("max_tokens")] | None = Field(default=None, alias="max_new_tokens")
+
+
+def model_defaults(folder: Path) -> dict[str, int | float]:
+    """By parameter, what the model in this folder asks for. Raises `CheckpointError` where a value cannot be
+    meant."""
+    path = folder / _FILE
+    if not path.is_file():
+        return {}
+    try:
+        found = _GenerationConfig.model_validate(dict(read_json(path)))
+    except ValidationError as error:
+        raise CheckpointError(_explained(error, path)) from error
+    said = found.model_dump(exclude={"do_sample"}, exclude_none=True)
+    return said | ({"temperature": 0.0} if found.do_sample is False else {})
+
+
+def _explained(error: ValidationError, path: Path) -> str:
+    """The file, and each key with what is wrong about it."""
+    problems = error.errors(include_url=False)
+    told = "; ".join(f"{each['loc'][0]}: {each['msg'][:1].lower()}{each['msg'][1:]}" for each in problems)
+    return f"{path}: {told}; repair the file, or leave it unread with SSD_GENERATION_CONFIG=none"
