@@ -25,7 +25,7 @@ def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch:
         ({"max_running": 0}, "--max-running"),
         ({"port": 9000}, "http_options.port"),
         ({"metrics_port": 9100}, "SSD_METRICS_KEY instead of SSD_METRICS_PORT"),
-        ({"api_workers": 2}, "more replicas instead of SSD_API_WORKERS"),
+        ({"api_workers": 2}, "'api_workers' is not a setting; run replicas instead"),
         ({"tls_key": "key.pem"}, "http_options.ssl_keyfile"),
         ({"api_key": "k"}, "'api_key' is a secret.*SSD_API_KEY"),
         ({"hf_token": "t"}, "'hf_token' is a secret.*SSD_HF_TOKEN"),

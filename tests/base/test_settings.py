@@ -59,6 +59,14 @@ def test_a_setting_that_is_gone_is_an_error_that_names_its_successor(monkeypatch
         resolve_arguments({"emulate": "mi300x-70b-1b"})
 
 
+def test_removed_setting_error_names_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_WORKERS", "4")
+    with pytest.raises(SettingsError, match="SSD_API_WORKERS is not a setting; run replicas instead"):
+        resolve({})
+    with pytest.raises(SettingsError, match="no setting api_workers; run replicas instead"):
+        resolve_arguments({"api_workers": 4})
+
+
 def test_a_wrong_value_names_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="the flag --port: input should be"):
         resolve({"port": "many"})

@@ -3,8 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from ssd_serve.base.messages import Ready, Status
-from ssd_serve.server.observability.metrics import ServerMetrics
-from ssd_serve.server.observability.metrics_pages import join_pages
+from ssd_serve.server.observability.metrics import ServerMetrics, join_pages
 
 
 class SilentEngine:

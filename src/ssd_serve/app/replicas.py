@@ -6,7 +6,7 @@ routes each request to the replica with the fewest requests, and starts and repl
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -37,8 +37,7 @@ from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts
 from ssd_serve.server.access.keys import read_keys
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.observability.metrics_pages import join_pages
-from ssd_serve.server.service import Company
+from ssd_serve.server.observability.metrics import ServerMetrics, join_pages
 from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
 
 DEPLOYMENT = "ssd"
@@ -119,8 +118,6 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
     settings = resolve(arguments)
     if settings.metrics_port is not None:
         raise SettingsError("replicas share one port: SSD_METRICS_KEY instead of SSD_METRICS_PORT")
-    if settings.api_workers > 1:
-        raise SettingsError("a replica answers in one process: more replicas instead of SSD_API_WORKERS")
     return settings
 
 
@@ -172,14 +169,16 @@ class ServerReplica:
         """The same application as `ssd serve` has; Serve calls this after the constructor."""
         # Only where they are named: the proxies' address is not known here.
         hosts = allowed_hosts(self._settings, alone=False)
-        return create_app(
+        application = create_app(
             self._engine.settings,
             self._client,
             self._tokenizer,
             self._limits,
-            company=Company(pages=self._all_pages, show=self._show),
+            metrics_page=self._all_pages,
             guards=[] if hosts is None else [Middleware(AllowedHosts, allowed=hosts)],
         )
+        self._metrics: ServerMetrics = application.state.metrics
+        return application
 
     async def check_health(self) -> None:
         """Raise what is wrong; Serve then replaces this replica. An engine that is being started again is
@@ -192,10 +191,7 @@ class ServerReplica:
 
     def metrics_page(self) -> tuple[str, str]:
         """The replica's name and its own page."""
-        return self._name, self._page().decode()
-
-    def _show(self, page: Callable[[], bytes]) -> None:
-        self._page = page
+        return self._name, self._metrics.render().decode()
 
     def __del__(self) -> None:
         """Serve calls it when no request runs any more, or when they have had their time."""

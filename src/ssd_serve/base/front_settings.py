@@ -25,12 +25,6 @@ class FrontSettings(BaseSettings):
     port: Annotated[int, BeforeValidator(_port)] = Field(
         default=_USUAL_PORT, ge=0, le=65535, description="HTTP port; 0 takes a free one"
     )
-    api_workers: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="processes that answer HTTP, for thousands of tokens a second; limits a minute need 1",
-    )
     api_key: Key | None = Field(
         default=None, description="when set, every request but /health and /ping needs this bearer token"
     )

@@ -28,6 +28,8 @@ KEY_SETTINGS = (
 """Who may ask for what: a benchmark, which asks itself, has none of them."""
 GONE = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}
 """Settings that earlier versions had: the ones that took their places, with values that say the same."""
+REMOVED = {"api_workers": "run replicas instead (docs/launchers.md)"}
+"""Settings that earlier versions had and that have no successor: what to do instead."""
 
 
 class Settings(FrontSettings, EngineSettings):

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.base.settings import GONE, OTHER_VARIABLES, PREFIX, SECRETS, Settings
+from ssd_serve.base.settings import GONE, OTHER_VARIABLES, PREFIX, REMOVED, SECRETS, Settings
 
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 """Variables that Kubernetes gives every container for a service whose name begins with ours."""
@@ -66,10 +66,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def successor(name: str, called: Callable[[str], str]) -> str:
-    """`; use X=Y instead` for a setting that earlier versions had, as flags, variables or arguments are
-    `called`; nothing for others."""
-    gone = {called(field): f"; use {called(now)}={value} instead" for field, (now, value) in GONE.items()}
-    return gone.get(name, "")
+    """The hint for a setting that earlier versions had, such as `; use X=Y instead`, with names as flags,
+    variables or arguments are `called`; empty for other names."""
+    hints = {called(field): f"; use {called(now)}={value} instead" for field, (now, value) in GONE.items()}
+    hints |= {called(field): f"; {advice}" for field, advice in REMOVED.items()}
+    return hints.get(name, "")
 
 
 def resolve_arguments(arguments: Mapping[str, object]) -> Settings:

@@ -74,8 +74,8 @@ class InformationEndpoints:
 
     async def metrics(self) -> Response:
         """The Prometheus page; of all servers where there are several behind this address."""
-        pages = self.service.company.pages
-        page = await pages() if pages is not None else self.service.metrics.render()
+        joined = self.service.metrics_page
+        page = await joined() if joined is not None else self.service.metrics.render()
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     def _card(self) -> dict[str, object]:

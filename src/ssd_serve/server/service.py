@@ -26,20 +26,6 @@ from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.base.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Company:
-    """What a server knows of the others behind its address, where it is one of several."""
-
-    pages: Callable[[], Awaitable[bytes]] | None = None
-    """Gets the metrics page of all of them."""
-    show: Callable[[Callable[[], bytes]], None] = lambda _page: None
-    """Is given what makes this one's page."""
-    salt_secret: bytes | None = None
-    """By which all of them name the same parts of the prefix cache, where they have one engine."""
-    tells_engine: bool = True
-    """Whether this one's page has the engine's figures."""
-
-
 @dataclass(slots=True)
 class StopGate:
     """Closed once the server is told to stop: what runs goes on, new requests are refused."""
@@ -65,7 +51,8 @@ class Service:
     """What generates nothing (`/tokenize`), and must not keep waiting what does, templates included."""
     gate: StopGate
     tenants: Tenants
-    company: Company = field(default_factory=Company)
+    metrics_page: Callable[[], Awaitable[bytes]] | None = None
+    """Returns the joined page of all replicas, where this server is one of several."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

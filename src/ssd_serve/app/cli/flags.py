@@ -33,7 +33,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "draft": ("-md", "--model-draft", "--speculative-model"),
     "tensor_parallel": ("-tp", "--tensor-parallel-size"),
     "context": ("-c", "--ctx-size", "--max-model-len"),
-    "api_workers": ("--api-server-count",),
     "max_running": ("-np", "--parallel", "--max-num-seqs"),
     "prefill_chunk": ("-ub", "--ubatch-size"),
     "draft_device": ("-devd", "--device-draft"),

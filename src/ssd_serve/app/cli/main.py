@@ -252,10 +252,6 @@ def _add_worker(commands: Commands) -> None:
     drafter.add_argument("name")
     drafter.add_argument("drafter_socket")
     drafter.set_defaults(run=_run_drafter)
-    api = roles.add_parser("api")
-    api.add_argument("name")
-    api.add_argument("workers_socket")
-    api.set_defaults(run=_run_api)
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -350,16 +346,6 @@ def _run_rank(args: argparse.Namespace) -> int:
         return run_rank(args.rank, args.ranks_folder)
     except SsdError as error:
         return leave_worker(f"rank-{args.rank}", error)
-
-
-def _run_api(args: argparse.Namespace) -> int:
-    from ssd_serve.cluster.worker import leave_worker
-    from ssd_serve.server.workers.process import run_api
-
-    try:
-        return run_api(args.name, args.workers_socket)
-    except SsdError as error:
-        return leave_worker(args.name, error)
 
 
 def _run_drafter(args: argparse.Namespace) -> int:

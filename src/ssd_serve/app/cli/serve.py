@@ -31,7 +31,6 @@ from ssd_serve.base.settings_sources import refuse_empty_keys
 from ssd_serve.base.terminal import ProgressLine
 from ssd_serve.cluster.engines import start_engine, usable_machine
 from ssd_serve.cluster.running import RunningEngine
-from ssd_serve.cluster.supervision.supervisor import Supervisor
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.access.exposure import exposure_warnings
 from ssd_serve.server.access.hosts import allowed_hosts
@@ -43,7 +42,6 @@ from ssd_serve.server.http.request_ids import request_in_logs
 from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, heeded_signals
 from ssd_serve.server.http.tls import tls_context
 from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
-from ssd_serve.server.workers.crew import Crew
 from ssd_serve.transport.channel import Channel
 
 _LOOK_EVERY_S = 0.1
@@ -111,36 +109,23 @@ def run_serve(settings: Settings) -> int:
         alone = listens_alone(sock)
         for warning in exposure_warnings(settings, alone):
             log.warning(warning, host=settings.host)
-        crew = Crew(client) if settings.api_workers > 1 else None
-        server = build_server(
-            settings,
-            client,
-            tokenizer,
-            hosts=allowed_hosts(settings, alone),
-            company=crew.company if crew is not None else None,
-            hub=crew.hub if crew is not None else None,
-        )
+        server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, alone))
         with ServerThread(server, [sock, *others]) as answering:
             found = find_models(settings, tell, log.warning)
             tokenizer.arrive(Tokenizer(found.target))
             settle_memory()
             tell("starting")
-            with start_engine(found.settings, log, machine) as engine, ExitStack() as beside:
+            with start_engine(found.settings, log, machine) as engine:
                 # After the workers: they would inherit the binding.
                 cores = engine.placement.front_end
                 answering.call(partial(pin_cores, cores))
                 pin_cores(cores)
                 answering.call(partial(client.arrive, engine, engine.connect()))
-                workers: Supervisor | None = None
-                if crew is not None:
-                    # Of the settings that were asked for: so all processes tell the same of themselves.
-                    workers = beside.enter_context(crew.at_work(settings, found.target, sock, answering, log))
                 url = address(sock, settings.tls_certificate is not None)
                 with server.capture_signals():
                     _watch(server, answering, client, engine, line, url)
-                failure = engine.failure or (workers.failure if workers is not None else None)
-                if failure is not None:
-                    raise failure
+                if engine.failure is not None:
+                    raise engine.failure
     log.info("stopped")
     return 0
 

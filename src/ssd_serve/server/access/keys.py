@@ -27,7 +27,6 @@ MAX_KEYS = 1000
 """All of them are compared with each key that is given."""
 OPERATOR = "default"
 """Name of whoever holds SSD_API_KEY; nobody else's."""
-NOT_COUNTED = "are counted by one process: take them away, or set SSD_API_WORKERS=1"
 _LARGEST_FILE = 1024 * 1024
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
@@ -41,11 +40,6 @@ class Holder:
     name: str
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-
-    @property
-    def limited(self) -> bool:
-        """It has any."""
-        return (self.requests_per_minute or self.tokens_per_minute) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +155,14 @@ class KeysFile:
         path: Path,
         known: Sequence[KnownKey] = (),
         clock: Callable[[], float] = time.monotonic,
-        *,
-        may_limit: bool = True,
     ) -> None:
-        """`known` keys stand before those of the file, which may set limits where somebody counts. Raises
-        what is wrong with the file at first."""
+        """`known` keys stand before those of the file. Raises what is wrong with the file at first."""
         self._path = path
-        self._may_limit = may_limit
         self._known = known
         self._clock = clock
         self._signature = self._look()
         self._looked_at = clock()
-        self.entries = self._read()
+        self.entries = read_keys(path, known)
         warn_of_weak(self.entries, path)
 
     def changed(self) -> bool:
@@ -186,7 +176,7 @@ class KeysFile:
             return False
         self._signature = signature
         try:
-            entries = self._read()
+            entries = read_keys(self._path, self._known)
             warn_of_weak(entries, self._path)
         except (SsdError, OSError) as error:
             logger.error("%s; the keys of before stay in force", error)
@@ -194,13 +184,6 @@ class KeysFile:
         logger.info("keys were read again from %s: %d", self._path, len(entries))
         self.entries = entries
         return True
-
-    def _read(self) -> list[KnownKey]:
-        entries = read_keys(self._path, self._known)
-        limited = [entry.holder.name for entry in entries if entry.holder.limited]
-        if limited and not self._may_limit:
-            raise SettingsError(f"{self._path} (SSD_API_KEYS_FILE): the limits of {limited[0]} {NOT_COUNTED}")
-        return entries
 
     def _look(self) -> tuple[int, int, int] | None:
         """Changes when the file does, or is replaced."""

@@ -10,9 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssd_serve.base.errors import SettingsError
 from ssd_serve.server.access.keys import (
-    NOT_COUNTED,
     OPERATOR,
     Holder,
     Keyring,
@@ -124,25 +122,17 @@ def _limited(bucket: Bucket | None, per_minute: int | None, clock: Clock) -> Buc
 class Tenants:
     """All of them. The file of keys is read here, and again when it changes."""
 
-    def __init__(
-        self, settings: Settings, clock: Clock = time.monotonic, salt_secret: bytes | None = None
-    ) -> None:
-        """Raises what is wrong with the file of keys. Processes with the same `salt_secret` mean the same
-        parts of the prefix cache."""
+    def __init__(self, settings: Settings, clock: Clock = time.monotonic) -> None:
+        """Raises what is wrong with the file of keys."""
         self.unknown_keys = 0
         """Requests that came without a key that is known."""
         self._settings = settings
         self._clock = clock
-        self._secret = salt_secret or secrets.token_bytes(32)
+        self._secret = secrets.token_bytes(32)
         self._tenants: dict[str, Tenant] = {}
         own = [] if settings.api_key is None else [KnownKey(settings.api_key, Holder(OPERATOR))]
-        counted = settings.api_workers == 1
-        if not counted and (settings.key_requests_per_minute or settings.key_tokens_per_minute):
-            raise SettingsError(f"limits a minute (SSD_KEY_..._PER_MINUTE) {NOT_COUNTED}")
         self._file = (
-            None
-            if settings.api_keys_file is None
-            else KeysFile(settings.api_keys_file, own, clock, may_limit=counted)
+            None if settings.api_keys_file is None else KeysFile(settings.api_keys_file, own, clock)
         )
         if self._file is None:
             warn_of_weak(own, None)

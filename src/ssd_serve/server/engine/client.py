@@ -80,8 +80,6 @@ class EngineClient:
         self._trial.admitted()  # nobody is suspect
         self._heard_at = time.monotonic()
         self._lost_at: float | None = None
-        self.on_change: Callable[[], None] = lambda: None
-        """Is called when the engine has become ready, was lost, or is dead."""
         self.target: str | None = None
         self.ready: Ready | None = None
         self.status: Status | None = None
@@ -248,7 +246,6 @@ class EngineClient:
             self._lost_at = None
             self.restarts += 1
             self.resumed += resumed
-        self.on_change()
 
     def _lose(self, reason: str) -> None:
         """The engine is gone. What runs waits for the next one, if one may come."""
@@ -262,7 +259,6 @@ class EngineClient:
             interrupt_all(self._running)
             for request, submitted in list(self._running.items()):
                 self._interrupt(request, submitted)
-            self.on_change()
         self._seek(self._reconnect, self._loop)
 
     def _seek(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
@@ -339,4 +335,3 @@ class EngineClient:
         running, self._running = self._running, {}
         for submitted in running.values():
             submitted.deliver(EngineDeadError(reason))
-        self.on_change()

@@ -36,7 +36,7 @@ from ssd_serve.server.openai.envelope import Envelope
 from ssd_serve.server.openai.openapi import Doors, describe
 from ssd_serve.server.openai.responses.endpoint import ResponsesEndpoint
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
-from ssd_serve.server.service import Company, Service, StopGate, model_name
+from ssd_serve.server.service import Service, StopGate, model_name
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 from ssd_serve.base.settings import Settings
 
@@ -57,13 +57,13 @@ def create_app(
     tokenizer: TextTokenizer,
     limits: Limits | None = None,
     gate: StopGate | None = None,
-    company: Company | None = None,
     guards: Sequence[Middleware] = (),
+    metrics_page: Callable[[], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
-    """Build the application. Its lifespan starts and stops the engine. `company`: where this server is one of
-    several behind one address. `guards` are passed before a key is asked for."""
-    limits, company = limits or Limits(), company or Company()
-    tenants = Tenants(settings, salt_secret=company.salt_secret)
+    """Build the application. Its lifespan starts and stops the engine. `guards` run before the key is checked.
+    `metrics_page` replaces this server's own page at /metrics; `app.state.metrics` has the latter."""
+    limits = limits or Limits()
+    tenants = Tenants(settings)
     service = Service(
         settings=settings,
         limits=limits,
@@ -71,7 +71,7 @@ def create_app(
         tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
         metrics=ServerMetrics(
-            engine if company.tells_engine else None,
+            engine,
             lambda: service.trouble() is None,
             tenants,
             metrics_may_tell_cached(settings),
@@ -84,7 +84,7 @@ def create_app(
         aside=OffLoop(-1, at_once=1),
         gate=gate or StopGate(),
         tenants=tenants,
-        company=company,
+        metrics_page=metrics_page,
     )
 
     traces = _traces(settings)
@@ -107,7 +107,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    company.show(service.metrics.render)
+    app.state.metrics = service.metrics
     _add_routes(app, service)
     _add_error_handlers(app)
     if traces is not None:

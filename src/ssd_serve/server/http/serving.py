@@ -24,9 +24,8 @@ from ssd_serve.server.http.connections import Crowd, CrowdControl
 from ssd_serve.server.http.door import Door, max_connections, open_door
 from ssd_serve.server.http.tls import tls_context
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.service import Company, StopGate
+from ssd_serve.server.service import StopGate
 from ssd_serve.server.text.tokenizer import TextTokenizer
-from ssd_serve.server.workers.hub import Hub
 from ssd_serve.base.settings import Settings
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,13 +46,10 @@ class HttpServer(uvicorn.Server):
         end: Callable[[], None],
         drain_s: float,
         door: Door,
-        hub: Hub | None = None,
     ) -> None:
-        """`end` ends all requests with an error; it is called when they had `drain_s` to end well, those of
-        the workers of `hub` included."""
+        """`end` ends all requests with an error; it is called when they had `drain_s` to end well."""
         super().__init__(config)
         self._door = door
-        self._hub = hub
         self._gate = gate
         self._end = end
         self._drain_s = drain_s
@@ -79,8 +75,6 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise RuntimeError("the application did not start")
-        if self._hub is not None:
-            self._hub.start()
         welcome = partial(self._door.welcome, self.config, self.server_state, self.lifespan.state)
         self.servers = [await open_door(welcome, sock) for sock in sockets or []]
         self.started = True
@@ -88,24 +82,16 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end, end the others with an answer, and close the port last: as long as requests
         run, new ones are told that this server ends. uvicorn would close it first and only cut off."""
-        if self._hub is not None:
-            self._hub.close()
         await self._drain()
         self._end()
         await super().shutdown(sockets)
-        if self._hub is not None:
-            await self._hub.left(_LAST_WORDS_S + 1)  # they have theirs, too
         self._door.crowd.dismiss()
         await asyncio.sleep(0)  # they close when the loop comes to it
-
-    @property
-    def _workers_answer(self) -> bool:
-        return self._hub is not None and self._hub.workers > 0
 
     async def _drain(self) -> None:
         """Wait for what ran when the signal came; what comes later is refused at once."""
         ran = set(self.server_state.tasks)
-        while not self._hurry and (ran & self.server_state.tasks or self._workers_answer):
+        while not self._hurry and ran & self.server_state.tasks:
             if time.monotonic() - self._told_at >= self._drain_s:
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -191,18 +177,16 @@ def build_server(
     tokenizer: TextTokenizer,
     limits: Limits | None = None,
     hosts: Collection[str] | None = None,
-    company: Company | None = None,
-    hub: Hub | None = None,
 ) -> HttpServer:
     """The server, not yet running; its `stop` may be called from any thread. `hosts`: the only names that it
-    may be called by, beside loopback's. `hub`: where this process has workers that answer beside it."""
+    may be called by, beside loopback's."""
     limits = limits or Limits()
     gate = StopGate()
     crowd = Crowd(max_connections(settings, descriptor_limit()))
     guards = [Middleware(CrowdControl, crowd=crowd)]
     if hosts is not None:
         guards.append(Middleware(AllowedHosts, allowed=hosts))
-    app = create_app(settings, engine, tokenizer, limits, gate, company, guards)
+    app = create_app(settings, engine, tokenizer, limits, gate, guards)
     config = uvicorn.Config(
         app,
         # Whatever other packages have brought: one parser of HTTP is tested.
@@ -218,7 +202,7 @@ def build_server(
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
     door = Door(crowd, limits, tls_context(settings))
-    return HttpServer(config, gate, engine.stop, settings.drain_seconds, door, hub)
+    return HttpServer(config, gate, engine.stop, settings.drain_seconds, door)
 
 
 def serve(

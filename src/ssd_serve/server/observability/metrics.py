@@ -4,10 +4,11 @@ Base names follow vLLM's, so that dashboards carry over; the prefix is `ssd_` wh
 Has its own registry: two servers in one process do not meet.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from ssd_serve.base.version import __version__
@@ -234,21 +235,19 @@ class ServerMetrics:
 
     def __init__(
         self,
-        engine: EngineView | None,
+        engine: EngineView,
         up: Callable[[], bool],
         tenants: Tenants | None = None,
         tell_cached: bool = True,
         model: str = "",
         prefix: str = PREFIX,
     ) -> None:
-        """Without an `engine` the page has this process's figures alone. Without `tell_cached` nothing on it
-        says how much of a prompt was found in the cache. Names begin with `prefix`, and all series have the
-        `model` as a label, if there is one."""
+        """Without `tell_cached` no metric shows how much of a prompt was found in the cache. Names begin with
+        `prefix`, and all series have the `model` as a label unless it is empty."""
         self._model, self._prefix = model, prefix
         self._tell_cached = tell_cached
         self.registry = CollectorRegistry(auto_describe=False)
-        if engine is not None:
-            self.registry.register(EngineCollector(engine, up, tell_cached))
+        self.registry.register(EngineCollector(engine, up, tell_cached))
         if tenants is not None:
             self.registry.register(TenantsCollector(tenants))
         self.first_token = self._histogram("time_to_first_token_seconds", "until the first token", SECONDS)
@@ -304,3 +303,33 @@ class _Renamed(Collector):
 
     def _named(self, name: str) -> str:
         return self._prefix + name.removeprefix(PREFIX)
+
+
+class _Joined(Collector):
+    """The families of all pages."""
+
+    def __init__(self, pages: Mapping[str, str], label: str) -> None:
+        self._pages, self._label = pages, label
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a name, with the samples of every server."""
+        families: dict[str, Metric] = {}
+        for server, page in self._pages.items():
+            for family in text_string_to_metric_families(page):
+                joined = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, self._label: server}
+                    joined.add_sample(sample.name, labels, sample.value)
+        yield from families.values()
+
+
+def join_pages(pages: Mapping[str, str], label: str = "replica") -> bytes:
+    """Join the pages of servers, by name, into one page with the name as a label of each sample.
+
+    A scrape reaches any one of the servers: only a joined page has counters that never run backwards.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Joined(pages, label))
+    return generate_latest(registry)
