@@ -27,10 +27,10 @@ class Counting(GrammarState):
         self._patience = patience
 
     @property
-    def trouble(self) -> str:
+    def error(self) -> str:
         return "too tired" if len(self.output) > self._patience else ""
 
-    def take(self, tokens: Sequence[int]) -> int:
+    def consume(self, tokens: Sequence[int]) -> int:
         for place, token in enumerate(tokens):
             if token not in may_come(self.output):
                 return place
@@ -63,9 +63,9 @@ class CountingGrammars(Grammars):
         if grammar == "wrong":
             raise GrammarError("this is no grammar")
 
-    def begin(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
+    def start(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
         self.compile(grammar)
         state = Counting((), patience=9 if grammar == TIRED else 1000)
-        if state.take(output) < len(output):
+        if state.consume(output) < len(output):
             raise GrammarError("the output so far does not match")
         return state

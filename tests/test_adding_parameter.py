@@ -13,15 +13,15 @@ from ssd_serve.sampling.batched_processors import process_rows
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.native_choice import COMPILED
-from ssd_serve.sampling.parameters import Declined, needs_processing, truncates
+from ssd_serve.sampling.parameters import UnsupportedParameters, needs_processing, has_truncation
 from ssd_serve.sampling.processors import process
 from ssd_serve.sampling.rows import SamplingRows
 
 logits = 3 * torch.randn((40, 50), generator=torch.Generator().manual_seed(5))
 for top_a in (0.04, 0.5):
     parameters = SamplingParameters(temperature=0.7, top_k=40, top_a=top_a)
-    assert truncates(parameters) and needs_processing(parameters, 0)
-    assert Declined(COMPILED).everything(parameters)
+    assert has_truncation(parameters) and needs_processing(parameters, 0)
+    assert UnsupportedParameters(COMPILED).needs_process(parameters)
     rows = [SamplingRows(parameters, seed, 9) for seed in range(40)]
     one_by_one = torch.stack([process(line, parameters, None, (), 0, ()) for line in logits])
     probabilities = (logits / 0.7).double().softmax(1)
@@ -35,7 +35,7 @@ for top_a in (0.04, 0.5):
     free = [row._replace(parameters=SamplingParameters(temperature=0.7, top_k=40)) for row in rows]
     assert choices != sample(logits, free, NoiseRows(50, 64)).choices
 greedy = SamplingParameters(temperature=0.0, top_a=0.5)
-assert not truncates(greedy)
+assert not has_truncation(greedy)
 print("acts")
 """
 ASKED = """

@@ -18,7 +18,7 @@ from ssd_serve.drafter.sources.loading import LoadedSource, Texts
 from ssd_serve.base.errors import PairMismatchError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.sampling.grammar import of_choice, written
+from ssd_serve.sampling.grammar import from_choices, serialize_parts
 from ssd_serve.base.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import ScriptedSource
@@ -53,7 +53,7 @@ def test_a_source_that_does_not_say_how_long_it_reads_takes_a_row_of_its_widest_
 def test_a_drafter_keeps_to_grammars_unless_it_shall_not(keeps: bool, kept: int) -> None:
     named = settings("embedded").model_copy(update={"draft_grammars": keeps})
     core = assemble_drafter(named, "d0", "cpu", None).core
-    forced = SamplingParameters(temperature=0.0, grammar=written(of_choice(["\n"])))
+    forced = SamplingParameters(temperature=0.0, grammar=serialize_parts(from_choices(["\n"])))
     numbers = itertools.count(1)
 
     def candidates() -> int:

@@ -24,7 +24,7 @@ from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.processors import only_masked
+from ssd_serve.sampling.processors import apply_masks
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.ranking import trusted_ranking
 from ssd_serve.base.seeds import mix, root_name
@@ -84,7 +84,7 @@ class Told:
 
 
 def matches(tokens: Sequence[int]) -> bool:
-    return Counting((), 1000).take(tokens) == len(tokens)
+    return Counting((), 1000).consume(tokens) == len(tokens)
 
 
 def a_model(fan_out: int = 4) -> ModelSource:
@@ -245,7 +245,7 @@ def test_a_token_that_is_forced_is_sure() -> None:
 
 def test_rows_without_masks_are_left_as_they_are() -> None:
     logits = torch.randn(3, VOCABULARY)
-    assert only_masked(logits, [None] * 3) is logits
-    found = only_masked(logits, [None, Counting((), 9).masks()[0], None])
+    assert apply_masks(logits, [None] * 3) is logits
+    found = apply_masks(logits, [None, Counting((), 9).masks()[0], None])
     assert torch.equal(found[0::2], logits[0::2])
     assert {int(token) for token in torch.nonzero(found[1] > -torch.inf)} == may_come(())

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.batched_processors import process_rows
-from ssd_serve.sampling.overrides import Edits
+from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.processors import TokenCounts, process
 from ssd_serve.sampling.rows import SamplingRows
 from tests.examples import examples
@@ -29,7 +29,7 @@ def one_by_one(logits: torch.Tensor, rows: list[SamplingRows]) -> torch.Tensor:
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000))
 @settings(max_examples=examples(400))
 def test_equals_the_definition(asked: list[SamplingRows], seed: int) -> None:
-    rows = [row for each in asked for row in each.single()]
+    rows = [row for each in asked for row in each.split()]
     logits = awkward_logits(len(rows), VOCABULARY, seed)
     before = logits.clone()
     assert torch.equal(process_rows(logits, rows), one_by_one(logits, rows))
@@ -54,9 +54,9 @@ EDITING = st.builds(
 def test_edits_that_a_request_keeps_change_all_its_rows(
     parameters: SamplingParameters, output: list[int], path: tuple[int, ...], seed: int
 ) -> None:
-    edits, counts = Edits(parameters, (0,)), TokenCounts((), output)
+    edits, counts = LogitOverrides(parameters, (0,)), TokenCounts((), output)
     first = SamplingRows(parameters, 0, 9, counts, path, 1, (0,), None, [0, 1, 2], [-1, 0, 1], [1, 2, 3])
-    rows = first._replace(edits=edits).single()
+    rows = first._replace(overrides=edits).split()
     logits = awkward_logits(len(rows), VOCABULARY, seed)
     assert torch.equal(process_rows(logits, rows), one_by_one(logits, rows))
 
@@ -82,10 +82,10 @@ def test_many_rows_take_as_many_operators_as_two() -> None:
         bad_words=((1,), (2,)),
         min_tokens=9,
     )
-    edits = Edits(parameters, (0,))
+    edits = LogitOverrides(parameters, (0,))
     operators: list[int] = []
     for number in (2, 2, 200):
-        rows = [SamplingRows(parameters, 0, 0, edits=edits)] * number
+        rows = [SamplingRows(parameters, 0, 0, overrides=edits)] * number
         with Counting() as counting:
             process_rows(torch.zeros((number, VOCABULARY)), rows)
         operators.append(counting.count)

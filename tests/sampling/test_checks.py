@@ -11,14 +11,14 @@ from pydantic import BaseModel, ValidationError
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.errors import ContextLengthError, RequestError
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range, Stage, at
+from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range, Stage, in_stages
 from ssd_serve.sampling.validation import (
-    banned,
+    bad_word_sequences,
     check_prompt,
     encode,
     engine_parameters,
     output_limit,
-    with_numbers,
+    with_number_fields,
 )
 from ssd_serve.server.errors import from_ssd_error
 from ssd_serve.server.openai.protocol import CompletionRequest
@@ -172,9 +172,9 @@ def test_as_many_tokens_as_fit() -> None:
 
 
 def test_a_bad_word_is_two_sequences_unless_one_ends_with_the_other() -> None:
-    assert banned(ByteTokenizer(), " ab") == ((97, 98),)
+    assert bad_word_sequences(ByteTokenizer(), " ab") == ((97, 98),)
     with pytest.raises(RequestError, match="bad_words: a word has no tokens"):
-        banned(ByteTokenizer(), "  ")
+        bad_word_sequences(ByteTokenizer(), "  ")
 
 
 def test_half_a_character_is_none() -> None:
@@ -193,11 +193,11 @@ def test_a_model_that_declares_no_numbers_has_them() -> None:
     class Bare(BaseModel):
         top_p: int = 7
 
-    whole = with_numbers(Bare)
+    whole = with_number_fields(Bare)
     assert (whole.__name__, whole.model_fields["top_p"].default) == ("Bare", 7)
-    acting = at(Stage.START, Stage.PENALTY, Stage.TEMPERATURE, Stage.TRUNCATION)
+    acting = in_stages(Stage.START, Stage.PENALTY, Stage.TEMPERATURE, Stage.TRUNCATION)
     assert set(whole.model_fields) == {each.name for each in acting}
     assert accepted(whole, {"min_p": 0.3, "top_k": None})
     assert not accepted(whole, {"min_p": 1.01})
     assert not accepted(whole, {"top_k": 1.5})
-    assert with_numbers(whole) is whole
+    assert with_number_fields(whole) is whole

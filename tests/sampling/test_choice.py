@@ -49,7 +49,7 @@ ROWS = st.lists(
         tokens=st.just(()),
         parents=st.just(()),
         depths=st.just(()),
-        edits=st.none(),
+        overrides=st.none(),
         masks=st.none(),
     ),
     min_size=1,

@@ -17,7 +17,7 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.sampling.choice import only_allowed, sample
+from ssd_serve.sampling.choice import apply_request_masks, sample
 from ssd_serve.sampling.grammar import Grammars, GrammarState, Masks, check_grammar
 from ssd_serve.sampling.native_choice import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -66,19 +66,19 @@ def allowed(mask: Masks) -> set[int]:
 def fresh(output: list[int]) -> set[int] | None:
     """What may come behind this output, read from the beginning; None where it does not match."""
     try:
-        return allowed(GRAMMARS.begin(PERSON, output).masks())
+        return allowed(GRAMMARS.start(PERSON, output).masks())
     except GrammarError:
         return None
 
 
 def test_a_text_is_followed_to_its_end_and_only_an_end_may_follow() -> None:
-    state = GRAMMARS.begin(PERSON)
+    state = GRAMMARS.start(PERSON)
     for token in TEXT:
         assert token in allowed(state.masks())
-        assert state.take([token]) == 1
+        assert state.consume([token]) == 1
     assert allowed(state.masks()) == set(TOKENIZER.eos_token_ids)
-    assert state.take([END]) == 1
-    assert not state.trouble
+    assert state.consume([END]) == 1
+    assert not state.error
 
 
 @given(st.data())
@@ -86,7 +86,7 @@ def test_each_row_has_the_mask_of_its_own_path(data: st.DataObject) -> None:
     """Rows in any order that has parents first, some of them impossible ones."""
     begun = data.draw(st.integers(0, len(TEXT)))
     output = TEXT[:begun]
-    state = GRAMMARS.begin(PERSON, output)
+    state = GRAMMARS.start(PERSON, output)
     tokens: list[int] = []
     parents: list[int] = []
     paths: list[list[int]] = [[]]
@@ -123,7 +123,7 @@ OPTIONAL = LLMatcher.grammar_from_json_schema(
 
 def behind(output: list[int]) -> set[int]:
     """What may come there, read from the beginning."""
-    return allowed(GRAMMARS.begin(OPTIONAL, output).masks())
+    return allowed(GRAMMARS.start(OPTIONAL, output).masks())
 
 
 @given(st.randoms(use_true_random=False))
@@ -131,7 +131,7 @@ def behind(output: list[int]) -> set[int]:
 def test_a_tree_of_before_changes_no_later_mask(random: Random) -> None:
     """Round by round: other paths of one tree end with the same tokens, among other brackets."""
     output: list[int] = []
-    state = GRAMMARS.begin(OPTIONAL)
+    state = GRAMMARS.start(OPTIONAL)
     for _ in range(6):
         tokens: list[int] = []
         parents: list[int] = []
@@ -147,7 +147,7 @@ def test_a_tree_of_before_changes_no_later_mask(random: Random) -> None:
         for path, mask in zip(paths, masks, strict=True):
             assert allowed(mask) == behind([*output, *path])
         walked = random.choice(paths)
-        assert state.take(walked) == len(walked)
+        assert state.consume(walked) == len(walked)
         output += walked
 
 
@@ -159,22 +159,22 @@ def test_equal_ends_of_other_paths_have_masks_of_their_own() -> None:
     (brace,), (comma,), (space,) = (
         TOKENIZER.encode(sign, add_special_tokens=False) for sign in ("}", ",", "\n   ")
     )
-    state = GRAMMARS.begin(OPTIONAL, begun)
+    state = GRAMMARS.start(OPTIONAL, begun)
     state.masks([brace, space, comma, space], [-1, 0, -1, 2])
-    assert state.take([comma, space]) == 2
+    assert state.consume([comma, space]) == 2
     assert allowed(state.masks()) == behind([*begun, comma, space])
 
 
 def test_copies_go_their_own_ways() -> None:
-    one = GRAMMARS.begin(PERSON, TEXT[:2])
+    one = GRAMMARS.start(PERSON, TEXT[:2])
     other = one.copy()
-    one.take(TEXT[2:5])
+    one.consume(TEXT[2:5])
     assert allowed(other.masks()) == fresh(TEXT[:2])
 
 
 def test_an_output_that_does_not_match_is_refused() -> None:
     with pytest.raises(GrammarError, match="does not match"):
-        GRAMMARS.begin(PERSON, [TEXT[0], TEXT[0]])
+        GRAMMARS.start(PERSON, [TEXT[0], TEXT[0]])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_what_cannot_be_compiled_says_where(grammar: str, words: str) -> None:
     for check in (check_grammar, GRAMMARS.compile):
         with pytest.raises(GrammarError, match=re.escape(words)):
             check(grammar)
-    assert not GRAMMARS.knows(grammar)
+    assert not GRAMMARS.is_compiled(grammar)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_few_grammars_are_kept_and_forgotten_ones_are_compiled_again() -> None:
     grammars = Grammars(TOKENIZER.to_json, VOCABULARY, TOKENIZER.eos_token_ids)
     many = [LLMatcher.grammar_from_regex(f"a{{{n}}}") for n in range(1, 80)]
     for each in many:
-        grammars.begin(each)
-    assert sum(map(grammars.knows, many)) == 64
-    grammars.begin(many[0])
-    assert grammars.knows(many[0])
+        grammars.start(each)
+    assert sum(map(grammars.is_compiled, many)) == 64
+    grammars.start(many[0])
+    assert grammars.is_compiled(many[0])
 
 
 def rows_of(state: GrammarState, temperature: float, told: int | None = None) -> SamplingRows:
@@ -243,7 +243,7 @@ def rows_of(state: GrammarState, temperature: float, told: int | None = None) ->
 def test_only_what_is_allowed_is_chosen_compiled_and_by_torch(
     native: NativeLibrary, temperature: float
 ) -> None:
-    state = GRAMMARS.begin(PERSON, TEXT[:1])
+    state = GRAMMARS.start(PERSON, TEXT[:1])
     masked, free = rows_of(state, temperature, told=5), SamplingRows(SamplingParameters(), 3, 8)
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn((5, VOCABULARY), generator=generator)
@@ -261,11 +261,11 @@ def test_only_what_is_allowed_is_chosen_compiled_and_by_torch(
 
 def test_rows_without_a_grammar_are_not_touched() -> None:
     logits = torch.zeros((1, VOCABULARY))
-    assert only_allowed(logits, [SamplingRows(SamplingParameters(), 3, 8)]) is logits
-    single = rows_of(GRAMMARS.begin(PERSON, TEXT[:1]), 1.0).single()
+    assert apply_request_masks(logits, [SamplingRows(SamplingParameters(), 3, 8)]) is logits
+    single = rows_of(GRAMMARS.start(PERSON, TEXT[:1]), 1.0).split()
     assert [each.masks is not None and each.masks.shape[0] for each in single] == [1, 1, 1, 1]
     masks = [each.masks for each in single if each.masks is not None]
-    state = GRAMMARS.begin(PERSON, TEXT[:1])
+    state = GRAMMARS.start(PERSON, TEXT[:1])
     assert np.array_equal(np.concatenate(masks), state.masks(TEXT[1:4], (-1, 0, 1)))
 
 

@@ -86,7 +86,7 @@ def test_choices_are_those_of_torch_and_the_same_alone(
     expected = sample(logits, asked, noise)
     together = sample(logits, asked, noise, choice)
     assert told(together) == told(expected)
-    alone = [row for each in asked for row in each.single()]
+    alone = [row for each in asked for row in each.split()]
     for index, row in enumerate(alone):
         found = sample(logits[index : index + 1], [row], noise, choice)
         assert found.choices == [together.choices[index]]
@@ -198,7 +198,7 @@ def test_a_tree_is_its_rows(native: NativeLibrary) -> None:
     tree = SamplingRows(
         REAL[6], 5, 9, TokenCounts([1], [2]), (3,), 2, (), None, [4, 5, 6], [-1, 0, -1], [1, 2, 1]
     )
-    single = tree.single()
+    single = tree.split()
     assert [row.path for row in single] == [(3,), (3, 4), (3, 4, 5), (3, 6)]
     assert [row.position for row in single] == [9, 10, 11, 10]
     assert [row.generated for row in single] == [2, 3, 4, 3]

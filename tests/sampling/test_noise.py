@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from ssd_serve.sampling.noise import (
     integers,
-    integers_rows,
     integers_torch,
-    integers_torch_rows,
     log_exponential,
+    log_exponential_of_words,
     log_exponential_torch,
     philox,
-    race,
+    random_words,
+    random_words_torch,
 )
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.examples import examples
@@ -71,10 +71,10 @@ def test_integers_are_those_of_the_definition(seed: int, position: int, vocabula
 @pytest.mark.parametrize("vocabulary", [1, 5, 4096, 32001, 128256])
 def test_numpy_and_torch_give_equal_integers_alone_and_together(vocabulary: int) -> None:
     seeds, positions = [0, 2**64 - 1, 0x9E3779B97F4A7C15, 7], [0, 2**32 - 1, 4095, 131072]
-    together = integers_rows(seeds, positions, vocabulary)
+    together = random_words(seeds, positions, vocabulary)
     assert together.dtype == np.uint32
     assert together.shape == (4, vocabulary)
-    assert np.array_equal(together, integers_torch_rows(seeds, positions, vocabulary, "cpu").numpy())
+    assert np.array_equal(together, random_words_torch(seeds, positions, vocabulary, "cpu").numpy())
     for row, seed, position in zip(together, seeds, positions, strict=True):
         assert np.array_equal(row, integers(seed, position, vocabulary))
 
@@ -89,12 +89,12 @@ def test_a_row_of_logarithms_is_the_same_alone_and_together(vocabulary: int) -> 
 
 def test_log_e_is_finite_and_exact_to_float32_at_both_ends() -> None:
     words = [0, 1, 2, 3, 1000, 2**24 + 1, 2**31, 2**32 - 512, 2**32 - 129, 2**32 - 2, 2**32 - 1]
-    values = race(np.array(words, dtype=np.uint32))
+    values = log_exponential_of_words(np.array(words, dtype=np.uint32))
     for word, value in zip(words, values.tolist(), strict=True):
         w = min((word + 0.5) / 2**32, 1 - 2.0**-24)
         assert value == pytest.approx(math.log(-math.log1p(-w)), rel=2.0**-23)
     assert np.all(np.diff(values) >= 0)
-    assert len(set(race(np.arange(4096, dtype=np.uint32)).tolist())) == 4096
+    assert len(set(log_exponential_of_words(np.arange(4096, dtype=np.uint32)).tolist())) == 4096
 
 
 def test_torch_logarithms_agree_to_rounding() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ssd_serve.sampling.noise import integers_rows, log_exponential, race
+from ssd_serve.sampling.noise import log_exponential, log_exponential_of_words, random_words
 
 DRAWS = 100_000
 PROBABILITIES = np.array([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005])
@@ -57,14 +57,14 @@ def bins(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
 def test_neighbouring_words_are_independent() -> None:
     """Same token at the next position, the next seed and the next stream; the next token of the same row."""
     rows, width = 800, 125
-    here = integers_rows([9] * rows, list(range(rows)), width)
+    here = random_words([9] * rows, list(range(rows)), width)
     others = {
-        "position": integers_rows([9] * rows, list(range(1, rows + 1)), width),
-        "seed": integers_rows([10] * rows, list(range(rows)), width),
-        "upper seed": integers_rows([9 + 2**32] * rows, list(range(rows)), width),
-        "stream": integers_rows([9] * rows, list(range(rows)), width, stream=1),
-        "token": integers_rows([9] * rows, list(range(rows)), width + 1)[:, 1:],
-        "block": integers_rows([9] * rows, list(range(rows)), width + 4)[:, 4:],
+        "position": random_words([9] * rows, list(range(1, rows + 1)), width),
+        "seed": random_words([10] * rows, list(range(rows)), width),
+        "upper seed": random_words([9 + 2**32] * rows, list(range(rows)), width),
+        "stream": random_words([9] * rows, list(range(rows)), width, stream=1),
+        "token": random_words([9] * rows, list(range(rows)), width + 1)[:, 1:],
+        "block": random_words([9] * rows, list(range(rows)), width + 4)[:, 4:],
     }
     for name, there in others.items():
         pairs = (bins(here) * 16 + bins(there)).ravel()
@@ -79,7 +79,7 @@ def test_words_give_an_improbable_token_its_probability(probability: float) -> N
     The others' race ends at an exponential time of rate 1 - p; the token wins if E / p comes before that.
     """
     words = np.arange(min(2**32, int(40 * probability * 2**32) + 4000), dtype=np.uint32)
-    times = np.exp(race(words).astype(np.float64)) / probability
+    times = np.exp(log_exponential_of_words(words).astype(np.float64)) / probability
     wins = float(np.exp(-(1.0 - probability) * times).sum()) / 2**32
     # At 2e-9 a token has only 8 words to win with; the midpoint rule leaves 0.06 % there.
     assert wins == pytest.approx(probability, rel=1e-3)

@@ -8,24 +8,24 @@ from msgspec.structs import asdict, replace
 
 from ssd_serve.base.messages import SamplingParameters, ThinkingBudget
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.sampling.batched_processors import BATCHED, edited, process_rows
+from ssd_serve.sampling.batched_processors import BATCHED, edit_rows, process_rows
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.native_choice import COMPILED, NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import (
     PARAMETERS,
-    Declined,
     Parameter,
     Stage,
-    any_on,
+    UnsupportedParameters,
+    any_active,
+    has_penalties,
+    has_truncation,
     is_greedy,
     needs_counts,
-    needs_editing,
+    needs_overrides,
     needs_processing,
-    penalises,
-    truncates,
 )
-from ssd_serve.sampling.processors import TokenCounts, change_of, edit, process
+from ssd_serve.sampling.processors import TokenCounts, edit, process, processor_function
 from ssd_serve.sampling.rows import SamplingRows
 from tests.sampling.test_sampling_processors import reference
 
@@ -93,7 +93,7 @@ def test_what_acts_on_logits_has_a_function_and_stands_in_order() -> None:
     assert stages == sorted(stages, key=list(Stage).index)
     for each in PARAMETERS:
         assert bool(each.function) == (each.stage not in (Stage.GRAMMAR, Stage.END, Stage.REPORT))
-        assert not each.function or callable(change_of(each))
+        assert not each.function or callable(processor_function(each))
 
 
 def test_rows_of_neutral_parameters_need_nothing() -> None:
@@ -101,16 +101,16 @@ def test_rows_of_neutral_parameters_need_nothing() -> None:
     assert not needs_processing(neutral, 0)
     assert not needs_counts(neutral)
     assert not is_greedy(neutral)
-    assert not any_on(PARAMETERS)(neutral)
+    assert not any_active(PARAMETERS)(neutral)
 
 
 @pytest.mark.parametrize(("parameter", "value"), CASES)
 def test_what_is_derived_says_that_a_parameter_is_on(parameter: Parameter, value: object) -> None:
     parameters, stage = given(parameter, value), parameter.stage
-    assert any_on([parameter])(parameters)
-    assert needs_editing(parameters, 3) == (stage in (Stage.TOKENS, Stage.START))
-    assert penalises(parameters) == (stage == Stage.PENALTY)
-    assert truncates(parameters) == (stage == Stage.TRUNCATION)
+    assert any_active([parameter])(parameters)
+    assert needs_overrides(parameters, 3) == (stage in (Stage.TOKENS, Stage.START))
+    assert has_penalties(parameters) == (stage == Stage.PENALTY)
+    assert has_truncation(parameters) == (stage == Stage.TRUNCATION)
     processed = stage in (Stage.TOKENS, Stage.START, Stage.PENALTY, Stage.TRUNCATION)
     assert needs_processing(parameters, 3) == processed
     several = parameter.name == "bad_words" and value == ((5, 6, 7), (6, 2))
@@ -121,20 +121,25 @@ def test_what_is_derived_says_that_a_parameter_is_on(parameter: Parameter, value
 def test_the_most_probable_token_needs_no_truncation(parameter: Parameter, value: object) -> None:
     greedy = replace(given(parameter, value), temperature=0.0)
     assert is_greedy(greedy)
-    assert not truncates(greedy)
+    assert not has_truncation(greedy)
     edited = parameter.stage in (Stage.TOKENS, Stage.START, Stage.PENALTY)
     assert needs_processing(greedy, 3) == edited
 
 
 def test_the_start_of_a_text_ends() -> None:
     parameters = SamplingParameters(min_tokens=6)
-    assert [needs_editing(parameters, generated) for generated in (0, 5, 6, 7)] == [True, True, False, False]
+    assert [needs_overrides(parameters, generated) for generated in (0, 5, 6, 7)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("parameter", "value"), CASES)
 def test_torch_does_what_the_definition_says(parameter: Parameter, value: object) -> None:
     """And what acts on logits changes them."""
-    rows = tree(given(parameter, value)).single()
+    rows = tree(given(parameter, value)).split()
     before = logits(len(rows))
     found = process_rows(before, rows)
     for line, row, processed in zip(before.tolist(), rows, found, strict=True):
@@ -144,27 +149,27 @@ def test_torch_does_what_the_definition_says(parameter: Parameter, value: object
     assert torch.equal(found, before) != acts
 
 
-@pytest.mark.parametrize("declined", [None, *sorted(BATCHED)])
+@pytest.mark.parametrize("unsupported", [None, *sorted(BATCHED)])
 @pytest.mark.parametrize(("parameter", "value"), CASES)
 def test_what_is_not_built_for_many_rows_is_done_one_by_one(
-    parameter: Parameter, value: object, declined: str | None
+    parameter: Parameter, value: object, unsupported: str | None
 ) -> None:
     """Also beside rows that need nothing."""
-    rows = [*tree(SamplingParameters()).single(), *tree(given(parameter, value)).single()]
-    rest, before = Declined(BATCHED - {declined}), logits(len(rows))
-    assert not (declined and rest.nothing)
-    for together, alone in ((process_rows, process), (edited, edit)):
-        expected = [alone(line, *row.definition) for line, row in zip(before, rows, strict=True)]
+    rows = [*tree(SamplingParameters()).split(), *tree(given(parameter, value)).split()]
+    rest, before = UnsupportedParameters(BATCHED - {unsupported}), logits(len(rows))
+    assert not (unsupported and rest.none)
+    for together, alone in ((process_rows, process), (edit_rows, edit)):
+        expected = [alone(line, *row.processor_arguments) for line, row in zip(before, rows, strict=True)]
         assert torch.equal(together(before, rows, rest), torch.stack(expected))
 
 
-@pytest.mark.parametrize("declined", [None, *sorted(COMPILED)])
+@pytest.mark.parametrize("unsupported", [None, *sorted(COMPILED)])
 @pytest.mark.parametrize(("parameter", "value"), CASES)
 def test_the_kernel_leaves_to_torch_what_it_does_not_list(
-    native: NativeLibrary, parameter: Parameter, value: object, declined: str | None
+    native: NativeLibrary, parameter: Parameter, value: object, unsupported: str | None
 ) -> None:
     """Whichever of its parameters it did not know: the same tokens and log-probabilities."""
-    choice = NativeChoice(native, COMPILED - {declined})
+    choice = NativeChoice(native, COMPILED - {unsupported})
     noise = NoiseRows(VOCABULARY, 64, native=native)
     seasoned = SamplingParameters(temperature=0.8, top_k=9, repetition_penalty=1.2, logprobs=2)
     asked = [
@@ -176,15 +181,15 @@ def test_the_kernel_leaves_to_torch_what_it_does_not_list(
     assert sample(before, asked, noise, choice) == sample(before, asked, noise)
 
 
-@pytest.mark.parametrize("declined", [None, *sorted(COMPILED)])
+@pytest.mark.parametrize("unsupported", [None, *sorted(COMPILED)])
 @pytest.mark.parametrize(("parameter", "value"), CASES)
-def test_what_the_kernel_is_not_asked(parameter: Parameter, value: object, declined: str | None) -> None:
-    rest, rows = Declined(COMPILED - {declined}), tree(given(parameter, value))
-    unknown, stage = parameter.name not in COMPILED - {declined}, parameter.stage
-    assert rest.edits(rows.parameters, rows.generated) == (
+def test_what_the_kernel_is_not_asked(parameter: Parameter, value: object, unsupported: str | None) -> None:
+    rest, rows = UnsupportedParameters(COMPILED - {unsupported}), tree(given(parameter, value))
+    unknown, stage = parameter.name not in COMPILED - {unsupported}, parameter.stage
+    assert rest.needs_edit(rows.parameters, rows.generated) == (
         unknown and stage in (Stage.TOKENS, Stage.START, Stage.PENALTY)
     )
-    assert rest.everything(rows.parameters) == (unknown and stage in (Stage.TEMPERATURE, Stage.TRUNCATION))
+    assert rest.needs_process(rows.parameters) == (unknown and stage in (Stage.TEMPERATURE, Stage.TRUNCATION))
 
 
 def test_the_kernel_lists_parameters_of_the_table() -> None:

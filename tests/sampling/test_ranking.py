@@ -12,7 +12,7 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.ranking import ChoiceKeys, NativeRanking, draft_scores, rank_children, ranked_children
+from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, draft_scores, rank_children, rank_scores
 from ssd_serve.sampling.rows import SamplingRows
 
 TEMPERATURES = (0.0, 0.3, 1.0, 1.7)
@@ -26,7 +26,7 @@ def test_draft_scores_predict_the_choice_of_equal_logits() -> None:
     noise = NoiseRows(512, 64)
     seeds = [None if t == 0 else 8 for t in temperatures]
     scores = draft_scores(logits, torch.tensor(temperatures), noise.rows(seeds, list(range(40))))
-    best = ranked_children(scores, 1.0, 1).tokens[:, 0].tolist()
+    best = rank_scores(scores, 1.0, 1).tokens[:, 0].tolist()
     assert best == sample(logits, rows, noise).choices
     assert torch.equal(draft_scores(logits, 0.0, None), logits)
 
@@ -35,7 +35,7 @@ def test_ranked_children_are_the_calibrated_softmax() -> None:
     scores = torch.randn(5, 300, generator=torch.Generator().manual_seed(6)) * 3
     scores[2, 10:] = -torch.inf
     for scales in (0.7, torch.tensor([0.5, 0.7, 1.0, 1.5, 2.0])):
-        tokens, log_probs, top, expected = ranked_children(scores, scales, 4)
+        tokens, log_probs, top, expected = rank_scores(scores, scales, 4)
         assert tokens.dtype == np.int32
         assert log_probs.dtype == np.float32
         assert tokens.shape == log_probs.shape == top.shape == (5, 4)
@@ -49,11 +49,11 @@ def test_ranked_children_are_the_calibrated_softmax() -> None:
         np.testing.assert_allclose(expected, mean.numpy(), atol=1e-4)
 
 
-def keys_of(rows: int, seed: int) -> ChoiceKeys:
+def keys_of(rows: int, seed: int) -> SamplingKeys:
     rng = np.random.default_rng(seed)
     temperatures: list[float] = rng.choice(TEMPERATURES, rows).tolist()
     seeds = [int(rng.integers(3)) if temperature else None for temperature in temperatures]
-    return ChoiceKeys(seeds, rng.integers(0, 4, rows).tolist(), temperatures)
+    return SamplingKeys(seeds, rng.integers(0, 4, rows).tolist(), temperatures)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 333, 4096, 32003])
@@ -84,7 +84,7 @@ def test_of_equal_scores_the_lowest_tokens_are_ranked_first(
     strange = rng.random((rows, vocabulary))
     values[strange < 0.1], values[strange > 0.8] = math.nan, -math.inf
     logits = torch.from_numpy(values).float()
-    keys, scales = ChoiceKeys([None] * rows, [0] * rows, [0.0] * rows), [0.5] * rows
+    keys, scales = SamplingKeys([None] * rows, [0] * rows, [0.0] * rows), [0.5] * rows
     ranking = NativeRanking(native)
     found = rank_children(logits, keys, NoiseRows(vocabulary, 2), scales, fan_out, ranking)
     for row, ranks in zip(np.nan_to_num(values, nan=-math.inf, neginf=-math.inf), found.tokens, strict=True):
@@ -103,21 +103,21 @@ def test_a_row_is_ranked_the_same_alone_and_on_any_number_of_threads(native: Nat
     finally:
         torch.set_num_threads(threads)
     for row in range(12):
-        one = ChoiceKeys([keys.seeds[row]], [keys.positions[row]], [keys.temperatures[row]])
+        one = SamplingKeys([keys.seeds[row]], [keys.positions[row]], [keys.temperatures[row]])
         alone = rank_children(logits[row : row + 1], one, noise, scales[:1], 8, ranking)
         assert all(np.array_equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
 
 
 def test_more_rows_of_noise_than_are_remembered_are_ranked_all_the_same(native: NativeLibrary) -> None:
     logits = torch.randn((6, 50), generator=torch.Generator().manual_seed(2))
-    keys, scales = ChoiceKeys([1] * 6, list(range(6)), [1.0] * 6), [1.0] * 6
+    keys, scales = SamplingKeys([1] * 6, list(range(6)), [1.0] * 6), [1.0] * 6
     few, many = NoiseRows(50, 2), NoiseRows(50, 64)
     found = rank_children(logits, keys, few, scales, 4, NativeRanking(native))
     assert np.array_equal(found.tokens, rank_children(logits, keys, many, scales, 4).tokens)
 
 
 def test_what_cannot_be_ranked_is_refused(native: NativeLibrary) -> None:
-    keys = ChoiceKeys([None], [0], [0.0])
+    keys = SamplingKeys([None], [0], [0.0])
     for fan_out, vocabulary in ((9, 8), (0, 8), (4, 9)):
         with pytest.raises(ValueError, match="cannot rank"):
             rank_children(

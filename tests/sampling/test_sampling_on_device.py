@@ -6,10 +6,10 @@ import torch
 
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.choice import sample
-from ssd_serve.sampling.noise import integers_rows, integers_torch_rows, log_exponential
+from ssd_serve.sampling.noise import log_exponential, random_words, random_words_torch
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.processors import TokenCounts
-from ssd_serve.sampling.ranking import draft_scores, ranked_children
+from ssd_serve.sampling.ranking import draft_scores, rank_scores
 from ssd_serve.sampling.rows import SamplingRows
 from tests.pretended_device import DEVICE, pretended_device
 
@@ -87,13 +87,13 @@ def test_noise_lives_on_the_device_and_has_the_same_words() -> None:
     seeds, positions = [(1 << 64) - 1, 0, 12345], [7, 0, 1 << 20]
     expected = log_exponential(seeds, positions, VOCABULARY)
     with pretended_device() as reads:
-        words = integers_torch_rows(seeds, positions, VOCABULARY, DEVICE)
+        words = random_words_torch(seeds, positions, VOCABULARY, DEVICE)
         noise = NoiseRows(VOCABULARY, 2, DEVICE)  # fewer than are asked for: in parts
         reads.clear()
         rows = noise.rows([*seeds, None], [*positions, 1])
         assert reads == []
         assert {words.device, noise.table.device, rows.device} == {torch.device(DEVICE)}
-        assert words.tolist() == integers_rows(seeds, positions, VOCABULARY).tolist()
+        assert words.tolist() == random_words(seeds, positions, VOCABULARY).tolist()
         np.testing.assert_allclose(rows[:3].cpu().numpy(), expected, rtol=2e-7, atol=1e-7)
         assert not rows[3].cpu().any()
 
@@ -111,7 +111,7 @@ def test_the_drafters_ranking_reads_back_once(many: bool) -> None:
         rows = noise.rows(seeds, positions)
         scores = draft_scores(logits.to(device), temperatures.to(device) if many else 0.7, rows)
         assert scores.device == torch.device(device)
-        return ranked_children(scores, scales, 5)
+        return rank_scores(scores, scales, 5)
 
     expected = ranking("cpu", [])
     with pretended_device() as reads:
@@ -125,8 +125,8 @@ def test_the_drafters_ranking_reads_back_once(many: bool) -> None:
 def test_scores_of_impossible_tokens_are_ranked_there_too() -> None:
     scores = logits_of(2)
     scores[:, ::2] = -torch.inf
-    expected = ranked_children(scores, 1.0, 4)
+    expected = rank_scores(scores, 1.0, 4)
     with pretended_device():
-        found = ranked_children(scores.to(DEVICE), 1.0, 4)
+        found = rank_scores(scores.to(DEVICE), 1.0, 4)
     assert np.array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.expected_score, expected.expected_score, rtol=1e-5)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.parameters import needs_counts, needs_processing
-from ssd_serve.sampling.processors import TextBefore, TokenCounts, keep_top_k, keep_top_p, process
+from ssd_serve.sampling.processors import RowContext, TokenCounts, keep_top_k, keep_top_p, process
 from tests.examples import examples
 
 VOCABULARY = 12
-NOWHERE = TextBefore(None)
+NOWHERE = RowContext(None)
 TOKENS = st.integers(0, VOCABULARY - 1)
 # Multiples of 1/2 make equal logits common.
 LOGITS = st.lists(st.integers(-12, 12).map(lambda n: n / 2), min_size=VOCABULARY, max_size=VOCABULARY)

@@ -42,7 +42,7 @@ def test_masks_of_a_chain_are_those_of_the_rule(
 ) -> None:
     begin = () if thinks else BEGIN
     state = ThinkingState(ThinkingBudget(budget, begin, END), 2)
-    taken = state.take(output)
+    taken = state.consume(output)
     assert all(output[place] in may_follow(output[:place], budget, begin) for place in range(taken))
     if taken < len(output):
         assert output[taken] not in may_follow(output[:taken], budget, begin)
@@ -66,7 +66,7 @@ def test_what_follows_thoughts_must_match_its_grammar() -> None:
     inner = Counting((), 1000)
     state = ThinkingState(ThinkingBudget(50, (), END), 2, inner)
     assert allowed(state.masks()[0]) == may_come(())
-    assert state.take([3, 3]) == 2
+    assert state.consume([3, 3]) == 2
     assert allowed(state.masks()[0]) == may_come((3, 3))
 
 

@@ -33,7 +33,7 @@ def test_bytes_of_characters_arrive_singly(text: str, stops: tuple[str, ...], in
 
 
 def assembler(**rules: object) -> TextAssembler:
-    made = TextRules(**{"ending_tokens": frozenset({END}), **rules})  # type: ignore[arg-type]
+    made = TextRules(**{"stop_token_set": frozenset({END}), **rules})  # type: ignore[arg-type]
     return TextAssembler(ByteDetokenizer(skip_special_tokens=False), made)
 
 

@@ -49,7 +49,7 @@ WAYS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 def matches(grammar: str, text: str, grammars: Grammars = GRAMMARS) -> bool:
     tokens = [*TOKENIZER.encode(text, add_special_tokens=False), END]
-    return grammars.begin(grammar).take(tokens) == len(tokens)
+    return grammars.start(grammar).consume(tokens) == len(tokens)
 
 
 async def asked_grammar(house: House, path: str, **fields: Any) -> str:
@@ -292,7 +292,7 @@ def matches_marked(grammar: str, text: str) -> bool:
         if part
     ]
     tokens = [*(token for part in encoded for token in part), END]
-    return marked_grammars().begin(grammar).take(tokens) == len(tokens)
+    return marked_grammars().start(grammar).consume(tokens) == len(tokens)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_speculation_changes_nothing_and_every_output_matches(case: Case) -> Non
     for submit in asked():
         if submit.parameters.grammar:
             output = list(plain[submit.request].tokens)
-            assert Counting((), 1000).take(output) == len(output)
+            assert Counting((), 1000).consume(output) == len(output)
 
 
 def test_thoughts_end_in_time_with_any_drafts() -> None:

@@ -23,7 +23,7 @@ class SlowGrammars(Grammars):
         self.may, self.done = Event(), Event()
         self.known = {"known"}
 
-    def knows(self, grammar: str) -> bool:
+    def is_compiled(self, grammar: str) -> bool:
         return grammar in self.known
 
     def compile(self, grammar: str) -> None:

@@ -167,7 +167,7 @@ def test_choices_of_a_message_are_checked_once_share_their_prompt_and_are_those_
     assert engine.submit_all(SubmitChoices(prompt, parameters, choices)) == []
     assert len(Counted.looks) <= 3, "its ids are checked, and counted for penalties, once"
     assert all(request.tokens.prompt is prompt for request in engine.scheduler.waiting)
-    assert len({id(request.edits) for request in engine.scheduler.waiting}) == 1
+    assert len({id(request.overrides) for request in engine.scheduler.waiting}) == 1
     found = run(engine, [])
     assert {n: each.tokens for n, each in found.items()} == {n: each.tokens for n, each in expected.items()}
 

@@ -12,7 +12,7 @@ from ssd_serve.cache.node import Node
 from ssd_serve.drafter.sources.contract import Branch, NodeRequest
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.grammar import Grammars, Mask, OutputState
+from ssd_serve.sampling.grammar import Grammars, Mask, MatcherState
 from ssd_serve.sampling.thinking import output_state
 
 
@@ -28,7 +28,7 @@ class _Text:
         self.compiling = compiling
         self.output = output
         """Until there is a state."""
-        self.state: OutputState | None = None
+        self.state: MatcherState | None = None
 
 
 class GrammarPaths:
@@ -55,7 +55,7 @@ class GrammarPaths:
             return
         if text.state is None:
             text.output.extend(tokens)
-        elif text.state.take(tokens) < len(tokens):
+        elif text.state.consume(tokens) < len(tokens):
             self.close(request)  # it is over, or takes too long to follow
 
     def close(self, request: int) -> None:
@@ -96,7 +96,7 @@ class GrammarPaths:
             for tokens, values in [only(masks[row], branch.tokens, branch.log_probabilities)]
         ]
 
-    def _state(self, request: int) -> OutputState | None:
+    def _state(self, request: int) -> MatcherState | None:
         """Where a request's output stands, once that is known."""
         text = self._texts.get(request)
         if text is None or (text.compiling is not None and not text.compiling.done()):

@@ -11,8 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.overrides import EditedRow, Edits, Places, edit_rows
-from ssd_serve.sampling.parameters import Declined, is_greedy, needs_editing, penalises, truncates
+from ssd_serve.sampling.overrides import LogitOverrides, Places, RowOverrides, apply_overrides
+from ssd_serve.sampling.parameters import (
+    UnsupportedParameters,
+    has_penalties,
+    has_truncation,
+    is_greedy,
+    needs_overrides,
+)
 from ssd_serve.sampling.processors import TOP_P_UNITS, TokenCounts, edit, process, smallest_share
 from ssd_serve.sampling.rows import SamplingRows
 
@@ -32,16 +38,16 @@ BATCHED = frozenset(
     }
 )
 """The parameters that are built here."""
-_DECLINED = Declined(BATCHED)
+_UNSUPPORTED = UnsupportedParameters(BATCHED)
 _TOGETHER = 4 << 20
 """Most logits that are ordered together: each takes some 40 bytes meanwhile."""
 
 
 def process_rows(
-    logits: torch.Tensor, rows: Sequence[SamplingRows], declined: Declined = _DECLINED
+    logits: torch.Tensor, rows: Sequence[SamplingRows], unsupported: UnsupportedParameters = _UNSUPPORTED
 ) -> torch.Tensor:
     """Processed logits of single rows: float32 [rows, vocabulary] -> the same, a new tensor."""
-    values = edited(logits, rows, declined)
+    values = edit_rows(logits, rows, unsupported)
     parameters = [row.parameters for row in rows]
     if not all(map(is_greedy, parameters)):
         values = values / _column(values, [1.0 if is_greedy(p) else p.temperature for p in parameters])
@@ -55,9 +61,9 @@ def process_rows(
             index = torch.tensor(some).to(values.device)
             kept = keep(values.index_select(0, index), [parameters[row] for row in some])
             values.index_copy_(0, index, kept)
-    for place, row in () if declined.nothing else enumerate(rows):
-        if declined.everything(row.parameters) or declined.edits(row.parameters, row.generated):
-            values[place] = process(logits[place], *row.definition)
+    for place, row in () if unsupported.none else enumerate(rows):
+        if unsupported.needs_process(row.parameters) or unsupported.needs_edit(row.parameters, row.generated):
+            values[place] = process(logits[place], *row.processor_arguments)
     return values
 
 
@@ -65,7 +71,7 @@ def _which(
     parameters: Sequence[SamplingParameters], wants: Callable[[SamplingParameters], bool]
 ) -> list[int]:
     """Rows that are drawn and that `wants` is true for."""
-    return [row for row, each in enumerate(parameters) if truncates(each) and wants(each)]
+    return [row for row, each in enumerate(parameters) if has_truncation(each) and wants(each)]
 
 
 def _limits_k(vocabulary: int) -> Callable[[SamplingParameters], bool]:
@@ -81,28 +87,32 @@ def _column(like: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32).to(like.device)[:, None]
 
 
-def edited(
-    logits: torch.Tensor, rows: Sequence[SamplingRows], declined: Declined = _DECLINED
+def edit_rows(
+    logits: torch.Tensor, rows: Sequence[SamplingRows], unsupported: UnsupportedParameters = _UNSUPPORTED
 ) -> torch.Tensor:
     """The steps of `process_rows` before division by the temperature; the same arguments, a new tensor."""
     values = torch.where(torch.isnan(logits), -torch.inf, logits)
-    edit_rows(values, _edited_rows(rows))
+    apply_overrides(values, _edited_rows(rows))
     _penalise(values, rows)
-    for place, row in () if declined.nothing else enumerate(rows):
-        if declined.edits(row.parameters, row.generated):
-            values[place] = edit(logits[place], *row.definition)
+    for place, row in () if unsupported.none else enumerate(rows):
+        if unsupported.needs_edit(row.parameters, row.generated):
+            values[place] = edit(logits[place], *row.processor_arguments)
     return values
 
 
-def _edited_rows(rows: Sequence[SamplingRows]) -> list[EditedRow]:
-    made: dict[tuple[int, tuple[int, ...]], Edits] = {}
-    found: list[EditedRow] = []
+def _edited_rows(rows: Sequence[SamplingRows]) -> list[RowOverrides]:
+    made: dict[tuple[int, tuple[int, ...]], LogitOverrides] = {}
+    found: list[RowOverrides] = []
     for index, row in enumerate(rows):
-        if needs_editing(row.parameters, row.generated):
+        if needs_overrides(row.parameters, row.generated):
             key = id(row.parameters), row.eos
-            edits = row.edits or made.get(key) or made.setdefault(key, Edits(row.parameters, row.eos))
+            edits = (
+                row.overrides
+                or made.get(key)
+                or made.setdefault(key, LogitOverrides(row.parameters, row.eos))
+            )
             early = row.generated < row.parameters.min_tokens
-            found.append(EditedRow(index, edits, early, row.counts, row.path))
+            found.append(RowOverrides(index, edits, early, row.counts, row.path))
     return found
 
 
@@ -114,7 +124,7 @@ def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
     told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     text, times, paths = Places(), list[torch.Tensor](), list[tuple[int, int, int]]()
     for index, row in enumerate(rows):
-        if penalises(row.parameters):
+        if has_penalties(row.parameters):
             if row.counts is None:
                 raise ValueError("penalties need the counts of prompt and output tokens")
             if id(row.counts) not in told:
@@ -130,10 +140,10 @@ def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
         for each in (row.parameters for row in rows)
     ]
     by_row = torch.tensor(penalties, dtype=torch.float32).to(values.device)  # [rows, 3]
-    at, on_path = text.index(), torch.tensor(paths, dtype=torch.int64).reshape(-1, 3).to(values.device)
+    places, on_path = text.index(), torch.tensor(paths, dtype=torch.int64).reshape(-1, 3).to(values.device)
     its_rows, its_tokens, its_times = on_path.unbind(1)
     before = values[its_rows, its_tokens]
-    values[at] = _penalised(values[at], torch.cat(times), by_row[at[0]])
+    values[places] = _penalised(values[places], torch.cat(times), by_row[places[0]])
     values[its_rows, its_tokens] = _penalised(before, its_times.to(torch.float32), by_row[its_rows])
 
 
@@ -153,7 +163,7 @@ def _keep_min_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) 
     """Mask tokens far below the most probable one, in place."""
 
     def below(each: SamplingParameters) -> float:
-        wanted = each.min_p > 0.0 and truncates(each)
+        wanted = each.min_p > 0.0 and has_truncation(each)
         return math.log(min(each.min_p, 1.0)) if wanted else -math.inf
 
     least = values.amax(dim=1, keepdim=True) + _column(values, [below(each) for each in parameters])

@@ -23,7 +23,7 @@ from ssd_serve.sampling.grammar import Mask
 from ssd_serve.sampling.native_choice import NativeChoice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy, needs_processing
-from ssd_serve.sampling.processors import TokenCounts, only_masked
+from ssd_serve.sampling.processors import TokenCounts, apply_masks
 from ssd_serve.sampling.rows import SamplingRows
 
 _TOGETHER = 4 << 20
@@ -56,11 +56,11 @@ def sample(
     """
     if not requests:
         return Sampled([], [])
-    logits = only_allowed(logits.to(torch.float32), requests)
+    logits = apply_request_masks(logits.to(torch.float32), requests)
     if native is not None and logits.device.type == "cpu":
         choices, told = native.choose(logits, requests, walk)
         return Sampled(choices, _logprobs(requests, choices, told))
-    rows = [row for each in requests for row in each.single()]
+    rows = [row for each in requests for row in each.split()]
     scaled = processed_logits(logits, rows)  # [rows, vocabulary]
     seeds, positions = _noise_keys(rows)
     scores = scaled if seeds.count(None) == len(seeds) else scaled - noise.rows(seeds, positions)
@@ -68,7 +68,7 @@ def sample(
     return Sampled(choices, _logprobs(requests, choices, scaled))
 
 
-def only_allowed(logits: torch.Tensor, requests: Sequence[SamplingRows]) -> torch.Tensor:
+def apply_request_masks(logits: torch.Tensor, requests: Sequence[SamplingRows]) -> torch.Tensor:
     """Float32 [rows, vocabulary] without what the rows' masks leave out, which is -inf; a new tensor where
     there are masks."""
     if all(each.masks is None for each in requests):
@@ -76,7 +76,7 @@ def only_allowed(logits: torch.Tensor, requests: Sequence[SamplingRows]) -> torc
     masks: list[Mask | None] = []
     for each in requests:
         masks += [None] * each.rows if each.masks is None else list(each.masks)
-    return only_masked(logits, masks)
+    return apply_masks(logits, masks)
 
 
 def trusted_choice(library: NativeLibrary | None) -> NativeChoice | None:

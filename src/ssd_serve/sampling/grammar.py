@@ -39,19 +39,19 @@ ANY = -1
 """A word of a mask that leaves nothing out."""
 
 
-class OutputState(Protocol):
+class MatcherState(Protocol):
     """Where one output stands in what it must match."""
 
-    def copy(self) -> "OutputState":
+    def copy(self) -> "MatcherState":
         """Another output that stands there."""
         ...
 
     @property
-    def trouble(self) -> str:
+    def error(self) -> str:
         """Why nothing more can be matched, if so."""
         ...
 
-    def take(self, tokens: Sequence[int]) -> int:
+    def consume(self, tokens: Sequence[int]) -> int:
         """The output goes on; how many of the tokens may come."""
         ...
 
@@ -68,7 +68,7 @@ class OutputState(Protocol):
 
 
 class GrammarState:
-    """Where one output stands in its grammar; see `OutputState`."""
+    """Where one output stands in its grammar; see `MatcherState`."""
 
     def __init__(self, matcher: "LLMatcher", words: int, ends: Collection[int]) -> None:
         self._matcher = matcher
@@ -76,21 +76,21 @@ class GrammarState:
         self._ends = ends
         self._failed: dict[tuple[int, ...], str] = {}
         """Paths of the last tree behind which nothing could be found, and why."""
-        self._trouble = ""
+        self._error = ""
 
     def copy(self) -> "GrammarState":
         return GrammarState(self._matcher.deep_copy(), self._words, self._ends)
 
     @property
-    def trouble(self) -> str:
+    def error(self) -> str:
         """Why nothing more can be matched, if so: the grammar takes too long to follow."""
-        return self._trouble or self._matcher.get_error()
+        return self._error or self._matcher.get_error()
 
-    def take(self, tokens: Sequence[int]) -> int:
+    def consume(self, tokens: Sequence[int]) -> int:
         """The output goes on; how many of the tokens the grammar has. What ends the text is one of them."""
         if self._failed:
             paths = (tuple(tokens[:length]) for length in range(1, len(tokens)))
-            self._trouble = next((self._failed[path] for path in paths if path in self._failed), "")
+            self._error = next((self._failed[path] for path in paths if path in self._failed), "")
         taken = self._matcher.try_consume_tokens(list(tokens))
         if taken == len(tokens) - 1 and tokens[taken] in self._ends and self._matcher.is_accepting():
             return taken + 1  # a matcher that is at its end takes no more, not even that
@@ -147,11 +147,11 @@ class Grammars:
         if find_spec("llguidance") is not None:
             self._loaded()
 
-    def begin(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
+    def start(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
         """The state of a text that has this output already. Raises `GrammarError` where the grammar cannot be
         compiled or does not have that output, or llguidance is not there."""
         state = self._known_state(grammar).copy()
-        if state.take(output) < len(output):
+        if state.consume(output) < len(output):
             raise GrammarError("the output so far does not match the grammar")
         return state
 
@@ -161,7 +161,7 @@ class Grammars:
             known = self._known.get(grammar)
         return known or self._compiled(grammar)  # others may have come since
 
-    def knows(self, grammar: str) -> bool:
+    def is_compiled(self, grammar: str) -> bool:
         """Whether it is compiled already."""
         with self._lock:
             known = grammar in self._known
@@ -171,7 +171,7 @@ class Grammars:
 
     def compile(self, grammar: str) -> None:
         """Make it known, which may take some milliseconds. Raises as `begin` does."""
-        if self.knows(grammar):
+        if self.is_compiled(grammar):
             return
         state = self._compiled(grammar)
         with self._lock:
@@ -198,7 +198,7 @@ class Grammars:
             raise GrammarError(_plain(matcher.get_error()))
         state = GrammarState(matcher, -(-self.vocabulary // 32), self._ends)
         state.masks()
-        if state.trouble:
+        if state.error:
             raise GrammarError("no text matches it")
         return state
 
@@ -267,7 +267,7 @@ def _need() -> None:
         )
 
 
-Part = dict[str, object]
+GrammarPart = dict[str, object]
 """One of llguidance's grammars."""
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 """The schema of JSON objects."""
@@ -275,7 +275,7 @@ _WHITE_SPACE = r" ?(\n[ \t]{0,24})?"
 """Between the parts of JSON: a blank, or a line's end and an indent. Weak models would write nothing else."""
 
 
-def of_schema(schema: Mapping[str, object], compact: bool = False) -> Part:
+def from_json_schema(schema: Mapping[str, object], compact: bool = False) -> GrammarPart:
     """JSON that matches a schema; `compact`: without white space between its parts."""
     spaces = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITE_SPACE}
     told = schema.get("x-guidance")
@@ -283,45 +283,45 @@ def of_schema(schema: Mapping[str, object], compact: bool = False) -> Part:
     return {"json_schema": {**schema, "x-guidance": {**spaces, **own}}}
 
 
-def of_regex(regex: str) -> Part:
+def from_regex(regex: str) -> GrammarPart:
     """A text that a regular expression matches as a whole."""
     found, escaped = list[str](), False
     for sign in regex:  # slashes end an expression in Lark
         found.append("\\/" if sign == "/" and not escaped else sign)
         escaped = sign == "\\" and not escaped
-    return of_lark(f"start: /{''.join(found)}/")
+    return from_lark(f"start: /{''.join(found)}/")
 
 
-def of_choice(texts: Sequence[str]) -> Part:
+def from_choices(texts: Sequence[str]) -> GrammarPart:
     """One of these texts."""
-    return of_lark(f"start: {' | '.join(map(json.dumps, texts))}")
+    return from_lark(f"start: {' | '.join(map(json.dumps, texts))}")
 
 
-def of_rules(rules: str) -> Part:
+def from_rules(rules: str) -> GrammarPart:
     """A grammar in Lark, as llguidance reads it, or in GBNF. Raises `GrammarError`."""
     if "::=" not in rules:
-        return of_lark(rules)
+        return from_lark(rules)
     try:
         from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
     except ImportError:
-        return of_lark(rules)  # what is missing is said when it is checked
+        return from_lark(rules)  # what is missing is said when it is checked
     try:
-        return of_lark(gbnf_to_lark(rules))
+        return from_lark(gbnf_to_lark(rules))
     except (GbnfToLarkError, RecursionError) as error:
         raise GrammarError(f"this GBNF cannot be read: {error}") from error
 
 
-def of_lark(lark: str) -> Part:
+def from_lark(lark: str) -> GrammarPart:
     """A grammar in Lark."""
     return {"lark_grammar": lark}
 
 
-def named(name: str, part: Part) -> Part:
+def named_part(name: str, part: GrammarPart) -> GrammarPart:
     """A grammar that others refer to as `@name`."""
     return {"name": name, **part}
 
 
-def written(*parts: Part) -> str:
+def serialize_parts(*parts: GrammarPart) -> str:
     """All of it; the first one may refer to the others by their names. Raises `GrammarError`."""
     try:
         return json.dumps({"grammars": parts})

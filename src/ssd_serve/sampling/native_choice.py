@@ -12,8 +12,8 @@ import torch
 
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
-from ssd_serve.sampling.batched_processors import edited, process_rows
-from ssd_serve.sampling.parameters import Declined, is_greedy, penalises, truncates
+from ssd_serve.sampling.batched_processors import edit_rows, process_rows
+from ssd_serve.sampling.parameters import UnsupportedParameters, has_penalties, has_truncation, is_greedy
 from ssd_serve.sampling.processors import TOP_P_UNITS, smallest_share
 from ssd_serve.sampling.rows import SamplingRows
 
@@ -39,7 +39,7 @@ class NativeChoice:
 
     def __init__(self, library: NativeLibrary, compiled: Collection[str] = COMPILED) -> None:
         """`compiled`: the parameters that are left to the kernel, some of those that it knows."""
-        self._declined = Declined(compiled)
+        self._unsupported = UnsupportedParameters(compiled)
         pointers = (POINTER,) * 6
         self._choose = library.function(
             "ssd_choose", POINTER, POINTER, SIZE, SIZE, *pointers, INT, result=INT
@@ -51,7 +51,7 @@ class NativeChoice:
         """The choice of each row of `logits` [rows, vocabulary], and the processed logits, by row, of the
         requests that want log-probabilities. `walk`: rows off the path that is chosen choose -1, and have
         no processed logits."""
-        call = _Call(logits.contiguous(), self._declined)
+        call = _Call(logits.contiguous(), self._unsupported)
         for each in requests:
             call.add(each)
         return call.run(self._choose, walk), call.processed
@@ -60,10 +60,10 @@ class NativeChoice:
 class _Call:
     """The arguments of one call, gathered request by request. Layouts are those of choosing.c."""
 
-    def __init__(self, logits: torch.Tensor, declined: Declined) -> None:
+    def __init__(self, logits: torch.Tensor, unsupported: UnsupportedParameters) -> None:
         self.processed: dict[int, torch.Tensor] = {}
         self._logits = logits
-        self._declined = declined
+        self._unsupported = unsupported
         self._vocabulary = logits.shape[1]
         self._rows = 0
         self._wholes: list[int] = []
@@ -80,11 +80,11 @@ class _Call:
         """The next rows."""
         parameters, rows = request.parameters, request.rows
         place = self._logits.data_ptr() + 4 * self._vocabulary * self._rows
-        penalised = penalises(parameters)
-        if self._declined.everything(parameters):
+        penalised = has_penalties(parameters)
+        if self._unsupported.needs_process(parameters):
             place, parameters, penalised = self._changed(process_rows, request), _PLAIN, False
-        elif self._declined.edits(parameters, request.generated):
-            place, penalised = self._changed(edited, request), False
+        elif self._unsupported.needs_edit(parameters, request.generated):
+            place, penalised = self._changed(edit_rows, request), False
         tokens_at = counts_at = known = 0
         if penalised:
             tokens_at, counts_at, known = self._counted(request)
@@ -132,7 +132,7 @@ class _Call:
         self, change: Callable[[torch.Tensor, Sequence[SamplingRows]], torch.Tensor], request: SamplingRows
     ) -> int:
         rows = self._logits[self._rows : self._rows + request.rows]
-        changed = change(rows, request.single())
+        changed = change(rows, request.split())
         self._kept.append(changed)
         return changed.data_ptr()
 
@@ -151,7 +151,7 @@ class _Call:
 
     def _truncation(self, parameters: SamplingParameters) -> tuple[int, int]:
         """k, and top-p in units (at least one: the most probable token always stays); 0: off."""
-        if not truncates(parameters):
+        if not has_truncation(parameters):
             return 0, 0
         k = parameters.top_k if 0 < parameters.top_k < self._vocabulary else 0
         return k, max(1, int(parameters.top_p * TOP_P_UNITS)) if parameters.top_p < 1.0 else 0

@@ -25,14 +25,14 @@ from ssd_serve.kernels.batch import UInt64Array
 __all__ = [
     "choice_seed",
     "integers",
-    "integers_rows",
     "integers_torch",
-    "integers_torch_rows",
     "log_exponential",
+    "log_exponential_of_words",
     "log_exponential_torch",
     "mix",
     "philox",
-    "race",
+    "random_words",
+    "random_words_torch",
 ]
 
 UInt32Array = npt.NDArray[np.uint32]
@@ -75,7 +75,7 @@ def philox(counters: UInt64Array, keys: UInt64Array) -> UInt64Array:
     return result
 
 
-def integers_rows(
+def random_words(
     seeds: Sequence[int], positions: Sequence[int], vocabulary: int, stream: int = 0
 ) -> UInt32Array:
     """Random words of whole rows: uint32 [rows, vocabulary] for pairs of seed and position."""
@@ -97,17 +97,17 @@ def integers_rows(
 
 def integers(seed: int, position: int, vocabulary: int, stream: int = 0) -> UInt32Array:
     """Random words of one row: uint32 [vocabulary]."""
-    return integers_rows([seed], [position], vocabulary, stream).reshape(vocabulary)
+    return random_words([seed], [position], vocabulary, stream).reshape(vocabulary)
 
 
-def integers_torch_rows(
+def random_words_torch(
     seeds: Sequence[int],
     positions: Sequence[int],
     vocabulary: int,
     device: torch.device | str,
     stream: int = 0,
 ) -> torch.Tensor:
-    """The same words as `integers_rows`, computed on `device`: int64 [rows, vocabulary].
+    """The same words as `random_words`, computed on `device`: int64 [rows, vocabulary].
 
     Products of 32-bit words wrap around in signed 64-bit integers, but their bits are right.
     """
@@ -133,17 +133,17 @@ def integers_torch(
     seed: int, position: int, vocabulary: int, device: torch.device | str, stream: int = 0
 ) -> torch.Tensor:
     """The same words as `integers`, computed on `device`: int64 [vocabulary]."""
-    return integers_torch_rows([seed], [position], vocabulary, device, stream)[0]
+    return random_words_torch([seed], [position], vocabulary, device, stream)[0]
 
 
 def log_exponential(
     seeds: Sequence[int], positions: Sequence[int], vocabulary: int, stream: int = 0
 ) -> Float32Array:
     """log E for pairs of seed and position: float32 [rows, vocabulary], finite everywhere."""
-    return race(integers_rows(seeds, positions, vocabulary, stream))
+    return log_exponential_of_words(random_words(seeds, positions, vocabulary, stream))
 
 
-def race(words: UInt32Array) -> Float32Array:
+def log_exponential_of_words(words: UInt32Array) -> Float32Array:
     """log E of random words h, elementwise: uint32 [...] -> float32 [...].
 
     E = -log1p(-w), w = (h + 0.5) * 2^-32, at most 1 - 2^-24. In float64 h + 0.5 and w are exact, so small E
@@ -168,6 +168,6 @@ def log_exponential_torch(
     stream: int = 0,
 ) -> torch.Tensor:
     """log E computed on `device`: float32 [rows, vocabulary]. Logarithms may differ from numpy's last bit."""
-    words = integers_torch_rows(seeds, positions, vocabulary, device, stream)
+    words = random_words_torch(seeds, positions, vocabulary, device, stream)
     uniform = (words.to(torch.float64) + 0.5).mul_(2.0**-32).clamp_(max=LARGEST_UNIFORM)
     return uniform.neg_().log1p_().neg_().log_().to(torch.float32)

@@ -30,7 +30,7 @@ _MASK_64 = (1 << 64) - 1
 class NativeNoise:
     """log E into the rows of a float32 table [lines, vocabulary] on the CPU.
 
-    The integers are those of `sampling.noise.integers_rows`. Logarithms are the kernel's own, in float64 to
+    The integers are those of `sampling.noise.random_words`. Logarithms are the kernel's own, in float64 to
     about one unit in the last place; rounded to float32 they are numpy's but for about one word in 10^8.
     """
 
@@ -61,7 +61,7 @@ class NativeNoise:
         )
 
 
-class Filler(Protocol):
+class NoiseKernel(Protocol):
     """A kernel that makes rows of log E in place."""
 
     def fill(self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
@@ -69,7 +69,7 @@ class Filler(Protocol):
         ...
 
 
-def _filler(device: torch.device, native: NativeLibrary | None) -> Filler | None:
+def _filler(device: torch.device, native: NativeLibrary | None) -> NoiseKernel | None:
     """The kernel for this device, where there is one and its rows are numpy's up to the last bit."""
     if device.type == "cpu":
         return None if native is None else _trusted(NativeNoise(native), device)
@@ -85,7 +85,7 @@ def _filler(device: torch.device, native: NativeLibrary | None) -> Filler | None
         return None
 
 
-def _trusted(filler: Filler, device: torch.device) -> Filler | None:
+def _trusted(filler: NoiseKernel, device: torch.device) -> NoiseKernel | None:
     keys, vocabulary = [(0, 0), ((1 << 64) - 1, 7), (12345, 1 << 20)], 333
     table = torch.full((len(keys), vocabulary), torch.nan, device=device)
     filler.fill(table, range(len(keys)), keys)

@@ -14,7 +14,7 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.processors import TokenCounts
 
 
-class EditTensors(NamedTuple):
+class OverrideTensors(NamedTuple):
     """Ids of the vocabulary on a device, int64 [n] each."""
 
     allowed: torch.Tensor
@@ -27,13 +27,13 @@ class EditTensors(NamedTuple):
     """What `min_tokens` forbids."""
 
 
-class Edits:
+class LogitOverrides:
     """Of one request, or of all choices of a prompt. `eos` are the ends that count for it."""
 
     def __init__(self, parameters: SamplingParameters, eos: Sequence[int] = ()) -> None:
         self.parameters = parameters
         self._eos = tuple(eos)
-        self._prepared: tuple[torch.device, int, EditTensors] | None = None
+        self._prepared: tuple[torch.device, int, OverrideTensors] | None = None
         self._words: dict[int, list[tuple[int, ...]]] = {}
         """Bad words of several tokens by the last but one."""
         for word in parameters.bad_words:
@@ -41,13 +41,13 @@ class Edits:
                 self._words.setdefault(word[-2], []).append(word)
         self._longest = max(map(len, parameters.bad_words), default=0) - 1
 
-    def on(self, device: torch.device, vocabulary: int) -> EditTensors:
+    def on(self, device: torch.device, vocabulary: int) -> OverrideTensors:
         """The tensors, without ids that the vocabulary does not have; made at the first call."""
         if self._prepared is None or self._prepared[:2] != (device, vocabulary):
             self._prepared = device, vocabulary, self._prepare(device, vocabulary)
         return self._prepared[2]
 
-    def _prepare(self, device: torch.device, vocabulary: int) -> EditTensors:
+    def _prepare(self, device: torch.device, vocabulary: int) -> OverrideTensors:
         parameters = self.parameters
 
         def known(tokens: Sequence[int]) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Edits:
             return torch.from_numpy(ids[(ids >= 0) & (ids < vocabulary)]).to(device)
 
         biases = [bias for token, bias in parameters.logit_bias.items() if 0 <= token < vocabulary]
-        return EditTensors(
+        return OverrideTensors(
             allowed=known(parameters.allowed_token_ids or ()),
             biased=known(tuple(parameters.logit_bias)),
             biases=torch.tensor(biases, dtype=torch.float32).to(device),
@@ -97,19 +97,19 @@ class Places:
         return torch.repeat_interleave(rows, counts, output_size=len(ids)), ids
 
 
-class EditedRow(NamedTuple):
+class RowOverrides(NamedTuple):
     """A row that parameters change single tokens of."""
 
     row: int
-    edits: Edits
+    overrides: LogitOverrides
     early: bool
     """Fewer than `min_tokens` are out."""
     counts: TokenCounts | None
     path: Sequence[int]
 
 
-def edit_rows(values: torch.Tensor, rows: Sequence[EditedRow]) -> None:
-    """Change float32 [rows, vocabulary] in place; of rows not listed nothing."""
+def apply_overrides(values: torch.Tensor, rows: Sequence[RowOverrides]) -> None:
+    """LogitsProcessor float32 [rows, vocabulary] in place; of rows not listed nothing."""
     device, vocabulary = values.device, values.shape[1]
     allowed, biased, masked = Places(), Places(), Places()
     biases: list[torch.Tensor] = []

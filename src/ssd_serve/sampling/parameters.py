@@ -69,7 +69,7 @@ class Parameter:
     """The value that changes nothing; of `max_tokens`, the default."""
     stage: Stage
     function: str = ""
-    """What its values but the neutral one do to a row of logits: a `Change` of `processors.py`, or
+    """What its values but the neutral one do to a row of logits: a `LogitsProcessor` of `processors.py`, or
     `module:name` of another."""
     range: Range | None = None
     needs_counts: Callable[[Any], bool] = _never
@@ -109,12 +109,12 @@ def range_of(name: str) -> Range:
     return found
 
 
-def at(*stages: Stage) -> tuple[Parameter, ...]:
+def in_stages(*stages: Stage) -> tuple[Parameter, ...]:
     """The parameters of these stages."""
     return tuple(each for each in PARAMETERS if each.stage in stages)
 
 
-def any_on(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters], bool]:
+def any_active(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters], bool]:
     """The question whether one of these has a value other than the neutral one."""
     values = {each.name: each.neutral for each in parameters}
     if not values:
@@ -129,7 +129,7 @@ def any_on(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters], bo
     return on
 
 
-def during(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters, int], bool]:
+def below_length(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters, int], bool]:
     """The question whether fewer output tokens are out than one of these says."""
     lengths = [attrgetter(each.name) for each in parameters]
 
@@ -142,35 +142,35 @@ def during(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters, int
     return early
 
 
-class Declined:
+class UnsupportedParameters:
     """What a fast path is not asked: the parameters that change logits and that it does not know."""
 
     def __init__(self, known: Collection[str]) -> None:
         def others(*stages: Stage) -> list[Parameter]:
-            return [each for each in at(*stages) if each.name not in known]
+            return [each for each in in_stages(*stages) if each.name not in known]
 
         edits, starts = others(Stage.TOKENS, Stage.PENALTY), others(Stage.START)
         rest = others(Stage.TEMPERATURE, Stage.TRUNCATION)
-        self.nothing = not (edits or starts or rest)
+        self.none = not (edits or starts or rest)
         """It knows all that there are."""
-        self._edits, self._early, self._rest = any_on(edits), during(starts), any_on(rest)
+        self._edits, self._early, self._rest = any_active(edits), below_length(starts), any_active(rest)
 
-    def edits(self, parameters: SamplingParameters, generated: int) -> bool:
+    def needs_edit(self, parameters: SamplingParameters, generated: int) -> bool:
         """Whether a row after `generated` output tokens must be edited and penalised by somebody else."""
         return self._edits(parameters) or self._early(parameters, generated)
 
-    def everything(self, parameters: SamplingParameters) -> bool:
+    def needs_process(self, parameters: SamplingParameters) -> bool:
         """Whether a row must be processed by somebody else: only noise and argmax are left."""
         return self._rest(parameters)
 
 
-penalises = any_on(at(Stage.PENALTY))
+has_penalties = any_active(in_stages(Stage.PENALTY))
 """Whether any penalty is on."""
-_changes_tokens = any_on(at(Stage.TOKENS))
-_narrows = any_on(at(Stage.TRUNCATION))
-_counting = tuple((each, any_on([each])) for each in PARAMETERS if each.needs_counts is not _never)
-_may_need_counts = any_on(each for each, _ in _counting)
-_early = during(at(Stage.START))
+_changes_tokens = any_active(in_stages(Stage.TOKENS))
+_narrows = any_active(in_stages(Stage.TRUNCATION))
+_counting = tuple((each, any_active([each])) for each in PARAMETERS if each.needs_counts is not _never)
+_may_need_counts = any_active(each for each, _ in _counting)
+_early = below_length(in_stages(Stage.START))
 
 
 def is_greedy(parameters: SamplingParameters) -> bool:
@@ -185,16 +185,16 @@ def needs_counts(parameters: SamplingParameters) -> bool:
     )
 
 
-def truncates(parameters: SamplingParameters) -> bool:
+def has_truncation(parameters: SamplingParameters) -> bool:
     """Whether tokens may be left out."""
     return _narrows(parameters) and not is_greedy(parameters)
 
 
-def needs_editing(parameters: SamplingParameters, generated: int) -> bool:
+def needs_overrides(parameters: SamplingParameters, generated: int) -> bool:
     """Whether single tokens of a row after `generated` output tokens change, other than by penalties."""
     return _changes_tokens(parameters) or _early(parameters, generated)
 
 
 def needs_processing(parameters: SamplingParameters, generated: int) -> bool:
     """Whether a row after `generated` output tokens needs more than division by its temperature."""
-    return penalises(parameters) or needs_editing(parameters, generated) or truncates(parameters)
+    return has_penalties(parameters) or needs_overrides(parameters, generated) or has_truncation(parameters)

@@ -21,7 +21,7 @@ import torch
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.batch import Int32Array, Int64Array
 from ssd_serve.sampling.grammar import Mask
-from ssd_serve.sampling.parameters import Parameter, Stage, at, is_greedy
+from ssd_serve.sampling.parameters import Parameter, Stage, in_stages, is_greedy
 
 TOP_P_UNITS = 2.0**50
 
@@ -56,7 +56,7 @@ class TokenCounts:
                 self._tokens[index] = token
             self._counts[index] += 1
 
-    def behind(self, output: Iterable[int]) -> "TokenCounts":
+    def fork(self, output: Iterable[int]) -> "TokenCounts":
         """Another text of the same beginning, which goes on with this output."""
         other = TokenCounts(())
         other._index = dict(self._index)
@@ -93,7 +93,7 @@ class TokenCounts:
         return text[max(0, len(text) - count) :]
 
 
-class TextBefore(NamedTuple):
+class RowContext(NamedTuple):
     """The text before the token that a row chooses, and how it may end."""
 
     counts: TokenCounts | None
@@ -105,7 +105,7 @@ class TextBefore(NamedTuple):
     """Tokens that end a text."""
 
 
-Change = Callable[[torch.Tensor, Any, TextBefore], torch.Tensor]
+LogitsProcessor = Callable[[torch.Tensor, Any, RowContext], torch.Tensor]
 """What a value of a parameter makes of a row, float32 [vocabulary]; may change it in place and return it."""
 
 
@@ -125,7 +125,7 @@ def process(
     row = edit(logits, parameters, counts, path, generated, eos)
     if is_greedy(parameters):
         return row
-    before = TextBefore(counts, path, generated, (*eos, *parameters.stop_token_ids))
+    before = RowContext(counts, path, generated, (*eos, *parameters.stop_token_ids))
     return _changed(row, parameters, before, Stage.TEMPERATURE, Stage.TRUNCATION)
 
 
@@ -139,12 +139,12 @@ def edit(
 ) -> torch.Tensor:
     """The steps of `process` before division by the temperature; the same arguments."""
     row = torch.where(torch.isnan(logits), -torch.inf, logits)  # [vocabulary]
-    before = TextBefore(counts, path, generated, (*eos, *parameters.stop_token_ids))
+    before = RowContext(counts, path, generated, (*eos, *parameters.stop_token_ids))
     return _changed(row, parameters, before, Stage.TOKENS, Stage.START, Stage.PENALTY)
 
 
 def _changed(
-    row: torch.Tensor, parameters: SamplingParameters, before: TextBefore, *stages: Stage
+    row: torch.Tensor, parameters: SamplingParameters, before: RowContext, *stages: Stage
 ) -> torch.Tensor:
     for each, change in _changes(*stages):
         value = getattr(parameters, each.name)
@@ -154,19 +154,19 @@ def _changed(
 
 
 @cache
-def _changes(*stages: Stage) -> tuple[tuple[Parameter, Change], ...]:
+def _changes(*stages: Stage) -> tuple[tuple[Parameter, LogitsProcessor], ...]:
     """The parameters of these stages in the table's order, each with its function."""
-    return tuple((each, change_of(each)) for each in at(*stages))
+    return tuple((each, processor_function(each)) for each in in_stages(*stages))
 
 
-def change_of(parameter: Parameter) -> Change:
+def processor_function(parameter: Parameter) -> LogitsProcessor:
     """The function that the table names."""
     name = parameter.function
-    change: Change = resolve_name(name if ":" in name else f"{__name__}:{name}")
+    change: LogitsProcessor = resolve_name(name if ":" in name else f"{__name__}:{name}")
     return change
 
 
-def keep_only(row: torch.Tensor, tokens: Sequence[int], _before: TextBefore) -> torch.Tensor:
+def keep_only(row: torch.Tensor, tokens: Sequence[int], _before: RowContext) -> torch.Tensor:
     """Mask all but these tokens; ids outside the vocabulary are passed over."""
     index = _indices(row, tokens)
     result = torch.full_like(row, -torch.inf)
@@ -185,7 +185,7 @@ def _indices(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(ids[(ids >= 0) & (ids < len(row))]).to(row.device)
 
 
-def mask_words(row: torch.Tensor, words: Sequence[tuple[int, ...]], before: TextBefore) -> torch.Tensor:
+def mask_words(row: torch.Tensor, words: Sequence[tuple[int, ...]], before: RowContext) -> torch.Tensor:
     """Mask the tokens that would complete a word: its last one, where the output ends with the rest.
 
     As in vLLM, a word that began in the prompt is not one that was generated.
@@ -198,7 +198,7 @@ def mask_words(row: torch.Tensor, words: Sequence[tuple[int, ...]], before: Text
     return _masked(row, ends)
 
 
-def add_bias(row: torch.Tensor, bias: dict[int, float], _before: TextBefore) -> torch.Tensor:
+def add_bias(row: torch.Tensor, bias: dict[int, float], _before: RowContext) -> torch.Tensor:
     """Add to the logits of single tokens; ids outside the vocabulary are passed over."""
     tokens = np.fromiter(bias, np.int64, len(bias))
     values = np.fromiter(bias.values(), np.float32, len(bias))
@@ -207,12 +207,12 @@ def add_bias(row: torch.Tensor, bias: dict[int, float], _before: TextBefore) -> 
     return row
 
 
-def mask_ends(row: torch.Tensor, _min_tokens: int, before: TextBefore) -> torch.Tensor:
+def mask_ends(row: torch.Tensor, _min_tokens: int, before: RowContext) -> torch.Tensor:
     """Mask what would end the text."""
     return _masked(row, before.ends)
 
 
-def _counted(row: torch.Tensor, before: TextBefore) -> tuple[torch.Tensor, torch.Tensor]:
+def _counted(row: torch.Tensor, before: RowContext) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [n] tokens of the text, and float32 [n] how often each stands in the output."""
     if before.counts is None:
         raise ValueError("penalties need the counts of prompt and output tokens")
@@ -220,7 +220,7 @@ def _counted(row: torch.Tensor, before: TextBefore) -> tuple[torch.Tensor, torch
     return torch.from_numpy(tokens).to(row.device), torch.from_numpy(counts).to(row.device, torch.float32)
 
 
-def penalise_repetition(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+def penalise_repetition(row: torch.Tensor, penalty: float, before: RowContext) -> torch.Tensor:
     """Of tokens of prompt and output, positive logits are divided, others multiplied (Keskar et al. 2019)."""
     index, _ = _counted(row, before)
     # Dividing by a tensor: by a Python number some backends multiply by the reciprocal instead.
@@ -229,33 +229,33 @@ def penalise_repetition(row: torch.Tensor, penalty: float, before: TextBefore) -
     return row
 
 
-def penalise_frequency(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+def penalise_frequency(row: torch.Tensor, penalty: float, before: RowContext) -> torch.Tensor:
     """Of tokens of the output, logit -= count * penalty (OpenAI)."""
     index, times = _counted(row, before)
     row[index] = row[index] - penalty * times
     return row
 
 
-def penalise_presence(row: torch.Tensor, penalty: float, before: TextBefore) -> torch.Tensor:
+def penalise_presence(row: torch.Tensor, penalty: float, before: RowContext) -> torch.Tensor:
     """Of tokens of the output, logit -= penalty (OpenAI)."""
     index, times = _counted(row, before)
     row[index] = row[index] - penalty * (times > 0).to(torch.float32)
     return row
 
 
-def divide(row: torch.Tensor, temperature: float, _before: TextBefore) -> torch.Tensor:
+def divide(row: torch.Tensor, temperature: float, _before: RowContext) -> torch.Tensor:
     """Logits over the temperature; by a tensor, as in `penalise_repetition`."""
     return row / torch.tensor(temperature, dtype=torch.float32).to(row.device)
 
 
-def keep_min_p(row: torch.Tensor, min_p: float, _before: TextBefore) -> torch.Tensor:
+def keep_min_p(row: torch.Tensor, min_p: float, _before: RowContext) -> torch.Tensor:
     """Mask tokens whose probability is less than `min_p` times that of the most probable token."""
     if min_p >= 1.0:
         return torch.where(row < row.max(), -torch.inf, row)
     return torch.where(row < row.max() + math.log(min_p), -torch.inf, row)
 
 
-def keep_top_k(row: torch.Tensor, k: int, _before: TextBefore) -> torch.Tensor:
+def keep_top_k(row: torch.Tensor, k: int, _before: RowContext) -> torch.Tensor:
     """Mask all but exactly the k largest logits; of equal ones the lowest ids stay."""
     if not 0 < k < len(row):
         return row
@@ -267,7 +267,7 @@ def keep_top_k(row: torch.Tensor, k: int, _before: TextBefore) -> torch.Tensor:
     return torch.where(stay, row, -torch.inf)
 
 
-def keep_top_p(row: torch.Tensor, top_p: float, _before: TextBefore) -> torch.Tensor:
+def keep_top_p(row: torch.Tensor, top_p: float, _before: RowContext) -> torch.Tensor:
     """Mask all but the smallest set of most probable tokens whose probabilities sum to at least `top_p`.
 
     The most probable token always stays; of equal ones the lowest ids stay. Probabilities are float64: where
@@ -297,7 +297,7 @@ def smallest_share(top_p: float, vocabulary: int) -> float:
     return 0.5 * (1.0 - top_p) / vocabulary
 
 
-def only_masked(logits: torch.Tensor, masks: Sequence[Mask | None]) -> torch.Tensor:
+def apply_masks(logits: torch.Tensor, masks: Sequence[Mask | None]) -> torch.Tensor:
     """Float [rows, vocabulary] without what the rows' masks leave out, which is -inf; a new tensor where
     there are masks."""
     places = [place for place, mask in enumerate(masks) if mask is not None]

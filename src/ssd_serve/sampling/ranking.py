@@ -101,7 +101,7 @@ class NativeRanking:
         )
 
 
-class ChoiceKeys(NamedTuple):
+class SamplingKeys(NamedTuple):
     """What the choices of some rows depend on besides logits; seed None and temperature 0: no noise."""
 
     seeds: list[int | None]
@@ -129,7 +129,7 @@ def draft_scores(
 
 
 @torch.inference_mode()
-def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out: int) -> RankedChildren:
+def rank_scores(scores: torch.Tensor, scales: float | torch.Tensor, fan_out: int) -> RankedChildren:
     """Rank float32 [rows, vocabulary] scores; calibrated distribution: softmax(scores / scale).
 
     `scales` is a number or float32 [rows]. The negative log likelihood of an actual choice c has the
@@ -160,14 +160,14 @@ def ranked_children(scores: torch.Tensor, scales: float | torch.Tensor, fan_out:
 
 def rank_children(
     logits: torch.Tensor,
-    keys: ChoiceKeys,
+    keys: SamplingKeys,
     noise: NoiseRows,
     scales: Sequence[float],
     fan_out: int,
     native: NativeRanking | None = None,
     lines: Sequence[int] | None = None,
 ) -> RankedChildren:
-    """`ranked_children` of the `draft_scores` of float32 [rows, vocabulary] logits. `native`, where it is
+    """`rank_scores` of the `draft_scores` of float32 [rows, vocabulary] logits. `native`, where it is
     given, ranks by the same scores, bit for bit. `lines`: what `noise.lines_of` has just said of the keys."""
     seeds, positions, temperatures = keys
     lines = noise.lines_of(seeds, positions) if native is not None and lines is None else lines
@@ -178,7 +178,7 @@ def rank_children(
     else:
         divisors = torch.tensor(temperatures, device=logits.device)
         scores = draft_scores(logits, divisors, noise.rows(seeds, positions))
-    return ranked_children(scores, torch.tensor(scales, dtype=torch.float32), fan_out)
+    return rank_scores(scores, torch.tensor(scales, dtype=torch.float32), fan_out)
 
 
 def trusted_ranking(library: NativeLibrary | None) -> NativeRanking | None:
@@ -188,7 +188,7 @@ def trusted_ranking(library: NativeLibrary | None) -> NativeRanking | None:
     native, noise = NativeRanking(library), NoiseRows(333, 8)
     logits = 4 * torch.randn((4, 333), generator=torch.Generator().manual_seed(0))
     keys, scales = (
-        ChoiceKeys([None, 5, (1 << 64) - 1, 5], [3, 3, 4, 3], [0.0, 0.6, 1.0, 1.3]),
+        SamplingKeys([None, 5, (1 << 64) - 1, 5], [3, 3, 4, 3], [0.0, 0.6, 1.0, 1.3]),
         [0.7, 1, 1.3, 0.4],
     )
     found = rank_children(logits, keys, noise, scales, 5, native)

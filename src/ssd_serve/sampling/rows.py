@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.grammar import Masks
-from ssd_serve.sampling.overrides import Edits
+from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.processors import TokenCounts
 
@@ -38,7 +38,7 @@ class SamplingRows(NamedTuple):
     """Indices of their parents among them; -1: the first row."""
     depths: Sequence[int] = ()
     """How far each is below the first row: 1 for its children."""
-    edits: Edits | None = None
+    overrides: LogitOverrides | None = None
     """What the parameters do to single tokens, kept from round to round; None: it is found anew."""
     masks: Masks | None = None
     """Of each row, where the text must match a grammar: the tokens that may come."""
@@ -57,7 +57,7 @@ class SamplingRows(NamedTuple):
         return self.seed, self.position, 1 + max(self.depths, default=0)
 
     @property
-    def definition(
+    def processor_arguments(
         self,
     ) -> tuple[SamplingParameters, TokenCounts | None, Sequence[int], int, Sequence[int]]:
         """What `processors.process` is told of the first row, besides its logits."""
@@ -70,7 +70,7 @@ class SamplingRows(NamedTuple):
             paths.append((*paths[1 + parent], token))
         return paths
 
-    def single(self) -> "list[SamplingRows]":
+    def split(self) -> "list[SamplingRows]":
         """Each row by itself."""
         if not self.tokens:
             return [self]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.base.messages import SamplingParameters, ThinkingBudget
-from ssd_serve.sampling.grammar import ANY, Grammars, Mask, Masks, OutputState
+from ssd_serve.sampling.grammar import ANY, Grammars, Mask, Masks, MatcherState
 
 
 class _Place(NamedTuple):
@@ -23,9 +23,9 @@ class _Place(NamedTuple):
 
 
 class ThinkingState:
-    """Where one output stands in its thoughts, and in what must follow them; see `OutputState`."""
+    """Where one output stands in its thoughts, and in what must follow them; see `MatcherState`."""
 
-    def __init__(self, budget: ThinkingBudget, words: int, inner: OutputState | None = None) -> None:
+    def __init__(self, budget: ThinkingBudget, words: int, inner: MatcherState | None = None) -> None:
         """`words` of a row's mask; `inner`: what the output must match besides."""
         self._budget = budget
         self._words = words
@@ -38,11 +38,11 @@ class ThinkingState:
         return other
 
     @property
-    def trouble(self) -> str:
-        return self._inner.trouble if self._inner is not None else ""
+    def error(self) -> str:
+        return self._inner.error if self._inner is not None else ""
 
-    def take(self, tokens: Sequence[int]) -> int:
-        allowed = len(tokens) if self._inner is None else self._inner.take(tokens)
+    def consume(self, tokens: Sequence[int]) -> int:
+        allowed = len(tokens) if self._inner is None else self._inner.consume(tokens)
         for index, token in enumerate(tokens[:allowed]):
             if self._forced(self._place) not in (None, token):
                 return index
@@ -88,18 +88,18 @@ class ThinkingState:
 
 def output_state(
     parameters: SamplingParameters, output: Sequence[int], vocabulary: int, grammars: Grammars | None
-) -> OutputState | None:
+) -> MatcherState | None:
     """The state of a text that has this output already; None where anything may come. Raises `GrammarError`
     where its grammar cannot be compiled, or it does not have that output."""
     budget, inner = parameters.thinking_budget, None
     if parameters.grammar:
         if grammars is None:
             raise GrammarError("this engine follows no grammars")
-        inner = grammars.begin(parameters.grammar, () if budget else output)
+        inner = grammars.start(parameters.grammar, () if budget else output)
     if budget is None:
         return inner
     state = ThinkingState(budget, -(-vocabulary // 32), inner)
-    if state.take(output) < len(output):
+    if state.consume(output) < len(output):
         raise GrammarError("the output so far does not match")
     return state
 
@@ -112,12 +112,12 @@ def _allow_only(mask: Mask, token: int) -> None:
 BEGIN, END = "<think>", "</think>"
 
 
-def begins_in_thought(prompt: str) -> bool:
+def starts_in_thinking(prompt: str) -> bool:
     """Whether a prompt leaves the model thinking."""
     return prompt.rfind(BEGIN) > prompt.rfind(END)
 
 
-def budget_of(most: int, thinking: bool, encode: Callable[[str], Sequence[int]]) -> ThinkingBudget:
+def make_thinking_budget(most: int, thinking: bool, encode: Callable[[str], Sequence[int]]) -> ThinkingBudget:
     """At most so many tokens of thoughts, for an output that begins among them (`thinking`) or not. `encode`
     makes tokens of a mark."""
     return ThinkingBudget(most, () if thinking else tuple(encode(BEGIN)), tuple(encode(END)))

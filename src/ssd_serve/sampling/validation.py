@@ -14,9 +14,9 @@ from pydantic_core import PydanticCustomError
 from ssd_serve.base.errors import CheckpointError, ContextLengthError, RequestError
 from ssd_serve.base.messages import Ready, SamplingParameters, ThinkingBudget
 from ssd_serve.models.config import read_json
-from ssd_serve.sampling.parameters import PARAMETERS, Stage, at, range_of
+from ssd_serve.sampling.parameters import PARAMETERS, Stage, in_stages, range_of
 
-AS_MANY_AS_FIT = -1
+FILL_CONTEXT = -1
 """Of `max_tokens`."""
 
 _UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
@@ -25,7 +25,7 @@ _UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
 _UNFORCED = ("allowed_token_ids", "bad_words")
 """Those that could where thoughts must end."""
 
-Words = tuple[tuple[int, ...], ...]
+TokenSequences = tuple[tuple[int, ...], ...]
 """Token sequences that an output must not hold."""
 
 
@@ -48,13 +48,13 @@ def encode(tokenizer: Encoder, text: str, special: bool, field: str) -> list[int
         raise RequestError(f"{field}: holds a lone surrogate, which is not a character", field) from None
 
 
-def too_long(tokens: str, context: int, field: str) -> ContextLengthError:
+def context_length_error(tokens: str, context: int, field: str) -> ContextLengthError:
     """The error for a prompt of so many tokens."""
     message = f"{field}: {tokens} tokens; prompt and output together may have {context}"
     return ContextLengthError(message, field)
 
 
-def outside(token: int, vocabulary: int, field: str) -> RequestError:
+def vocabulary_error(token: int, vocabulary: int, field: str) -> RequestError:
     """The error for an id that is none of the model's."""
     return RequestError(f"{field}: token id {token} is outside the vocabulary of {vocabulary}", field)
 
@@ -63,7 +63,7 @@ def check_vocabulary(ids: Collection[int], ready: Ready, field: str) -> None:
     """Raise unless all ids are tokens of the model."""
     largest, smallest = max(ids, default=0), min(ids, default=0)
     if largest >= ready.vocabulary or smallest < 0:
-        raise outside(smallest if smallest < 0 else largest, ready.vocabulary, field)
+        raise vocabulary_error(smallest if smallest < 0 else largest, ready.vocabulary, field)
 
 
 def check_prompt(ids: Sequence[int], ready: Ready, field: str) -> None:
@@ -72,14 +72,14 @@ def check_prompt(ids: Sequence[int], ready: Ready, field: str) -> None:
         raise RequestError(f"{field}: no tokens; the model needs at least one", field)
     check_vocabulary(ids, ready, field)
     if len(ids) >= ready.context:
-        raise too_long(str(len(ids)), ready.context, field)
+        raise context_length_error(str(len(ids)), ready.context, field)
 
 
 def output_limit(asked: int | None, default: int, prompt_tokens: int, ready: Ready, field: str) -> int:
     """How many tokens may be generated: as asked, if that fits (-1: what is left), else the default or what
     is left."""
     left = ready.context - prompt_tokens
-    if asked is None or asked == AS_MANY_AS_FIT:
+    if asked is None or asked == FILL_CONTEXT:
         return left if asked else min(default, left)
     if asked > left:
         raise ContextLengthError(
@@ -90,7 +90,7 @@ def output_limit(asked: int | None, default: int, prompt_tokens: int, ready: Rea
     return asked
 
 
-def banned(tokenizer: Encoder, word: str) -> Words:
+def bad_word_sequences(tokenizer: Encoder, word: str) -> TokenSequences:
     """The token sequences of a bad word, at the beginning of a text and after a space; without one that ends
     with the other, which would ban nothing more."""
     text = word.lstrip()
@@ -101,7 +101,7 @@ def banned(tokenizer: Encoder, word: str) -> Words:
     return (first,) if spaced[-len(first) :] == first else (first, spaced)
 
 
-def ending_tokens(
+def stop_token_set(
     stop_token_ids: Collection[int] | None, ignore_eos: bool | None, eos: Collection[int]
 ) -> frozenset[int]:
     """The ids that end a text."""
@@ -115,7 +115,7 @@ def engine_parameters(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
-    bad_words: Words = (),
+    bad_words: TokenSequences = (),
     ending: Collection[int] = (),
     grammar: str = "",
     thinking_budget: ThinkingBudget | None = None,
@@ -169,7 +169,7 @@ def _check_together(parameters: SamplingParameters, ending: Collection[int]) -> 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def within(name: str) -> Any:
+def range_field(name: str) -> Any:
     """The range of this parameter, for `Annotated`."""
     allowed = range_of(name)
     if allowed.above:
@@ -188,7 +188,7 @@ def _temperature(value: float) -> float:
 
 Temperature = Annotated[
     float,
-    within("temperature"),
+    range_field("temperature"),
     Field(json_schema_extra={"anyOf": [{"const": 0}, {"minimum": _LEAST}]}),
     AfterValidator(_temperature),
 ]
@@ -198,14 +198,14 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """64 bits, with or without a sign."""
 
 
-def with_numbers(model: type[Model]) -> type[Model]:
+def with_number_fields(model: type[Model]) -> type[Model]:
     """The model with a field for every number of the table that acts on logits and that it does not declare
     itself, to have a type or a description. None means the default."""
     added: dict[str, Any] = {}
-    for each in at(Stage.START, Stage.PENALTY, Stage.TEMPERATURE, Stage.TRUNCATION):
+    for each in in_stages(Stage.START, Stage.PENALTY, Stage.TEMPERATURE, Stage.TRUNCATION):
         if each.name not in model.model_fields and each.range is not None:
             number = int if each.range.whole else float
-            added[each.name] = (Annotated[number | None, within(each.name)], None)
+            added[each.name] = (Annotated[number | None, range_field(each.name)], None)
     return (
         create_model(model.__name__, __base__=model, __module__=model.__module__, **added) if added else model
     )
@@ -221,11 +221,11 @@ class _GenerationConfig(BaseModel):
 
     do_sample: bool | None = None
     temperature: Temperature | None = None
-    top_k: Annotated[int, within("top_k")] | None = None
-    top_p: Annotated[float, within("top_p")] | None = None
-    min_p: Annotated[float, within("min_p")] | None = None
-    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
-    max_tokens: Annotated[int, within("max_tokens")] | None = Field(default=None, alias="max_new_tokens")
+    top_k: Annotated[int, range_field("top_k")] | None = None
+    top_p: Annotated[float, range_field("top_p")] | None = None
+    min_p: Annotated[float, range_field("min_p")] | None = None
+    repetition_penalty: Annotated[float, range_field("repetition_penalty")] | None = None
+    max_tokens: Annotated[int, range_field("max_tokens")] | None = Field(default=None, alias="max_new_tokens")
 
 
 def model_defaults(folder: Path) -> dict[str, int | float]:

@@ -360,6 +360,6 @@ class Engine:
 def _follow(request: Request, tokens: Sequence[int]) -> str:
     """The output goes on in its grammar; why it cannot, which only a grammar that is too complex does."""
     grammar = request.grammar
-    if grammar is None or (grammar.take(tokens) == len(tokens) and not grammar.trouble):
+    if grammar is None or (grammar.consume(tokens) == len(tokens) and not grammar.error):
         return ""
-    return f"the output's grammar could not be followed: {grammar.trouble or 'a token does not match'}"
+    return f"the output's grammar could not be followed: {grammar.error or 'a token does not match'}"

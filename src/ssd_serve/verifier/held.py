@@ -28,7 +28,7 @@ class HeldRequests:
         numbers, compiling = _numbers(message), None
         if isinstance(message, Submit | SubmitChoices):
             grammar = message.parameters.grammar
-            if not grammar or self._grammars is None or self._grammars.knows(grammar):
+            if not grammar or self._grammars is None or self._grammars.is_compiled(grammar):
                 return False
             compiling = self._thread.submit(self._grammars.compile, grammar)
         elif not any(self._numbers[number] for number in numbers):

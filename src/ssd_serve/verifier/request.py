@@ -12,9 +12,9 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.base.draft_messages import Open
 from ssd_serve.base.messages import Figures, SamplingParameters, Submit
-from ssd_serve.sampling.overrides import Edits
-from ssd_serve.sampling.grammar import OutputState
-from ssd_serve.sampling.parameters import needs_counts, needs_editing
+from ssd_serve.sampling.overrides import LogitOverrides
+from ssd_serve.sampling.grammar import MatcherState
+from ssd_serve.sampling.parameters import needs_counts, needs_overrides
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.base.seeds import root_name
 from ssd_serve.verifier.acceptance import Acceptance
@@ -65,9 +65,9 @@ class Request:
     limit: int
     """Most nodes in the replica."""
     vocabulary: int
-    edits: Edits | None = None
+    overrides: LogitOverrides | None = None
     """What the parameters do to single tokens, where they do."""
-    grammar: OutputState | None = None
+    grammar: MatcherState | None = None
     """Where its output stands in what it must match."""
     slots: SlotTable = field(default_factory=SlotTable)
     salt: bytes = b""
@@ -158,7 +158,7 @@ class Shared:
     """What the choices of a prompt have in common besides it."""
 
     ends: frozenset[int]
-    edits: Edits | None
+    overrides: LogitOverrides | None
     counts: TokenCounts | None
     """Of the prompt."""
 
@@ -169,13 +169,13 @@ def share(message: Submit, eos: tuple[int, ...]) -> Shared:
     counted = () if parameters.ignore_eos else eos
     return Shared(
         frozenset((*parameters.stop_token_ids, *counted)),
-        Edits(parameters, counted) if needs_editing(parameters, 0) else None,
+        LogitOverrides(parameters, counted) if needs_overrides(parameters, 0) else None,
         TokenCounts(message.prompt) if needs_counts(parameters) else None,
     )
 
 
 def accept(
-    message: Submit, shared: Shared, limit: int, vocabulary: int, grammar: OutputState | None = None
+    message: Submit, shared: Shared, limit: int, vocabulary: int, grammar: MatcherState | None = None
 ) -> Request:
     """The state of a request that was just submitted."""
     return Request(
@@ -185,10 +185,10 @@ def accept(
         prompt_length=len(message.prompt),
         tokens=RequestText(message.prompt, message.output),
         ends=shared.ends,
-        counts=shared.counts.behind(message.output) if shared.counts is not None else None,
+        counts=shared.counts.fork(message.output) if shared.counts is not None else None,
         limit=limit,
         vocabulary=vocabulary,
-        edits=shared.edits,
+        overrides=shared.overrides,
         grammar=grammar,
         scored=message.scored,
         salt=message.salt,

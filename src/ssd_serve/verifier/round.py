@@ -203,7 +203,7 @@ class Rounds:
                     tokens=tree.tokens,
                     parents=tree.parents,
                     depths=tree.depths,
-                    edits=request.edits,
+                    overrides=request.overrides,
                 )
             )
         return rows

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.sampling.thinking import begins_in_thought
+from ssd_serve.sampling.thinking import starts_in_thinking
 from ssd_serve.server.openai.tools.events import Arguments, CallBegun, Event, Thought, Words
 from ssd_serve.server.openai.tools.formats import FORMATS, format_of
 from ssd_serve.server.openai.tools.message import MessageRules
@@ -155,7 +155,7 @@ def test_calls_among_thoughts_are_thoughts() -> None:
     ("prompt", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("user: Hi", False)]
 )
 def test_the_prompt_tells_whether_it_begins_among_thoughts(prompt: str, thinking: bool) -> None:
-    assert begins_in_thought(prompt) is thinking
+    assert starts_in_thinking(prompt) is thinking
 
 
 PIECES = st.sampled_from(

@@ -29,14 +29,14 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve_arguments
 from ssd_serve.cluster.engines import usable_machine
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.sampling.thinking import begins_in_thought, budget_of
+from ssd_serve.sampling.thinking import make_thinking_budget, starts_in_thinking
 from ssd_serve.sampling.validation import (
-    banned,
+    bad_word_sequences,
     check_prompt,
     encode,
-    ending_tokens,
     engine_parameters,
     output_limit,
+    stop_token_set,
 )
 
 Prompt = str | Sequence[int]
@@ -193,8 +193,8 @@ class LLM:
         """What the engine is asked of prompts; `usual`: tokens where nobody says how many."""
         asked: list[Asked] = []
         for place, (ids, params) in enumerate(prompts):
-            words = [each for word in params.bad_words for each in banned(self.tokenizer, word)]
-            ending = ending_tokens(params.stop_token_ids, params.ignore_eos, self.tokenizer.eos_token_ids)
+            words = [each for word in params.bad_words for each in bad_word_sequences(self.tokenizer, word)]
+            ending = stop_token_set(params.stop_token_ids, params.ignore_eos, self.tokenizer.eos_token_ids)
             parameters = engine_parameters(
                 params,
                 self.ready,
@@ -213,8 +213,8 @@ class LLM:
     def _thinking_budget(self, prompt: Sequence[int], most: int | None) -> ThinkingBudget | None:
         if most is None:
             return None
-        thinking = begins_in_thought(self.tokenizer.decode(prompt, skip_special_tokens=False))
-        return budget_of(most, thinking, partial(self.tokenizer.encode, add_special_tokens=False))
+        thinking = starts_in_thinking(self.tokenizer.decode(prompt, skip_special_tokens=False))
+        return make_thinking_budget(most, thinking, partial(self.tokenizer.encode, add_special_tokens=False))
 
     def _all_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, prompts: int

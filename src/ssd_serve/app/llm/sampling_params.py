@@ -12,8 +12,15 @@ from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
 from ssd_serve.base.errors import RequestError
-from ssd_serve.sampling.grammar import Part, of_choice, of_regex, of_rules, of_schema, written
-from ssd_serve.sampling.validation import Choices, Seed, Temperature, with_numbers, within
+from ssd_serve.sampling.grammar import (
+    GrammarPart,
+    from_choices,
+    from_json_schema,
+    from_regex,
+    from_rules,
+    serialize_parts,
+)
+from ssd_serve.sampling.validation import Choices, Seed, Temperature, range_field, with_number_fields
 
 TokenIds = Sequence[Annotated[int, Field(ge=0)]]
 StopString = Annotated[str, Field(min_length=1)]
@@ -32,22 +39,22 @@ class StructuredOutputsParams(BaseModel):
     @property
     def written(self) -> str:
         """As the engine reads it. Raises `RequestError`."""
-        found: list[Part] = []
+        found: list[GrammarPart] = []
         if self.json_schema is not None:
-            found.append(of_schema(self.json_schema))
+            found.append(from_json_schema(self.json_schema))
         if self.regex is not None:
-            found.append(of_regex(self.regex))
+            found.append(from_regex(self.regex))
         if self.choice is not None:
-            found.append(of_choice(self.choice))
+            found.append(from_choices(self.choice))
         if self.grammar is not None:
-            found.append(of_rules(self.grammar))
+            found.append(from_rules(self.grammar))
         if len(found) != 1:
             name = "structured_outputs"
             raise RequestError(f"{name}: give one of json, regex, choice, grammar", name)
-        return written(found[0])
+        return serialize_parts(found[0])
 
 
-@with_numbers
+@with_number_fields
 class SamplingParams(BaseModel):
     """What one call wants of its texts. Wrong values are a `RequestError` that names the field."""
 
@@ -58,15 +65,15 @@ class SamplingParams(BaseModel):
         default=None, description="the same seed gives the same texts; None: a random one"
     )
     temperature: Temperature = Field(default=1.0, description="0: always the best token")
-    top_k: Annotated[int, within("top_k")] = Field(
+    top_k: Annotated[int, range_field("top_k")] = Field(
         default=0, description="choose among the k most probable tokens; 0 or -1: off"
     )
-    top_p: Annotated[float, within("top_p")] = 1.0
-    min_p: Annotated[float, within("min_p")] = 0.0
-    repetition_penalty: Annotated[float, within("repetition_penalty")] = 1.0
-    presence_penalty: Annotated[float, within("presence_penalty")] = 0.0
-    frequency_penalty: Annotated[float, within("frequency_penalty")] = 0.0
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, within("logit_bias")]] = Field(
+    top_p: Annotated[float, range_field("top_p")] = 1.0
+    min_p: Annotated[float, range_field("min_p")] = 0.0
+    repetition_penalty: Annotated[float, range_field("repetition_penalty")] = 1.0
+    presence_penalty: Annotated[float, range_field("presence_penalty")] = 0.0
+    frequency_penalty: Annotated[float, range_field("frequency_penalty")] = 0.0
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, range_field("logit_bias")]] = Field(
         default_factory=dict[int, float]
     )
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = Field(
@@ -75,8 +82,8 @@ class SamplingParams(BaseModel):
     bad_words: Sequence[Annotated[str, Field(min_length=1)]] = Field(
         default=(), description="texts that the output must not hold"
     )
-    min_tokens: Annotated[int, within("min_tokens")] = 0
-    max_tokens: Annotated[int, within("max_tokens")] | None = Field(
+    min_tokens: Annotated[int, range_field("min_tokens")] = 0
+    max_tokens: Annotated[int, range_field("max_tokens")] | None = Field(
         default=None, description="None: 128, and in a chat as many as the context holds"
     )
     stop: StopString | Sequence[StopString] = ()
@@ -90,7 +97,7 @@ class SamplingParams(BaseModel):
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="most tokens of thoughts; then they end, and the answer begins"
     )
-    logprobs: Annotated[int, within("logprobs")] | None = Field(
+    logprobs: Annotated[int, range_field("logprobs")] | None = Field(
         default=None, description="how many of the most probable tokens to report with each"
     )
 

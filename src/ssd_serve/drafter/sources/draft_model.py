@@ -20,11 +20,11 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import release_memory, within_memory
 from ssd_serve.sampling.grammar import Mask
-from ssd_serve.sampling.processors import only_masked
+from ssd_serve.sampling.processors import apply_masks
 from ssd_serve.sampling.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy
-from ssd_serve.sampling.ranking import ChoiceKeys, rank_children
+from ssd_serve.sampling.ranking import SamplingKeys, rank_children
 
 _TOKENS_OF_ROUNDS = 16
 """Who has more tokens of a request to read than a few rounds commit reads its prompt, or was not asked for
@@ -35,7 +35,7 @@ class RowsToRank(NamedTuple):
     """How the rows of a step are ranked, where their noise lies, if all of it fits, and which tokens may
     follow, where that is known."""
 
-    keys: ChoiceKeys
+    keys: SamplingKeys
     lines: list[int] | None
     scales: list[float]
     allowed: list[Mask | None]
@@ -105,7 +105,7 @@ class ModelSource:
         if not groups:
             return [None] * len(picks)
         wanted = [index for _, _, indices in groups for index in indices]
-        choices = ChoiceKeys([], [], [])
+        choices = SamplingKeys([], [], [])
         for held, group, indices in groups:
             choices.seeds.extend([held.seed] * len(indices))
             choices.positions.extend(group.after)
@@ -168,7 +168,7 @@ class ModelSource:
         if not wish.scales:
             return []
         try:
-            return within_memory(lambda: self._rank(only_masked(result.logits, wish.allowed), wish))
+            return within_memory(lambda: self._rank(apply_masks(result.logits, wish.allowed), wish))
         except DeviceMemoryError:
             return None
 

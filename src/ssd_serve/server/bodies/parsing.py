@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from pydantic import ValidationError
 
-from ssd_serve.sampling.validation import outside, too_long
+from ssd_serve.sampling.validation import vocabulary_error, context_length_error
 from ssd_serve.server.bodies.json_slices import (
     SLICE,
     Raw,
@@ -124,7 +124,7 @@ def _read_list(raw: Raw, field: str, tokens: TokenNumbers, most: int) -> tuple[i
         raise bad_request(f"{field}: input should be a list of token ids", field, "invalid_value")
     size = 1 + sum(piece.count(b",") for piece in slices(whole))
     if size > tokens.context:
-        raise from_ssd_error(too_long(str(size), tokens.context, name))
+        raise from_ssd_error(context_length_error(str(size), tokens.context, name))
     if size > most:
         raise bad_request(f"{name}: more than {MAX_TOKEN_IDS} token ids", name, "invalid_value")
     found: list[int] = []
@@ -138,7 +138,7 @@ def _read_list(raw: Raw, field: str, tokens: TokenNumbers, most: int) -> tuple[i
         at = f"{field}.{len(found) + int(wrong[1] if wrong else 0)}"
         raise bad_request(f"{at}: input should be a token id", at, "invalid_value") from None
     except IndexError:
-        raise from_ssd_error(outside(max(read), len(tokens.numbers), name)) from None
+        raise from_ssd_error(vocabulary_error(max(read), len(tokens.numbers), name)) from None
     return tuple(found)
 
 

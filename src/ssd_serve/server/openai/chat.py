@@ -8,8 +8,8 @@ from fastapi import Request, Response
 
 from ssd_serve.base.messages import Ready, ThinkingBudget
 from ssd_serve.sampling.validation import engine_parameters, output_limit
-from ssd_serve.sampling.grammar import Part
-from ssd_serve.sampling.thinking import BEGIN, begins_in_thought, budget_of
+from ssd_serve.sampling.grammar import GrammarPart
+from ssd_serve.sampling.thinking import BEGIN, starts_in_thinking, make_thinking_budget
 from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
 from ssd_serve.server.engine.continuation import generated_tokens
@@ -144,7 +144,7 @@ class ChatEndpoint:
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
             bad_words=await bad_word_tokens(service, body.bad_words),
-            ending=rules.ending_tokens,
+            ending=rules.stop_token_set,
             grammar=grammar,
             thinking_budget=thinking_budget(service, body, message.thinking),
         )
@@ -170,7 +170,7 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
     thinks = settings.reasoning_parser == "think" or (
         settings.reasoning_parser == "auto" and BEGIN in template
     )
-    thinking = begins_in_thought(prompt.text or "") if thinks else None
+    thinking = starts_in_thinking(prompt.text or "") if thinks else None
     keeps = given(body.include_reasoning, True)
     if not body.tools or body.tool_choice == "none":
         rules = MessageRules(thinking=thinking, tells_thoughts=keeps)
@@ -193,12 +193,12 @@ def thinking_budget(service: Service, body: ChatRequest, thinking: bool | None) 
     if thinking is None or body.thinking_token_budget is None:
         return None
     encode = partial(service.tokenizer.encode, add_special_tokens=False)
-    return budget_of(body.thinking_token_budget, thinking, encode)
+    return make_thinking_budget(body.thinking_token_budget, thinking, encode)
 
 
 def call_rules(
     service: Service, body: ChatRequest, message: MessageRules
-) -> Callable[[], Sequence[Part]] | None:
+) -> Callable[[], Sequence[GrammarPart]] | None:
     """Makes what calls must be, where some must come, or must match the schemas of strict tools. 400 where
     there is nothing to call."""
     choice, tools = body.tool_choice, body.tools or []

@@ -170,7 +170,7 @@ class CompletionsEndpoint:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if scored else body.prompt_logprobs,
             bad_words=banned,
-            ending=rules.ending_tokens,
+            ending=rules.stop_token_set,
             grammar=await grammar_of(service, body),
         )
         asked = [msgspec.structs.replace(common, max_tokens=limit) for limit in limits]

@@ -20,7 +20,7 @@ from pydantic import Strict as Strictness
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from ssd_serve.sampling.validation import within
+from ssd_serve.sampling.validation import range_field
 from ssd_serve.sampling.parameters import range_of
 from ssd_serve.server.http.request_ids import NAME
 from ssd_serve.server.limits import (
@@ -234,7 +234,7 @@ def _few_biases(value: object) -> object:
 
 LogitBias = Annotated[
     # The names of a JSON object are always strings, so these are read as numbers.
-    dict[Annotated[TokenId, Strictness(False)], Annotated[float, within("logit_bias")]],
+    dict[Annotated[TokenId, Strictness(False)], Annotated[float, range_field("logit_bias")]],
     Field(
         max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
     ),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ssd_serve.base.errors import RequestError
 from ssd_serve.base.messages import Ready
-from ssd_serve.sampling.validation import AS_MANY_AS_FIT, check_prompt, encode, too_long
+from ssd_serve.sampling.validation import FILL_CONTEXT, check_prompt, encode, context_length_error
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import OffLoop, Steps
 from ssd_serve.server.openai.conversation import TemplateInput
@@ -53,7 +53,7 @@ def prompt_count(prompt: PromptField) -> int:
 
 def tokens_kept(body: GenerationRequest, ready: Ready) -> int | None:
     """How many of a prompt's last tokens the request keeps; None: all."""
-    if body.truncate_prompt_tokens != AS_MANY_AS_FIT:
+    if body.truncate_prompt_tokens != FILL_CONTEXT:
         return body.truncate_prompt_tokens
     return max(1, ready.context - max(1, body.max_tokens or 1))
 
@@ -111,7 +111,7 @@ def text_ids(
             piece = text[place : place + size]
             least += max(0, len(encode(tokenizer, piece, False, param)) - CUT_TOKENS)
             if least > ready.context:
-                raise too_long(f"at least {least}", ready.context, param)
+                raise context_length_error(f"at least {least}", ready.context, param)
             yield
     return encode(tokenizer, text, special, param)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
-from ssd_serve.sampling.validation import Choices, Seed, Temperature, with_numbers, within
+from ssd_serve.sampling.validation import Choices, Seed, Temperature, with_number_fields, range_field
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS, MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
 from ssd_serve.server.openai.fields import (
     AllowedTokenIds,
@@ -37,7 +37,7 @@ from ssd_serve.server.openai.fields import (
 )
 from ssd_serve.server.openai.output_formats import ResponseFormat, Schema, StructuredOutputs
 
-TopLogprobs = Annotated[int, within("logprobs")]
+TopLogprobs = Annotated[int, range_field("logprobs")]
 
 
 class StreamOptions(Lenient):
@@ -74,7 +74,7 @@ _SCORED_OR_STREAMED = [
 ]
 
 
-@with_numbers
+@with_number_fields
 class GenerationRequest(Lenient):
     """What completions and chat completions have in common. Null means the default. Other names of a field
     are llama.cpp's."""
@@ -88,19 +88,19 @@ class GenerationRequest(Lenient):
     seed: Seed | None = Field(None, description="empty: random, and told in the response")
 
     temperature: Temperature | None = None
-    top_k: Annotated[int, within("top_k")] | None = Field(None, description="0 or -1: off")
-    top_p: Annotated[float, within("top_p")] | None = None
-    min_p: Annotated[float, within("min_p")] | None = None
-    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = _named(
+    top_k: Annotated[int, range_field("top_k")] | None = Field(None, description="0 or -1: off")
+    top_p: Annotated[float, range_field("top_p")] | None = None
+    min_p: Annotated[float, range_field("min_p")] | None = None
+    repetition_penalty: Annotated[float, range_field("repetition_penalty")] | None = _named(
         "repetition_penalty", "repeat_penalty"
     )
-    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, range_field("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, range_field("frequency_penalty")] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokenIds | None = Field(None, description="the only tokens that may come")
     bad_words: BadWords | None = Field(None, description="texts that the output must not hold")
 
-    min_tokens: Annotated[int, within("min_tokens")] | None = None
+    min_tokens: Annotated[int, range_field("min_tokens")] | None = None
     max_tokens: Tokens | None = _named("max_tokens", "n_predict")
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None

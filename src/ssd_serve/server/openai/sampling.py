@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ssd_serve.sampling.validation import Words, banned, ending_tokens
+from ssd_serve.sampling.validation import TokenSequences, bad_word_sequences, stop_token_set
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.service import Service
@@ -18,13 +18,13 @@ def given(value: Value | None, default: Value) -> Value:
     return default if value is None else value
 
 
-async def bad_word_tokens(service: Service, words: Sequence[str] | None) -> Words:
+async def bad_word_tokens(service: Service, words: Sequence[str] | None) -> TokenSequences:
     """The token sequences of all bad words."""
 
-    def work() -> Steps[Words]:
+    def work() -> Steps[TokenSequences]:
         found: dict[tuple[int, ...], None] = {}
         for word in words or ():
-            found |= dict.fromkeys(banned(service.tokenizer, word))
+            found |= dict.fromkeys(bad_word_sequences(service.tokenizer, word))
             yield
         return tuple(found)
 
@@ -39,5 +39,5 @@ async def text_rules(service: Service, request: GenerationRequest) -> TextRules:
         stops=await service.off_loop.run(4 * sum(map(len, stops)), lambda: StopStrings(stops)),
         include_stop=given(request.include_stop_str_in_output, False),
         min_tokens=given(request.min_tokens, 0),
-        ending_tokens=ending_tokens(request.stop_token_ids, request.ignore_eos, service.tokenizer.eos_ids),
+        stop_token_set=stop_token_set(request.stop_token_ids, request.ignore_eos, service.tokenizer.eos_ids),
     )

@@ -11,14 +11,14 @@ from ssd_serve.base.errors import GrammarError
 from ssd_serve.sampling.grammar import check_grammar
 from ssd_serve.sampling.grammar import (
     ANY_OBJECT,
-    Part,
-    named,
-    of_choice,
-    of_lark,
-    of_regex,
-    of_rules,
-    of_schema,
-    written,
+    GrammarPart,
+    named_part,
+    from_choices,
+    from_lark,
+    from_regex,
+    from_rules,
+    from_json_schema,
+    serialize_parts,
 )
 from ssd_serve.sampling.thinking import BEGIN, END
 from ssd_serve.server.errors import ApiError, bad_request
@@ -37,14 +37,14 @@ class _Wish(NamedTuple):
     """What a field asks for: a grammar, and those that it refers to."""
 
     field: str
-    parts: Sequence[Part]
+    parts: Sequence[GrammarPart]
 
 
 async def grammar_of(
     service: Service,
     body: GenerationRequest,
     thinking: bool | None = None,
-    calls: Callable[[], Sequence[Part]] | None = None,
+    calls: Callable[[], Sequence[GrammarPart]] | None = None,
 ) -> str:
     """The grammar of a request's output; empty where it may be any text. `thinking`: as for `MessageRules`;
     thoughts come before what must match. `calls` makes what calls of tools must be. 400 for what cannot be
@@ -83,13 +83,13 @@ def _wishes(body: GenerationRequest) -> list[_Wish]:
     found: list[_Wish] = []
     form = body.response_format
     if isinstance(form, JsonObject):
-        found.append(_Wish("response_format", [of_schema(ANY_OBJECT)]))
+        found.append(_Wish("response_format", [from_json_schema(ANY_OBJECT)]))
     elif isinstance(form, JsonOfSchema):
-        found.append(_Wish("response_format", [of_schema(form.json_schema.json_schema)]))
+        found.append(_Wish("response_format", [from_json_schema(form.json_schema.json_schema)]))
     elif isinstance(form, StructuralTags):
         found.append(_Wish("response_format", _tags(form)))
     if body.json_schema is not None:
-        found.append(_Wish("json_schema", [of_schema(body.json_schema)]))
+        found.append(_Wish("json_schema", [from_json_schema(body.json_schema)]))
     if body.grammar:
         found.append(_Wish("grammar", [_rules("grammar", body.grammar)]))
     if body.structured_outputs is not None:
@@ -101,13 +101,13 @@ def _structured(wanted: StructuredOutputs) -> list[_Wish]:
     name, compact = "structured_outputs", bool(wanted.disable_any_whitespace)
     found: list[_Wish] = []
     if wanted.json_schema is not None:
-        found.append(_Wish(f"{name}.json", [of_schema(wanted.json_schema, compact)]))
+        found.append(_Wish(f"{name}.json", [from_json_schema(wanted.json_schema, compact)]))
     if wanted.json_object:
-        found.append(_Wish(f"{name}.json_object", [of_schema(ANY_OBJECT, compact)]))
+        found.append(_Wish(f"{name}.json_object", [from_json_schema(ANY_OBJECT, compact)]))
     if wanted.regex is not None:
-        found.append(_Wish(f"{name}.regex", [of_regex(wanted.regex)]))
+        found.append(_Wish(f"{name}.regex", [from_regex(wanted.regex)]))
     if wanted.choice is not None:
-        found.append(_Wish(f"{name}.choice", [of_choice(wanted.choice)]))
+        found.append(_Wish(f"{name}.choice", [from_choices(wanted.choice)]))
     if wanted.grammar is not None:
         found.append(_Wish(f"{name}.grammar", [_rules(f"{name}.grammar", wanted.grammar)]))
     if wanted.structural_tag is not None:
@@ -117,18 +117,18 @@ def _structured(wanted: StructuredOutputs) -> list[_Wish]:
     return found
 
 
-def _rules(field: str, rules: str) -> Part:
+def _rules(field: str, rules: str) -> GrammarPart:
     try:
-        return of_rules(rules)
+        return from_rules(rules)
     except GrammarError as error:
         raise _wrong(field, str(error)) from error
 
 
-def _tags(wanted: StructuralTags) -> list[Part]:
+def _tags(wanted: StructuralTags) -> list[GrammarPart]:
     """Text in which what begins with a trigger is one of the parts."""
     begun: list[str] = []
     rules: list[str] = []
-    schemas: list[Part] = []
+    schemas: list[GrammarPart] = []
     for place, each in enumerate(wanted.structures):
         trigger = next((one for one in wanted.triggers if each.begin.startswith(one)), None)
         if trigger is None:
@@ -137,15 +137,15 @@ def _tags(wanted: StructuralTags) -> list[Part]:
         rules.append(f"trigger_{place}[suffix={json.dumps(trigger)}]: /(?s:.)*/")
         rest, end = (json.dumps(text) if text else "" for text in (each.begin[len(trigger) :], each.end))
         rules.append(f"part_{place}: trigger_{place} {rest} @schema_{place} {end}")
-        schemas.append(named(f"schema_{place}", of_schema(each.json_schema)))
+        schemas.append(named_part(f"schema_{place}", from_json_schema(each.json_schema)))
     text = "\n".join([f"start: ({' | '.join(begun)})* TEXT", "TEXT: /(?s:.)*/", *rules])
-    return [of_lark(text), *schemas]
+    return [from_lark(text), *schemas]
 
 
-def _behind_thoughts(parts: Sequence[Part], thinking: bool | None) -> str:
+def _behind_thoughts(parts: Sequence[GrammarPart], thinking: bool | None) -> str:
     """The grammar as the engine reads it; where a model thinks, only what follows its thoughts must match."""
     if thinking is None:
-        return written(*parts)
+        return serialize_parts(*parts)
     thought = "thought" if thinking else f"({json.dumps(BEGIN)} thought)?"
     rules = [
         f"start: {thought} SPACE @body",
@@ -153,7 +153,7 @@ def _behind_thoughts(parts: Sequence[Part], thinking: bool | None) -> str:
         r"SPACE: /[ \n]{0,4}/",
     ]
     body, *others = parts
-    return written(of_lark("\n".join(rules)), named("body", body), *others)
+    return serialize_parts(from_lark("\n".join(rules)), named_part("body", body), *others)
 
 
 def _wrong(field: str, what: str) -> ApiError:

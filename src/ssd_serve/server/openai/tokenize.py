@@ -7,7 +7,7 @@ import msgspec
 from fastapi import Request, Response
 
 from ssd_serve.base.messages import Ready
-from ssd_serve.sampling.validation import check_vocabulary, too_long
+from ssd_serve.sampling.validation import check_vocabulary, context_length_error
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.openai.conversation import TemplateInput
@@ -70,7 +70,7 @@ class TokenizingEndpoints:
         service = self.service
         service.require_model(body.model)
         if len(body.tokens) > ready.context:
-            raise too_long(str(len(body.tokens)), ready.context, "tokens")
+            raise context_length_error(str(len(body.tokens)), ready.context, "tokens")
         check_vocabulary(body.tokens, ready, "tokens")
         text = await service.aside.run(
             token_units([len(body.tokens)]),

@@ -30,7 +30,7 @@ class TextRules:
     include_stop: bool = False
     min_tokens: int = 0
     """Stop strings are not looked for among the first `min_tokens` tokens."""
-    ending_tokens: frozenset[int] = frozenset()
+    stop_token_set: frozenset[int] = frozenset()
     """Ids that end the output when the engine says so; their text is held until it is known."""
 
 
@@ -57,7 +57,7 @@ class TextAssembler:
         if self.stopped_by is not None:
             return text
         self.tokens += 1
-        if token in self._rules.ending_tokens:
+        if token in self._rules.stop_token_set:
             self._waiting = token
             return text
         return text + self._decode(token)

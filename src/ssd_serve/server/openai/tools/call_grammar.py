@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.base.errors import GrammarError
-from ssd_serve.sampling.grammar import ANY_OBJECT, Part, named, of_lark, of_schema
+from ssd_serve.sampling.grammar import ANY_OBJECT, GrammarPart, named_part, from_lark, from_json_schema
 from ssd_serve.server.openai.protocol import Function
 
 _CALLS, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
@@ -39,7 +39,7 @@ def _said(mark: str, encode: Callable[[str], Sequence[int]]) -> str:
     return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
 
 
-def forced_calls(form: CallForm, functions: Sequence[Function], parallel: bool) -> list[Part]:
+def forced_calls(form: CallForm, functions: Sequence[Function], parallel: bool) -> list[GrammarPart]:
     """One call or, where they may be parallel, some: of these functions and nothing else."""
     if form.name == "hermes":
         rules = ["start: SPACE call (SPACE call)*" if parallel else "start: SPACE call"]
@@ -51,7 +51,7 @@ def forced_calls(form: CallForm, functions: Sequence[Function], parallel: bool) 
     return _with_objects(form, functions, rules)
 
 
-def strict_calls(form: CallForm, functions: Sequence[Function], parallel: bool) -> list[Part]:
+def strict_calls(form: CallForm, functions: Sequence[Function], parallel: bool) -> list[GrammarPart]:
     """Any words, and calls of these functions among them where the format lets them stand there."""
     if form.name == "hermes":
         times = "*" if parallel else "?"
@@ -85,13 +85,13 @@ def _marked(form: CallForm, parallel: bool, begun: str) -> str:
     )
 
 
-def _with_objects(form: CallForm, functions: Sequence[Function], rules: Sequence[str]) -> list[Part]:
+def _with_objects(form: CallForm, functions: Sequence[Function], rules: Sequence[str]) -> list[GrammarPart]:
     """These rules, where `object` is that of a call of one of the functions. Where some must be called
     strictly, any object will do as arguments of the others; where none must, schemas may have keywords that
     nobody here knows."""
     strict = any(each.strict for each in functions)
     options = {} if strict else {"x-guidance": {"lenient": True}}
-    calls: list[Part] = []
+    calls: list[GrammarPart] = []
     objects: list[str] = []
     for place, each in enumerate(functions):
         given = (each.parameters if each.strict or not strict else None) or ANY_OBJECT
@@ -101,8 +101,8 @@ def _with_objects(form: CallForm, functions: Sequence[Function], rules: Sequence
         else:
             schema = {**_object(form, each.name, given), **options}
             objects.append(f"@call_{place}")
-        calls.append(named(f"call_{place}", of_schema(schema)))
-    return [of_lark("\n".join([*rules, f"object: {' | '.join(objects)}", _SPACE])), *calls]
+        calls.append(named_part(f"call_{place}", from_json_schema(schema)))
+    return [from_lark("\n".join([*rules, f"object: {' | '.join(objects)}", _SPACE])), *calls]
 
 
 def _object(form: CallForm, name: str, parameters: Mapping[str, object]) -> dict[str, object]:
