@@ -22,13 +22,14 @@ DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all check mypy pyright format bench clean
+.PHONY: help install serve test test-all check mypy pyright prose format bench clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
-	@echo "make test      the specification: tests that together take some three minutes on two cores"
+	@echo "make test      the specification: tests that together take some six minutes on two cores"
 	@echo "make test-all  every test, and a skip that nobody knows of is a failure"
-	@echo "make check     lint, format check, types"
+	@echo "make check     lint, format check, layers, types"
+	@echo "make prose     language of docstrings and documents (ARGS=\"--list 20 PATH\" lists findings)"
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
 	@echo "make install   only create $(VENV), with everything in it"
 	@echo "make format    rewrite the sources as ruff wants them"
@@ -89,6 +90,9 @@ check: $(DEVELOPING)
 
 mypy pyright: $(DEVELOPING)
 	$(BIN)/$@
+
+prose: $(BIN)/python
+	@$(BIN)/python tests/check_prose.py $(ARGS)
 
 format: $(DEVELOPING)
 	$(BIN)/ruff check --fix .
