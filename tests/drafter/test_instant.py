@@ -16,7 +16,7 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.instant import InstantChannel, instant_channel
-from ssd_serve.base.messages import SamplingParameters, Submit
+from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
 from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.planning.layout import Layout
@@ -110,7 +110,7 @@ def test_only_who_answers_at_once_is_told_a_salt() -> None:
     inline = InlineChannel(make_core(Case()), HELLO)
     engine.drafters.connect(listening(inline, "inline"), synchronous=True)
     engine.drafters.drain({})
-    run(engine, [Submit(1, PROMPT, SamplingParameters(max_tokens=4), 7, salt=b"secret")])
+    run(engine, [Submit(1, PROMPT, SamplingParameters(max_tokens=4), 7, options=RequestOptions(salt=b"secret"))])
     assert told == {"instant": [b"secret"], "inline": [b""]}
 
 

@@ -357,4 +357,4 @@ async def test_how_urgent_a_request_is_goes_to_the_engine() -> None:
     async with open_house(lambda _: say("x")) as house:
         await post(house, PATH, prompt=["a", "b"], n=2, priority=-3)
         await post(house, PATH, prompt="a")
-        assert [each.priority for each in house.engine.submits()] == [-3] * 4 + [0]
+        assert [each.options.priority for each in house.engine.submits()] == [-3] * 4 + [0]

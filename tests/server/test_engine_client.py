@@ -17,6 +17,7 @@ from ssd_serve.base.messages import (
     Figures,
     Finished,
     SamplingParameters,
+    RequestOptions,
     Submit,
     SubmitChoices,
 )
@@ -26,6 +27,7 @@ from tests.server.fakes import READY, channel_pair
 
 pytestmark = pytest.mark.anyio
 PARAMETERS = SamplingParameters()
+OPTIONS = RequestOptions(salt=b"salt", priority=2)
 
 
 async def drain(client: EngineClient) -> None:
@@ -99,15 +101,15 @@ async def test_choices_of_a_prompt_travel_together_and_end_alone() -> None:
     client, engine = pair()
     prompt, heard = tuple(range(50)), [list[Report]() for _ in range(3)]
     wanted = [Wanted(prompt, PARAMETERS, seed, each.append, (4,) * seed) for seed, each in enumerate(heard)]
-    numbers = client.submit_all([*wanted, Wanted((1,), PARAMETERS, 9, lambda _: None)], b"salt")
+    numbers = client.submit_all([*wanted, Wanted((1,), PARAMETERS, 9, lambda _: None)], OPTIONS)
     together, single = engine.receive()
     assert together == SubmitChoices(
         prompt,
         PARAMETERS,
         tuple(Choice(number, seed, (4,) * seed) for seed, number in enumerate(numbers[:3])),
-        b"salt",
+        OPTIONS,
     )
-    assert single == Submit(numbers[3], (1,), PARAMETERS, 9, salt=b"salt")
+    assert single == Submit(numbers[3], (1,), PARAMETERS, 9, options=OPTIONS)
     engine.send(Finished(numbers[1], "stop", Figures()))
     await drain(client)
     assert [len(each) for each in heard] == [0, 1, 0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.base.messages import SamplingParameters, Submit
+from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.base.settings import Settings
 from tests.server.dying_engines import House as MortalHouse
@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 
 def salts(engine: FakeEngine) -> list[bytes]:
-    return [submit.salt for submit in engine.submits()]
+    return [submit.options.salt for submit in engine.submits()]
 
 
 @pytest.fixture
@@ -151,10 +151,10 @@ async def test_a_request_that_goes_on_in_another_engine_keeps_its_salt(house: Mo
         return [submit for submit, *_ in house.engine.requests.values()]
 
     await house.until(lambda: house.client.ready is not None)
-    house.client.submit((7,), SamplingParameters(max_tokens=4), 1, lambda _: None, salt=b"mine")
+    house.client.submit((7,), SamplingParameters(max_tokens=4), 1, lambda _: None, options=RequestOptions(salt=b"mine"))
     for _ in range(2):
         await house.until(lambda: bool(submitted()))
-        assert [submit.salt for submit in submitted()] == [b"mine"]
+        assert [submit.options.salt for submit in submitted()] == [b"mine"]
         house.die()
         house.live()
 

@@ -22,7 +22,7 @@ DOORS: dict[str, dict[str, Any]] = {
 async def test_how_much_is_guessed_can_be_bounded(path: str, wish: object, most: int | None) -> None:
     async with open_house(lambda _: say("xy")) as house:
         await post(house, path, **DOORS[path], n=2, speculation=wish)
-        assert [submit.max_nodes for submit in house.engine.submits()] == [most, most]
+        assert [submit.options.max_nodes for submit in house.engine.submits()] == [most, most]
 
 
 @pytest.mark.parametrize("wish", [{"mode": "ssd"}, {"max_nodes": -1}, {"max_node": 3}, {"trace": 1}, 5])

@@ -24,6 +24,7 @@ from ssd_serve.base.engine_settings import Mode
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import (
+    RequestOptions,
     Abort,
     Choice,
     Finish,
@@ -117,7 +118,7 @@ def submits() -> list[Submit]:
             beginning + tuple(source.randrange(1, 250) for _ in range(number)),
             kinds[number % len(kinds)],
             number,
-            salt=b"anna" * (number % 3 == 2),
+            options=RequestOptions(salt=b"anna" * (number % 3 == 2)),
         )
         for number in range(12)
     ]

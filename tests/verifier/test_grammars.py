@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.base.messages import Refused, Submit, ThinkingBudget
+from ssd_serve.base.messages import Refused, RequestOptions, Submit, ThinkingBudget
 from ssd_serve.verifier.engine import Engine
 from tests.counting_grammar import TIRED, Counting, CountingGrammars
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
@@ -72,11 +72,11 @@ def test_thoughts_end_in_time_with_any_drafts() -> None:
 
 
 def test_for_a_request_without_drafts_nothing_is_verified() -> None:
-    submits = [replace(each, max_nodes=0 if place % 2 else None) for place, each in enumerate(asked(""))]
+    submits = [replace(each, options=RequestOptions(max_nodes=0 if place % 2 else None)) for place, each in enumerate(asked(""))]
     plain, some = run(house(False), asked("")), run(house(True), submits)
     for submit in submits:
         assert some[submit.request].tokens == plain[submit.request].tokens
-        assert not (submit.max_nodes == 0 and some[submit.request].figures.drafted)
+        assert not (submit.options.max_nodes == 0 and some[submit.request].figures.drafted)
     assert any(each.figures.drafted for each in some.values())
     assert all(each.figures.prompt_s > 0 for each in some.values())
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ssd_serve.base.messages import SamplingParameters, Submit
+from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.verifier.planning.ranking import Ranking, rank
 from ssd_serve.verifier.request import Request, accept, share
 from ssd_serve.verifier.scheduler import ScheduledChunk
@@ -17,7 +17,7 @@ Expansion = tuple[Sequence[int], Sequence[int], Sequence[float], int]
 
 def ranked(*expansions: Expansion, instant: int = 0, most: int | None = None) -> Ranking:
     """Of one request, whose tree has grown so."""
-    submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1, max_nodes=most)
+    submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1, options=RequestOptions(max_nodes=most))
     request: Request = accept(submit, share(submit, ()), 64, 50)
     request.slots.extend([0])
     tree = request.open().tree

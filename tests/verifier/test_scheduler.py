@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ssd_serve.base.messages import RequestOptions
 from ssd_serve.verifier.request import Request
 from tests.examples import examples
 from tests.verifier.scheduler_house import SLOTS, commit, make_request, make_scheduler, until_memory_is_short
@@ -181,12 +182,12 @@ def test_the_urgent_go_first_and_make_room_last() -> None:
     scheduler = make_scheduler(slots=16, prefix=False, max_running=3, max_waiting=9, chunk=64)
     asked = [make_request(number, [number] * 3, 20) for number in range(1, 6)]
     for request, priority in zip(asked, (1, 0, 1, 0, -1), strict=True):
-        request.priority = priority
+        request.options = RequestOptions(priority=priority)
         scheduler.submit(request)
     assert [each.number for each in scheduler.waiting] == [5, 2, 4, 1, 3]
     assert [each.number for each in scheduler.admit()] == [5, 2, 4]
     late = make_request(6, [6], 20)
-    late.priority = -2
+    late.options = RequestOptions(priority=-2)
     scheduler.remove(asked[3])
     scheduler.submit(late)
     scheduler.admit()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.base.messages import (
+    RequestOptions,
     Choice,
     Refused,
     SamplingParameters,
@@ -83,7 +84,7 @@ def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
     """Two by two of one salt: side by side and afterwards."""
     engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: FixedSteps(3)))
     salted = [
-        msgspec.structs.replace(submit, salt=(b"anna", b"ben")[number % 2])
+        msgspec.structs.replace(submit, options=RequestOptions(salt=(b"anna", b"ben")[number % 2]))
         for number, submit in enumerate(choices(4))
     ]
     outputs = run(engine, salted)
@@ -96,7 +97,7 @@ def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
     }
     later = run(engine, [msgspec.structs.replace(choices(1)[0], request=9)])
     assert later[9].figures.cached_prompt_tokens == 0
-    again = run(engine, [msgspec.structs.replace(choices(1)[0], request=10, salt=b"anna")])
+    again = run(engine, [msgspec.structs.replace(choices(1)[0], request=10, options=RequestOptions(salt=b"anna"))])
     assert again[10].figures.cached_prompt_tokens == LENGTH - 1
 
 
@@ -113,14 +114,14 @@ def test_nobody_is_spared_more_than_users_of_the_same_salt_have_read(kinds: list
             request=number,
             prompt=(*PROMPT[:common], *(1 + (place * (number + 3)) % 39 for place in range(40))),
             parameters=SamplingParameters(temperature=0.0, max_tokens=4, ignore_eos=True),
-            salt=salt,
+            options=RequestOptions(salt=salt),
         )
         for number, (salt, common) in enumerate(kinds)
     ]
     engine, _ = speculating(Case(slots=4096, prefill_chunk=50, policy=lambda: FixedSteps(3)))
     first = run(engine, submits)
     for number, submit in enumerate(submits):
-        others = [each.prompt for each in submits if each.salt == submit.salt and each is not submit]
+        others = [each.prompt for each in submits if each.options == submit.options and each is not submit]
         most = max((shared_beginning(submit.prompt, each) for each in others), default=0)
         assert first[number].figures.cached_prompt_tokens <= most
     again = run(engine, [msgspec.structs.replace(each, request=100 + each.request) for each in submits])

@@ -11,7 +11,7 @@ import msgspec
 
 from ssd_serve.base.messages import SamplingParameters, ServerMessage, VerifierReport
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
 FINAL = -1
 """In place of a layer's number: what the target's head reads, the normed output of its last layer."""

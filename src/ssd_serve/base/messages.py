@@ -51,6 +51,20 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The same for the prompt's tokens from the second on, under the model's own distribution."""
 
 
+class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Options of a request that do not change its tokens.
+
+    A field of `GenerationRequest` with the same name sets the option.
+    """
+
+    salt: bytes = b""
+    """Requests share the prefix cache only with requests of the same salt."""
+    priority: int = 0
+    """Lower values are scheduled first and preempted last."""
+    max_nodes: int | None = None
+    """Most draft tokens that a round verifies for the request; None: no limit but cost."""
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """A request, new or gone on with. `request` is unique for the life of the verifier; seeds are 64-bit."""
 
@@ -63,12 +77,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     would have had."""
     scored: int = 0
     """Prompt tokens, from the second on, whose log-probabilities were told before."""
-    salt: bytes = b""
-    """Only requests with the same one read each other's prompts and outputs in the prefix cache."""
-    priority: int = 0
-    """Of those that wait, lower ones begin first; of those that run, they are interrupted last."""
-    max_nodes: int | None = None
-    """Most nodes that a round verifies for it; None: as many as pay."""
+    options: RequestOptions = RequestOptions()
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
@@ -86,24 +95,13 @@ class SubmitChoices(msgspec.Struct, frozen=True, tag=True):
     prompt: tuple[int, ...]
     parameters: SamplingParameters
     choices: tuple[Choice, ...]
-    salt: bytes = b""
-    priority: int = 0
-    max_nodes: int | None = None
+    options: RequestOptions = RequestOptions()
 
     def each(self) -> list[Submit]:
-        """As requests of their own, which share the prompt."""
+        """Return one `Submit` for each choice; they share the prompt object."""
+        prompt, parameters, options = self.prompt, self.parameters, self.options
         return [
-            Submit(
-                each.request,
-                self.prompt,
-                self.parameters,
-                each.seed,
-                each.output,
-                each.scored,
-                self.salt,
-                self.priority,
-                self.max_nodes,
-            )
+            Submit(each.request, prompt, parameters, each.seed, each.output, each.scored, options)
             for each in self.choices
         ]
 

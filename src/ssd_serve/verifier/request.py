@@ -11,7 +11,7 @@ from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.table import SlotTable
 from ssd_serve.base.draft_messages import Open
-from ssd_serve.base.messages import Figures, SamplingParameters, Submit
+from ssd_serve.base.messages import Figures, RequestOptions, SamplingParameters, Submit
 from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.grammar import MatcherState
 from ssd_serve.sampling.parameters import needs_counts, needs_overrides
@@ -70,12 +70,7 @@ class Request:
     grammar: MatcherState | None = None
     """Where its output stands in what it must match."""
     slots: SlotTable = field(default_factory=SlotTable)
-    salt: bytes = b""
-    """Whose texts it may read in the prefix cache, and who may read its own."""
-    priority: int = 0
-    """Lower ones go first."""
-    max_nodes: int | None = None
-    """Most nodes of a round; None: as many as pay."""
+    options: RequestOptions = RequestOptions()
     handle: PrefixHandle | None = None
     began: float | None = None
     """When it was first taken from the queue."""
@@ -108,7 +103,7 @@ class Request:
     @property
     def drafted(self) -> bool:
         """Whether anything may be guessed for it."""
-        return self.max_nodes != 0
+        return self.options.max_nodes != 0
 
     @property
     def pending(self) -> int:
@@ -149,7 +144,7 @@ class Request:
         replica = self.replica if self.replica is not None else self.open()
         prompt, output = tuple(self.tokens.prompt), tuple(self.tokens.output)
         root = replica.tree.root.name
-        salt = self.salt if salted else b""
+        salt = self.options.salt if salted else b""
         return Open(self.number, self.epoch, prompt, output, self.parameters, self.seed, root, salt)
 
 
@@ -191,7 +186,5 @@ def accept(
         overrides=shared.overrides,
         grammar=grammar,
         scored=message.scored,
-        salt=message.salt,
-        priority=message.priority,
-        max_nodes=message.max_nodes,
+        options=message.options,
     )

@@ -24,7 +24,7 @@ _LOOKED_UP = 1 << 18
 """Tokens of waiting requests that are looked up in a round; of one request always all."""
 _A_ROUND = 1 << 13
 """A request that found no memory is looked at again after a round for so many of its tokens."""
-_urgency = attrgetter("priority")
+_urgency = attrgetter("options.priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Scheduler:
         slots: list[int] = request.slots.view()[known:].tolist()
         request.slots.clear()
         if handle is not None or slots:
-            handle = handle or self.prefix.begin(request.salt)
+            handle = handle or self.prefix.begin(request.options.salt)
             self.prefix.insert(request.tokens[known:committed], slots, handle)
 
     def _share(self, request: Request) -> None:
@@ -223,7 +223,7 @@ class Scheduler:
         known = request.handle.length if request.handle else 0
         if count > known:
             if request.handle is None:
-                request.handle = self.prefix.begin(request.salt)
+                request.handle = self.prefix.begin(request.options.salt)
             slots: list[int] = request.slots.view()[known:count].tolist()
             self.prefix.share(request.handle, request.tokens[known:count], slots)
 
@@ -237,7 +237,7 @@ class Scheduler:
             return 0
         self._share(request)
         if request.handle is None:
-            request.handle = self.prefix.begin(request.salt)
+            request.handle = self.prefix.begin(request.options.salt)
         end = len(request.tokens) - 1
         found = self.prefix.follow(request.handle, request.tokens, end, self._limits.worth_reusing)
         request.slots.extend(found)
@@ -258,7 +258,7 @@ class Scheduler:
         for part in parts:
             other = part.request
             end = min(len(other.slots) + len(part.slots), other.prompt_length, len(request.tokens) - 1)
-            if end > most and other.salt == request.salt:
+            if end > most and other.options.salt == request.options.salt:
                 most = max(most, request.common_length(other, end))
         return most - read
 

@@ -23,6 +23,7 @@ from ssd_serve.base.messages import (
     Progress,
     Ready,
     Refused,
+    RequestOptions,
     SamplingParameters,
     Status,
 )
@@ -32,7 +33,6 @@ from ssd_serve.server.engine.submitted import (
     Deliver,
     Interrupted,
     Submitted,
-    Terms,
     Wanted,
     submissions,
     together,
@@ -134,24 +134,20 @@ class EngineClient:
         seed: int,
         deliver: Deliver,
         output: tuple[int, ...] = (),
-        salt: bytes = b"",
+        options: RequestOptions = RequestOptions(),
     ) -> int:
         """`submit_all` of one request."""
-        return self.submit_all([Wanted(prompt, parameters, seed, deliver, output)], salt)[0]
+        return self.submit_all([Wanted(prompt, parameters, seed, deliver, output)], options)[0]
 
     def submit_all(
-        self,
-        wanted: Sequence[Wanted],
-        salt: bytes = b"",
-        priority: int = 0,
-        max_nodes: int | None = None,
+        self, wanted: Sequence[Wanted], options: RequestOptions = RequestOptions()
     ) -> list[int]:
         """Send requests, all or none of them, and return their numbers; `deliver` is called on the event loop
         with each report.
 
         While another engine is awaited, they wait with those that will go on there.
         """
-        made = submissions(wanted, Terms(salt, priority, max_nodes), self._numbers)
+        made = submissions(wanted, options, self._numbers)
         self.take(made)
         return [each.first.request for each in made]
 

@@ -11,7 +11,7 @@ from functools import partial
 from types import TracebackType
 
 from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError
-from ssd_serve.base.messages import Committed, Finished, Refused
+from ssd_serve.base.messages import Committed, Finished, Refused, RequestOptions
 from ssd_serve.server.engine.choices import ChoicePiece, ChoicePlan, RunningChoice
 from ssd_serve.server.engine.submitted import Interrupted, Report, Wanted
 from ssd_serve.server.errors import ApiError
@@ -39,13 +39,11 @@ class Run:
         self,
         service: Service,
         plans: Sequence[ChoicePlan],
-        salt: bytes = b"",
-        priority: int = 0,
-        max_nodes: int | None = None,
+        options: RequestOptions = RequestOptions(),
     ) -> None:
         self._service = service
         self._plans = plans
-        self._salt, self._priority, self._max_nodes = salt, priority, max_nodes
+        self._options = options
         self._choices: list[RunningChoice] = []
         self._reports: deque[tuple[RunningChoice, Report | None]] = deque()
         self._reported = asyncio.Event()
@@ -102,7 +100,7 @@ class Run:
             if not choice.stopped
         ]
         wanted = [each for _, each in asked]
-        numbers = self._service.engine.submit_all(wanted, self._salt, self._priority, self._max_nodes)
+        numbers = self._service.engine.submit_all(wanted, self._options)
         for (choice, _), number in zip(asked, numbers, strict=True):
             choice.request = number
         for choice in choices:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from ssd_serve.base.messages import Ready, Status
+from ssd_serve.base.messages import Ready, RequestOptions, Status
 from ssd_serve.server.engine.submitted import Wanted
 
 
@@ -73,7 +73,7 @@ class ServedEngine(EngineView, Protocol):
         ...
 
     def submit_all(
-        self, wanted: Sequence[Wanted], salt: bytes = b"", priority: int = 0, max_nodes: int | None = None
+        self, wanted: Sequence[Wanted], options: RequestOptions = RequestOptions()
     ) -> list[int]:
         """Send requests, all or none of them, and return their numbers. Raises `EngineDeadError`,
         `OverloadedError`, or `RequestError` for what no message may hold."""

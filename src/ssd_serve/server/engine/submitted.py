@@ -15,6 +15,7 @@ from ssd_serve.base.messages import (
     Committed,
     Finished,
     Refused,
+    RequestOptions,
     SamplingParameters,
     Submit,
     SubmitChoices,
@@ -100,30 +101,14 @@ class Submitted:
         return msgspec.structs.replace(first, output=tuple(self.tokens), scored=self.scored)
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What the requests of one client have in common; see `Submit`."""
-
-    salt: bytes = b""
-    priority: int = 0
-    max_nodes: int | None = None
-
-
-def submissions(wanted: Sequence[Wanted], terms: Terms, numbers: Iterator[int]) -> list[Submitted]:
+def submissions(wanted: Sequence[Wanted], options: RequestOptions, numbers: Iterator[int]) -> list[Submitted]:
     """Requests as they are told to an engine. Raises `RequestError` for what no message may hold."""
     if any(len(each.prompt) + len(each.output) > MAX_TOKENS for each in wanted):
         raise RequestError(f"a prompt and its output have more than {MAX_TOKENS} tokens", "prompt")
     made: list[Submitted] = []
     for each in wanted:
         message = Submit(
-            next(numbers),
-            each.prompt,
-            each.parameters,
-            each.seed,
-            each.output,
-            salt=terms.salt,
-            priority=terms.priority,
-            max_nodes=terms.max_nodes,
+            next(numbers), each.prompt, each.parameters, each.seed, each.output, options=options
         )
         made.append(Submitted(message, each.deliver, list(each.output)))
     return made
@@ -147,10 +132,9 @@ def together(submits: Iterable[Submit]) -> list[Submit | SubmitChoices]:
 
 def _alike(one: Submit, other: Submit) -> bool:
     """Whether they are choices of one prompt."""
-    if one.prompt is not other.prompt:
+    if one.prompt is not other.prompt or one.options != other.options:
         return False
-    same = one.salt == other.salt and (one.priority, one.max_nodes) == (other.priority, other.max_nodes)
-    return same and (one.parameters is other.parameters or one.parameters == other.parameters)
+    return one.parameters is other.parameters or one.parameters == other.parameters
 
 
 def _message(group: list[Submit]) -> Submit | SubmitChoices:
@@ -158,4 +142,4 @@ def _message(group: list[Submit]) -> Submit | SubmitChoices:
     if len(group) == 1:
         return first
     choices = tuple([Choice(each.request, each.seed, each.output, each.scored) for each in group])
-    return SubmitChoices(first.prompt, first.parameters, choices, first.salt, first.priority, first.max_nodes)
+    return SubmitChoices(first.prompt, first.parameters, choices, first.options)

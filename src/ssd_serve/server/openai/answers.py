@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import msgspec
 from fastapi import Request, Response
 
+from ssd_serve.base.messages import RequestOptions
 from ssd_serve.server.access.auth import tenant_of
 from ssd_serve.server.access.tenants import Tenant
 from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
@@ -60,14 +61,6 @@ class AnswerShape(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Privacy:
-    """How far a request asks to be kept from others: from those who ask, and from those who listen."""
-
-    cache_salt: str | None = None
-    obfuscate: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """A checked request, ready to run. `choices` is n: that many plans in a row share a prompt."""
 
@@ -78,11 +71,11 @@ class Job:
     stream: bool
     told_usage: Literal["never", "last", "always"]
     """Which chunks of a stream tell the usage."""
-    asked: Privacy = Privacy()
-    priority: int = 0
-    """Lower ones go first."""
-    max_nodes: int | None = None
-    """Most guesses that a round verifies; None: as many as pay."""
+    cache_salt: str | None = None
+    obfuscate: bool = False
+    """Pad every chunk, so that its length does not reveal its text."""
+    options: RequestOptions = RequestOptions()
+    """Options for the engine, still without the salt."""
     traced: bool = False
     """Whether the tokens of each round are told."""
     told_figures: bool = True
@@ -117,7 +110,7 @@ class Visit:
     async def run(self) -> AsyncGenerator[Run, None]:
         """The job's choices. When they have ended, whatever way, that is told."""
         job = self.job
-        run = Run(self.service, job.plans, self.salt, job.priority, job.max_nodes)
+        run = Run(self.service, job.plans, msgspec.structs.replace(job.options, salt=self.salt))
         try:
             async with run:
                 yield run
@@ -184,7 +177,7 @@ async def answer(service: Service, request: Request, job: Job) -> Response:
     tenant = tenant_of(request)
     tenant.begin_prompt(job.charged_tokens)
     named_in_logs(job.head.name)
-    salt = service.tenants.salt(tenant, job.asked.cache_salt)
+    salt = service.tenants.salt(tenant, job.cache_salt)
     trace = getattr(request.state, "trace", None)
     visit = Visit(service, job, tenant, salt, path_within(request.scope), trace)
     headers = {HEADER: job.head.name, **told_ignored(request)}
@@ -233,7 +226,7 @@ async def _whole(visit: Visit) -> dict[str, object]:
 async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
     """The chunks of a stream, then the usage if it was asked for, then `[DONE]`."""
     job, shape, tokens, begun = visit.job, visit.job.shape, 0, False
-    write = obfuscated if job.asked.obfuscate else event
+    write = obfuscated if job.obfuscate else event
     endings: dict[int, Ending] = {}
     rounds: dict[int, list[int]] = {}
     """Those that are not told yet, by choice."""

@@ -13,7 +13,7 @@ from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePla
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.openai.answers import AnswerShape, Job, Privacy
+from ssd_serve.server.openai.answers import AnswerShape, Job
 from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
 from ssd_serve.server.openai.protocol import CompletionRequest, GenerationRequest, StreamOptions
@@ -243,9 +243,9 @@ def job_of(
         shape,
         given(body.stream, False),
         _usage_wanted(options),
-        Privacy(body.cache_salt, padded),
-        given(body.priority, 0),
-        None if guessing is None else guessing.most_nodes,
+        body.cache_salt,
+        padded,
+        body.options(),
         guessing is not None and bool(guessing.trace),
         options is None or options.include_speculation is not False,
     )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
+from ssd_serve.base.messages import RequestOptions
 from ssd_serve.sampling.validation import Choices, Seed, Temperature, with_number_fields, range_field
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS, MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
 from ssd_serve.server.openai.fields import (
@@ -171,6 +172,17 @@ class GenerationRequest(Lenient):
     top_n_sigma: Annotated[object, not_built(-1, -1.0)] = None
     typical_p: Annotated[object, not_built(1, 1.0)] = None
     xtc_probability: Annotated[object, not_built(0, 0.0)] = None
+
+
+    @property
+    def max_nodes(self) -> int | None:
+        """Most draft tokens of a round: the limit of `speculation`, 0 where its mode is off."""
+        return None if self.speculation is None else self.speculation.most_nodes
+
+    def options(self) -> RequestOptions:
+        """Collect the attributes that are options of the engine; null means the default."""
+        given = {name: getattr(self, name, None) for name in RequestOptions.__struct_fields__}
+        return RequestOptions(**{name: value for name, value in given.items() if value is not None})
 
 
 class CompletionRequest(GenerationRequest):

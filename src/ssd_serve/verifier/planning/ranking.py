@@ -107,7 +107,8 @@ def _trees(
         deepest = min(request.left - 1, context - len(request.tokens))
         if deepest > 0:
             tree = replica.tree
-            most = math.inf if request.max_nodes is None else request.max_nodes
+            limit = request.options.max_nodes
+            most = math.inf if limit is None else limit
             trees[index] = tree, tree.root.depth + deepest, tree.root.cumulative, request.ends, most
             if not tree.root.tokens or (instant and not tree.root.sources & ~instant):
                 missed.append(_left(tree.root))
