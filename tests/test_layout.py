@@ -1,4 +1,4 @@
-"""The house: who may build what."""
+"""Classes that are built in one place, and names that are unique."""
 
 import ast
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ DOORS = {
 }
 """Of each module, the class that is built in one place, and that place."""
 TESTS_OF_ONE_CLASS = {
-    ("Scheduler", "tests/verifier/scheduler_house.py"),
+    ("Scheduler", "tests/verifier/scheduler_factory.py"),
     ("RoundPlanner", "tests/verifier/test_planner.py"),
     ("Rounds", "tests/verifier/test_device_placement.py"),
 }
 
 
 @cache
-def house() -> dict[str, str]:
+def sources() -> dict[str, str]:
     """The source of every Python file of the repository, each once, by its path."""
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
@@ -51,7 +51,7 @@ def calls(tree: ast.Module, module: str, name: str) -> Iterator[ast.Call]:
 @pytest.mark.parametrize("module", DOORS)
 def test_each_part_of_an_engine_is_built_in_one_place(module: str) -> None:
     name, door = DOORS[module]
-    naming = {path: ast.parse(source) for path, source in house().items() if name in source}
+    naming = {path: ast.parse(source) for path, source in sources().items() if name in source}
     builders = {path for path, tree in naming.items() if [*calls(tree, module, name)]}
     assert builders - {door} == {path for each, path in TESTS_OF_ONE_CLASS if each == name}
 
@@ -87,7 +87,7 @@ ONE_MEANING = {
 
 def test_no_two_public_classes_have_one_name() -> None:
     places: dict[str, list[str]] = {}
-    for path, source in house().items():
+    for path, source in sources().items():
         for node in ast.parse(source).body if not path.startswith("tests/") else ():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(path)

@@ -146,9 +146,9 @@ def test_a_target_that_was_ready_comes_back_whole() -> None:
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
         channel = engine.connect()
         engine.target_is_ready()
-        for victim in ("verifier", "rank-1"):
+        for worker in ("verifier", "rank-1"):
             before = engine.pids()
-            os.kill(before[victim], signal.SIGKILL)
+            os.kill(before[worker], signal.SIGKILL)
             until(lambda: not channel.receive() and channel.closed)  # noqa: B023
             channel.close()
             channel = engine.connect()
@@ -176,8 +176,8 @@ def test_a_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["verifier", "rank-1", "drafter-0"])
-def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", ["verifier", "rank-1", "drafter-0"])
+def test_a_worker_that_hangs_is_killed_and_comes_back(worker: str, tmp_path: Path) -> None:
     command = workers(verifier="sleep", rank="sleep", drafter="sleep")
     settings = Settings(mode=Mode.SSD, tensor_parallel=2, run_dir=tmp_path / "run")
     with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
@@ -185,12 +185,12 @@ def test_a_worker_that_hangs_is_killed_and_comes_back(victim: str, tmp_path: Pat
         until(lambda: all(beats(pid) for pid in before.values()))
         time.sleep(1.0)  # long enough to beat
         engine.target_is_ready()
-        os.kill(before[victim], signal.SIGSTOP)
+        os.kill(before[worker], signal.SIGSTOP)
         began = time.monotonic()
-        lost = 1 if victim == "drafter-0" else 2
+        lost = 1 if worker == "drafter-0" else 2
         until(lambda: len(set(engine.pids().values()) - set(before.values())) == lost)
         assert time.monotonic() - began > SILENCE_S - 1.0
-        assert not alive(before[victim])
+        assert not alive(before[worker])
         assert engine.failure is None
     assert list((tmp_path / "run").iterdir()) == []
 

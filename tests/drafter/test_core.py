@@ -23,7 +23,7 @@ from ssd_serve.drafter.width import LiveWidth
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.base.seeds import mix, root_name
-from tests.drafter.core_house import LIMITS, PROMPT, ROOT, grown, make, opening, outcome
+from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, opening, outcome
 from tests.fakes import EOS, VOCABULARY, FakeModel, ScriptedSource, core_of
 
 

@@ -23,7 +23,7 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Branch, Candidates, Guesses, NodeRequest, Subtree
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.base.seeds import mix, root_name
-from tests.drafter.core_house import LIMITS, PROMPT, ROOT, grown, make, opening
+from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, opening
 from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
 
 

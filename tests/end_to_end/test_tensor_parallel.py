@@ -92,7 +92,7 @@ def test_two_ranks_give_the_texts_of_one(two_ranks: Server, expected: list[str])
 
 
 @pytest.mark.parametrize(
-    ("victim", "how"),
+    ("worker", "how"),
     [
         ("ssd: rank-1", signal.SIGKILL),
         ("ssd: rank-1", signal.SIGSTOP),
@@ -101,18 +101,18 @@ def test_two_ranks_give_the_texts_of_one(two_ranks: Server, expected: list[str])
     ids=["rank killed", "rank stopped", "rank 0 stopped"],
 )
 def test_a_target_one_of_whose_ranks_dies_or_hangs_comes_back_and_texts_go_on(
-    two_ranks: Server, victim: str, how: signal.Signals
+    two_ranks: Server, worker: str, how: signal.Signals
 ) -> None:
     process, url, log = two_ranks
     before = children(process)
     body = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True, "seed": 5}
     expected = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()["choices"]
-    timer = threading.Timer(0.3, before[victim].send_signal, (how,))
+    timer = threading.Timer(0.3, before[worker].send_signal, (how,))
     timer.start()  # in the middle of a text, or soon after: idle ranks must be noticed too
     found = httpx.post(f"{url}/v1/completions", json=body, timeout=90.0).json()["choices"]
     assert found == expected
     timer.join()
-    while children(process).get(victim) in (None, before[victim]):
+    while children(process).get(worker) in (None, before[worker]):
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)
     await_health(url)

@@ -1,10 +1,10 @@
-"""Asynchronous tests run on asyncio; and a house whose engines can die."""
+"""Asynchronous tests run on asyncio; and a crashing whose engines can die."""
 
 from collections.abc import AsyncGenerator
 
 import pytest
 
-from tests.server.dying_engines import House
+from tests.server.crashing_engine import CrashingEngine
 
 
 @pytest.fixture
@@ -13,8 +13,8 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-async def house() -> AsyncGenerator[House, None]:
+async def crashing() -> AsyncGenerator[CrashingEngine, None]:
     """Closed when the test is over."""
-    found = House()
+    found = CrashingEngine()
     yield found
     found.close()

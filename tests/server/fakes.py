@@ -168,7 +168,7 @@ def tokens(ids: Sequence[int], *, group: int = 3, hold_after: int | None = None)
     return Script(groups, hold_after=hold_after)
 
 
-Playwright = Callable[[Submit], Script]
+ScriptOf = Callable[[Submit], Script]
 
 
 @dataclass
@@ -185,7 +185,7 @@ class FakeEngine:
     """The other end: plays the script of each request, and remembers everything that it was sent."""
 
     channel: SocketChannel
-    playwright: Playwright
+    script_of: ScriptOf
     received: list[Message] = field(default_factory=list[Message])
     released: threading.Event = field(default_factory=threading.Event)
     mute: bool = False
@@ -249,7 +249,7 @@ class FakeEngine:
             for each in message.each():
                 self._take(each)
         elif isinstance(message, Submit):
-            script, had = self.playwright(message), len(message.output)
+            script, had = self.script_of(message), len(message.output)
             play = _Play(message, script, deque(script.groups), tokens=had)
             self._plays[message.request] = play
             if had:

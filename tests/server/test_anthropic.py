@@ -7,7 +7,7 @@ import pytest
 
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, Script, say, tokens
-from tests.server.played_servers import House, open_house, post
+from tests.server.running_server import RunningServer, running_server, post
 from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio
@@ -26,9 +26,9 @@ def speak(text: str, group: int = 3) -> Script:
     return tokens([*text.encode(), END], group=group)
 
 
-async def streamed(house: House, **body: Any) -> list[dict[str, Any]]:
+async def streamed(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
     """The events; the name of each is its type."""
-    answer = await house.http.post(PATH, json={"stream": True, **body})
+    answer = await server.http.post(PATH, json={"stream": True, **body})
     assert answer.status_code == 200, answer.text
     events: list[dict[str, Any]] = []
     for each in answer.text.strip().split("\n\n"):
@@ -64,8 +64,8 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def test_a_message_is_answered() -> None:
-    async with open_house(lambda _: speak("Hello")) as house:
-        answer = await post(house, PATH, messages=ASK, max_tokens=20, system="Be kind.")
+    async with running_server(lambda _: speak("Hello")) as server:
+        answer = await post(server, PATH, messages=ASK, max_tokens=20, system="Be kind.")
     assert answer["content"] == [{"type": "text", "text": "Hello"}]
     assert (answer["role"], answer["stop_reason"], answer["stop_sequence"]) == ("assistant", "end_turn", None)
     assert answer["usage"]["input_tokens"] == len("system: Be kind.\nuser: Hi\nassistant: ")
@@ -75,9 +75,9 @@ async def test_a_message_is_answered() -> None:
 @pytest.mark.parametrize("group", [1, 4, 300])
 async def test_the_events_of_a_stream_add_up_to_the_whole(group: int) -> None:
     asked: dict[str, Any] = {"messages": ASK, "tools": [WEATHER], "max_tokens": 300, "seed": 3}
-    async with open_house(lambda _: speak(SAID, group), tokenizer=TemplateReader(TEMPLATE)) as house:
-        whole = await post(house, PATH, **asked)
-        events = await streamed(house, **asked)
+    async with running_server(lambda _: speak(SAID, group), tokenizer=TemplateReader(TEMPLATE)) as server:
+        whole = await post(server, PATH, **asked)
+        events = await streamed(server, **asked)
     assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
     told = put_together(events)
     for message in (whole, told):
@@ -114,14 +114,14 @@ async def test_a_conversation_reaches_the_template() -> None:
             ],
         },
     ]
-    async with open_house(lambda _: speak("Yes"), tokenizer=tokenizer) as house:
+    async with running_server(lambda _: speak("Yes"), tokenizer=tokenizer) as server:
         body = {
             "messages": conversation,
             "tools": [WEATHER],
             "max_tokens": 9,
             "thinking": {"type": "disabled"},
         }
-        await post(house, PATH, **body)
+        await post(server, PATH, **body)
     assert [entry["role"] for entry in tokenizer.entries] == ["user", "assistant", "tool", "user"]
     answer = tokenizer.entries[1]
     assert (answer["reasoning_content"], answer["content"]) == ("Hm.", "I look.")
@@ -131,17 +131,17 @@ async def test_a_conversation_reaches_the_template() -> None:
 
 
 async def test_an_answer_that_was_begun_goes_on() -> None:
-    async with open_house(lambda _: speak("world")) as house:
+    async with running_server(lambda _: speak("world")) as server:
         begun = [*ASK, {"role": "assistant", "content": "Hello,"}]
-        await post(house, PATH, messages=begun, max_tokens=9)
-        (submit,) = house.engine.submits()
+        await post(server, PATH, messages=begun, max_tokens=9)
+        (submit,) = server.engine.submits()
     assert bytes(submit.prompt).decode() == "user: Hi\nassistant: Hello,"
 
 
 async def test_why_it_ended_is_told() -> None:
-    async with open_house(lambda _: say("one. two.")) as house:
-        stopped = await post(house, PATH, messages=ASK, max_tokens=50, stop_sequences=["."])
-        cut = await post(house, PATH, messages=ASK, max_tokens=2)
+    async with running_server(lambda _: say("one. two.")) as server:
+        stopped = await post(server, PATH, messages=ASK, max_tokens=50, stop_sequences=["."])
+        cut = await post(server, PATH, messages=ASK, max_tokens=2)
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", ".")
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("max_tokens", None)
 
@@ -151,24 +151,24 @@ async def test_why_it_ended_is_told() -> None:
     [({"type": "any"}, True), ({"type": "tool", "name": "weather"}, True), ({"type": "auto"}, False)],
 )
 async def test_tools_can_be_made_to_be_called(choice: dict[str, str], grammar: bool) -> None:
-    async with open_house(lambda _: speak(SAID), tokenizer=TemplateReader(TEMPLATE)) as house:
-        await post(house, PATH, messages=ASK, max_tokens=200, tools=[WEATHER], tool_choice=choice)
-        (submit,) = house.engine.submits()
+    async with running_server(lambda _: speak(SAID), tokenizer=TemplateReader(TEMPLATE)) as server:
+        await post(server, PATH, messages=ASK, max_tokens=200, tools=[WEATHER], tool_choice=choice)
+        (submit,) = server.engine.submits()
     assert bool(submit.parameters.grammar) == grammar
 
 
 async def test_tokens_are_counted() -> None:
-    async with open_house(lambda _: say("Hello")) as house:
-        answer = await post(house, f"{PATH}/count_tokens", messages=ASK)
+    async with running_server(lambda _: say("Hello")) as server:
+        answer = await post(server, f"{PATH}/count_tokens", messages=ASK)
         assert answer == {"input_tokens": len("user: Hi\nassistant: ")}
-        assert not house.engine.submits()
+        assert not server.engine.submits()
 
 
 async def test_keys_come_in_anthropics_header_too() -> None:
-    async with open_house(lambda _: say("Hello"), Settings(api_key="right-key-of-this-test")) as house:
+    async with running_server(lambda _: say("Hello"), Settings(api_key="right-key-of-this-test")) as server:
         body = {"messages": ASK, "max_tokens": 3}
         for key, status in (("right-key-of-this-test", 200), ("wrong", 401)):
-            answer = await house.http.post(PATH, json=body, headers={"x-api-key": key})
+            answer = await server.http.post(PATH, json=body, headers={"x-api-key": key})
             assert answer.status_code == status
     assert answer.json()["type"] == "error"
 
@@ -190,14 +190,14 @@ async def test_keys_come_in_anthropics_header_too() -> None:
     ],
 )
 async def test_what_cannot_be_answered_is_refused(body: dict[str, Any], words: str) -> None:
-    async with open_house(lambda _: say("Hello")) as house:
-        answer = await house.http.post(PATH, json={"messages": ASK, **body})
+    async with running_server(lambda _: say("Hello")) as server:
+        answer = await server.http.post(PATH, json={"messages": ASK, **body})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
 
 
 async def test_a_stream_that_breaks_off_says_so() -> None:
-    async with open_house(lambda _: Script(((72, 105),), error="out of luck")) as house:
-        events = await streamed(house, messages=ASK, max_tokens=9)
+    async with running_server(lambda _: Script(((72, 105),), error="out of luck")) as server:
+        events = await streamed(server, messages=ASK, max_tokens=9)
     assert events[-1]["type"] == "error"
     assert events[-1]["error"]["type"] == "server_error"

@@ -10,7 +10,7 @@ from ssd_serve.server.access.exposure import exposure_warnings
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import STATUS, say
-from tests.server.played_servers import House, open_house, post
+from tests.server.running_server import RunningServer, running_server, post
 from tests.server.test_keys import ANNA, BEN, write
 from tests.server.test_rates import Clock
 
@@ -30,40 +30,40 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-async def status(house: House, key: str, path: str = "/v1/models") -> int:
-    return (await house.http.get(path, headers=bearer(key))).status_code
+async def status(server: RunningServer, key: str, path: str = "/v1/models") -> int:
+    return (await server.http.get(path, headers=bearer(key))).status_code
 
 
 async def test_each_key_of_the_file_opens_and_the_operators_too(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY + "\n")
-    async with open_house(lambda _: say("x"), settings) as house:
-        found = [await status(house, key) for key in (ANNA, BEN, OPERATOR_KEY, ANNA[:-1], ANNA + BEN, "")]
+    async with running_server(lambda _: say("x"), settings) as server:
+        found = [await status(server, key) for key in (ANNA, BEN, OPERATOR_KEY, ANNA[:-1], ANNA + BEN, "")]
     assert found == [200, 200, 200, 401, 401, 401]
 
 
 async def test_a_new_key_works_and_an_old_one_does_not_while_a_stream_goes_on(keys: Path) -> None:
-    async with open_house(lambda _: say("abcdef", hold_after=1), Settings(api_keys_file=keys)) as house:
+    async with running_server(lambda _: say("abcdef", hold_after=1), Settings(api_keys_file=keys)) as server:
         body = {"prompt": "a", "stream": True}
-        stream = asyncio.ensure_future(house.http.post(COMPLETIONS, json=body, headers=bearer(ANNA)))
-        while house.client.active < 1:
+        stream = asyncio.ensure_future(server.http.post(COMPLETIONS, json=body, headers=bearer(ANNA)))
+        while server.client.active < 1:
             await asyncio.sleep(0.002)
         write(keys, f"anna {'c' * 32}\nben {BEN}")
         await asyncio.sleep(1.1)
-        assert [await status(house, key) for key in (ANNA, "c" * 32, BEN)] == [401, 200, 200]
-        house.engine.released.set()
+        assert [await status(server, key) for key in (ANNA, "c" * 32, BEN)] == [401, 200, 200]
+        server.engine.released.set()
         assert "[DONE]" in (await stream).text
 
 
 async def test_above_the_limit_of_requests_is_429_before_the_body_is_read(keys: Path) -> None:
     write(keys, f"anna {ANNA} requests_per_minute=2\nben {BEN}")
-    async with open_house(lambda _: say("x"), Settings(api_keys_file=keys)) as house:
+    async with running_server(lambda _: say("x"), Settings(api_keys_file=keys)) as server:
         answers = [
-            await house.http.post(COMPLETIONS, content=b"{", headers=bearer(ANNA)),  # counts, wrong as it is
-            await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(ANNA)),
-            await house.http.post(COMPLETIONS, content=b"{", headers=bearer(ANNA)),
+            await server.http.post(COMPLETIONS, content=b"{", headers=bearer(ANNA)),  # counts, wrong as it is
+            await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(ANNA)),
+            await server.http.post(COMPLETIONS, content=b"{", headers=bearer(ANNA)),
         ]
-        others = await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(BEN))
-        looked = await house.http.get("/v1/models", headers=bearer(ANNA))
+        others = await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(BEN))
+        looked = await server.http.get("/v1/models", headers=bearer(ANNA))
     assert [answer.status_code for answer in answers] == [415, 200, 429]
     assert (others.status_code, looked.status_code) == (200, 200)
     told = answers[1].headers
@@ -82,10 +82,10 @@ async def test_above_the_limit_of_requests_is_429_before_the_body_is_read(keys: 
 async def test_tokens_are_charged_as_they_come_and_the_next_request_waits(stream: bool) -> None:
     """Four prompt tokens (three bytes and the begin token) and six of output."""
     settings = Settings(key_tokens_per_minute=6)
-    async with open_house(lambda _: say("abcdef"), settings) as house:
+    async with running_server(lambda _: say("abcdef"), settings) as server:
         body = {"prompt": "abc", "stream": stream}
-        first = await house.http.post(COMPLETIONS, json=body)
-        second = await house.http.post(COMPLETIONS, json=body)
+        first = await server.http.post(COMPLETIONS, json=body)
+        second = await server.http.post(COMPLETIONS, json=body)
     assert first.status_code == 200
     assert "def" in first.text
     assert second.status_code == 429
@@ -97,11 +97,11 @@ async def test_tokens_are_charged_as_they_come_and_the_next_request_waits(stream
 
 async def test_requests_that_came_together_cannot_all_take_the_same_tokens() -> None:
     settings = Settings(key_tokens_per_minute=6)
-    async with open_house(lambda _: say("x", hold_after=0), settings) as house:
-        asked = [house.http.post(COMPLETIONS, json={"prompt": "abcdefgh"}) for _ in range(4)]
+    async with running_server(lambda _: say("x", hold_after=0), settings) as server:
+        asked = [server.http.post(COMPLETIONS, json={"prompt": "abcdefgh"}) for _ in range(4)]
         answering = [asyncio.ensure_future(each) for each in asked]
         await asyncio.sleep(0.2)
-        house.engine.released.set()
+        server.engine.released.set()
         found = sorted([(await each).status_code for each in answering])
     assert found == [200, 429, 429, 429]
 
@@ -122,13 +122,13 @@ async def test_a_key_that_is_changed_keeps_its_limits_used_up(tmp_path: Path) ->
 
 async def test_metrics_name_holders_and_never_keys_and_forget_who_left(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, metrics_key="m" * 32)
-    async with open_house(lambda _: say("abcdef"), settings) as house:
-        await house.http.post(COMPLETIONS, json={"prompt": "abc"}, headers=bearer(ANNA))
-        await status(house, "wrong")
-        page = (await house.http.get("/metrics", headers=bearer("m" * 32))).text
+    async with running_server(lambda _: say("abcdef"), settings) as server:
+        await server.http.post(COMPLETIONS, json={"prompt": "abc"}, headers=bearer(ANNA))
+        await status(server, "wrong")
+        page = (await server.http.get("/metrics", headers=bearer("m" * 32))).text
         write(keys, f"ben {BEN}")
         await asyncio.sleep(1.1)
-        later = (await house.http.get("/metrics", headers=bearer("m" * 32))).text
+        later = (await server.http.get("/metrics", headers=bearer("m" * 32))).text
     assert 'ssd_key_requests_total{key="anna",model_name="ssd-embedded"} 1.0' in page
     assert 'ssd_key_prompt_tokens_total{key="anna",model_name="ssd-embedded"} 4.0' in page
     assert 'ssd_key_generation_tokens_total{key="anna",model_name="ssd-embedded"} 6.0' in page
@@ -148,10 +148,10 @@ async def test_metrics_name_holders_and_never_keys_and_forget_who_left(keys: Pat
     ],
 )
 async def test_what_opens_the_metrics(settings: dict[str, str], opening: set[str]) -> None:
-    async with open_house(lambda _: say("x"), Settings.model_validate(settings)) as house:
+    async with running_server(lambda _: say("x"), Settings.model_validate(settings)) as server:
         for key in ("", ANNA, OPERATOR_KEY, "m" * 32):
             expected = key in opening or not settings
-            assert (await status(house, key, "/metrics") == 200) is expected, key
+            assert (await status(server, key, "/metrics") == 200) is expected, key
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ async def test_what_opens_the_metrics(settings: dict[str, str], opening: set[str
 async def test_who_shares_a_key_cannot_read_hits_from_the_metrics(
     settings: dict[str, object], told: bool
 ) -> None:
-    async with open_house(lambda _: say("x"), Settings.model_validate(settings)) as house:
-        house.engine.tell(STATUS)
-        while house.client.status is None:
+    async with running_server(lambda _: say("x"), Settings.model_validate(settings)) as server:
+        server.engine.tell(STATUS)
+        while server.client.status is None:
             await asyncio.sleep(0.002)
-        page = (await house.http.get("http://house:9100/metrics", headers=bearer(OPERATOR_KEY))).text
+        page = (await server.http.get("http://server:9100/metrics", headers=bearer(OPERATOR_KEY))).text
     assert "ssd_prefix_cache_queries_total" in page
     assert ("ssd_prefix_cache_hits_total" in page) is told
 
@@ -179,23 +179,23 @@ async def test_who_shares_a_key_cannot_read_hits_from_the_metrics(
 async def test_metrics_of_several_keys_are_not_for_one_of_them(keys: Path) -> None:
     """They tell who else is there, and what was found in the prefix cache."""
     settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY)
-    async with open_house(lambda _: say("x"), settings) as house:
-        assert [await status(house, key, "/metrics") for key in (ANNA, OPERATOR_KEY, "")] == [403, 200, 401]
+    async with running_server(lambda _: say("x"), settings) as server:
+        assert [await status(server, key, "/metrics") for key in (ANNA, OPERATOR_KEY, "")] == [403, 200, 401]
 
 
 async def test_the_metrics_key_opens_nothing_else(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, metrics_key="m" * 32)
-    async with open_house(lambda _: say("x"), settings) as house:
-        assert await status(house, "m" * 32) == 401
+    async with running_server(lambda _: say("x"), settings) as server:
+        assert await status(server, "m" * 32) == 401
 
 
 async def test_a_port_of_their_own_has_the_metrics_and_health_alone() -> None:
     settings = Settings(api_key=OPERATOR_KEY, metrics_port=9100)
-    async with open_house(lambda _: say("x"), settings) as house:
-        there, here = "http://house:9100", "http://house:8000"
+    async with running_server(lambda _: say("x"), settings) as server:
+        there, here = "http://server:9100", "http://server:8000"
         paths = ("/metrics", "/health", "/v1/models")
-        found = [[(await house.http.get(at + path)).status_code for path in paths] for at in (there, here)]
-        keyed = (await house.http.get(f"{here}/metrics", headers=bearer(OPERATOR_KEY))).status_code
+        found = [[(await server.http.get(at + path)).status_code for path in paths] for at in (there, here)]
+        keyed = (await server.http.get(f"{here}/metrics", headers=bearer(OPERATOR_KEY))).status_code
     assert found == [[200, 200, 404], [404, 200, 401]]
     assert keyed == 404
 
@@ -203,10 +203,10 @@ async def test_a_port_of_their_own_has_the_metrics_and_health_alone() -> None:
 async def test_a_failed_request_is_logged_with_the_holders_name(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_house(lambda _: say("x"), Settings(api_keys_file=keys)) as house:
+    async with running_server(lambda _: say("x"), Settings(api_keys_file=keys)) as server:
         with caplog.at_level(logging.DEBUG, "ssd_serve.server.http.request_ids"):
             named = {**bearer(ANNA), "X-Request-Id": "r1"}
-            await house.http.post(COMPLETIONS, json={"prompt": 5}, headers=named)
+            await server.http.post(COMPLETIONS, json={"prompt": 5}, headers=named)
     (line,) = [record for record in caplog.records if record.name.endswith("request_ids")]
     told = {"method": "POST", "path": COMPLETIONS, "status": 400, "key": "anna"}
     assert (line.getMessage(), vars(line)["fields"]) == ("answered", told)
@@ -227,6 +227,6 @@ def test_who_can_be_reached_without_a_key_is_warned(keys: Path) -> None:
 
 
 async def test_one_answer_tells_its_usage_without_what_others_cached() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        found = await post(house, COMPLETIONS, prompt="a")
+    async with running_server(lambda _: say("x")) as server:
+        found = await post(server, COMPLETIONS, prompt="a")
     assert found["usage"]["prompt_tokens_details"] is None

@@ -54,8 +54,8 @@ def test_a_draft_inline_whose_step_is_not_known_promises_nothing() -> None:
 
 
 def test_step_times_of_wrapped_models_are_called_so() -> None:
-    text = screen(READY, Settings(model_wrapper="house.slow:twice"))
-    assert "models stand behind house.slow:twice; step times are not their own" in text
+    text = screen(READY, Settings(model_wrapper="server.slow:twice"))
+    assert "models stand behind server.slow:twice; step times are not their own" in text
     assert "ms a step (wrapped)" in text
 
 

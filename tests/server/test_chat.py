@@ -4,7 +4,7 @@ import pytest
 
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import CONTEXT, END, Script, say, tokens
-from tests.server.played_servers import events, open_house, post
+from tests.server.running_server import events, running_server, post
 from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio
@@ -17,10 +17,10 @@ def prompt_text(ids: tuple[int, ...]) -> str:
 
 
 async def test_a_whole_answer() -> None:
-    async with open_house(lambda _: tokens([*b"Hello!", END])) as house:
-        found = await post(house, PATH, messages=ASK, seed=3)
+    async with running_server(lambda _: tokens([*b"Hello!", END])) as server:
+        found = await post(server, PATH, messages=ASK, seed=3)
         # The template writes the begin token, so the tokenizer adds none.
-        assert prompt_text(house.engine.submits()[0].prompt) == "user: Hi\nassistant: "
+        assert prompt_text(server.engine.submits()[0].prompt) == "user: Hi\nassistant: "
     assert found["object"] == "chat.completion"
     assert found["seed"] == 3
     assert found["choices"][0]["message"] == {"role": "assistant", "content": "Hello!", "refusal": None}
@@ -29,8 +29,8 @@ async def test_a_whole_answer() -> None:
 
 
 async def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
-    async with open_house(lambda _: tokens([*b"Hello!", END])) as house:
-        first, *rest = await events(house, PATH, messages=ASK, seed=3)
+    async with running_server(lambda _: tokens([*b"Hello!", END])) as server:
+        first, *rest = await events(server, PATH, messages=ASK, seed=3)
     assert first["object"] == "chat.completion.chunk"
     assert first["seed"] == 3
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -39,8 +39,8 @@ async def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
 
 
 async def test_every_choice_opens_with_its_role() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        found = await events(house, PATH, messages=ASK, n=3)
+    async with running_server(lambda _: say("x")) as server:
+        found = await events(server, PATH, messages=ASK, n=3)
     roles = [c["index"] for chunk in found for c in chunk["choices"] if c["delta"].get("role") == "assistant"]
     assert roles == [0, 1, 2]
 
@@ -50,24 +50,24 @@ async def test_content_may_come_in_parts_and_developers_speak_as_the_system() ->
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, PATH, messages=conversation)
-        assert prompt_text(house.engine.submits()[0].prompt) == "system: Be brief.\nuser: ab\nassistant: "
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, PATH, messages=conversation)
+        assert prompt_text(server.engine.submits()[0].prompt) == "system: Be brief.\nuser: ab\nassistant: "
 
 
 async def test_what_a_client_returns_of_an_earlier_answer_is_accepted() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = (await post(house, PATH, messages=ASK))["choices"][0]["message"]
+    async with running_server(lambda _: say("x")) as server:
+        answer = (await post(server, PATH, messages=ASK))["choices"][0]["message"]
         returned = {**answer, "tool_calls": None, "function_call": None, "annotations": None, "audio": None}
-        await post(house, PATH, messages=[*ASK, returned, *ASK])
+        await post(server, PATH, messages=[*ASK, returned, *ASK])
 
 
 async def test_variables_are_for_the_template_but_for_those_that_are_fields() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, PATH, messages=ASK, chat_template_kwargs={"enable_thinking": True, "self": 1})
-        assert prompt_text(house.engine.submits()[0].prompt).endswith("(thinking)")
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, PATH, messages=ASK, chat_template_kwargs={"enable_thinking": True, "self": 1})
+        assert prompt_text(server.engine.submits()[0].prompt).endswith("(thinking)")
         body = {"messages": ASK, "chat_template_kwargs": {"messages": []}}
-        answer = await house.http.post(PATH, json=body)
+        answer = await server.http.post(PATH, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "chat_template_kwargs"
 
@@ -75,18 +75,18 @@ async def test_variables_are_for_the_template_but_for_those_that_are_fields() ->
 async def test_what_a_message_says_besides_is_for_the_template() -> None:
     said = {"role": "assistant", "content": "x", "reasoning_content": "Hm.", "id": "m1"}
     tokenizer = TemplateReader()
-    async with open_house(lambda _: say("x"), tokenizer=tokenizer) as house:
-        await post(house, PATH, messages=[*ASK, said, *ASK])
+    async with running_server(lambda _: say("x"), tokenizer=tokenizer) as server:
+        await post(server, PATH, messages=[*ASK, said, *ASK])
     assert tokenizer.entries[1] == said
 
 
 async def test_the_last_message_may_be_gone_on_with() -> None:
     conversation = [*ASK, {"role": "assistant", "content": " The answer is "}]
-    async with open_house(lambda _: say("4")) as house:
-        await post(house, PATH, messages=conversation, continue_final_message=True)
-        assert prompt_text(house.engine.submits()[0].prompt) == "user: Hi\nassistant:  The answer is "
+    async with running_server(lambda _: say("4")) as server:
+        await post(server, PATH, messages=conversation, continue_final_message=True)
+        assert prompt_text(server.engine.submits()[0].prompt) == "user: Hi\nassistant:  The answer is "
         both = {"messages": conversation, "continue_final_message": True, "add_generation_prompt": True}
-        answer = await house.http.post(PATH, json=both)
+        answer = await server.http.post(PATH, json=both)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "add_generation_prompt"
 
@@ -94,37 +94,37 @@ async def test_the_last_message_may_be_gone_on_with() -> None:
 async def test_the_operator_speaks_first() -> None:
     settings = Settings(system_prompt="Be kind.")
     asked = [{"role": "system", "content": "Be brief."}, *ASK]
-    async with open_house(lambda _: say("x"), settings=settings) as house:
-        await post(house, PATH, messages=ASK)
-        await post(house, PATH, messages=asked)
-        counted = await house.http.post("/tokenize", json={"messages": ASK})
-        first, second = (prompt_text(each.prompt) for each in house.engine.submits())
+    async with running_server(lambda _: say("x"), settings=settings) as server:
+        await post(server, PATH, messages=ASK)
+        await post(server, PATH, messages=asked)
+        counted = await server.http.post("/tokenize", json={"messages": ASK})
+        first, second = (prompt_text(each.prompt) for each in server.engine.submits())
     assert first == "system: Be kind.\nuser: Hi\nassistant: "
     assert second == "system: Be kind.\n\nBe brief.\nuser: Hi\nassistant: "
     assert counted.json()["count"] == len(first)
 
 
 async def test_what_the_template_refuses_is_the_clients_fault() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(PATH, json={"messages": [{"role": "assistant", "content": "x"}]})
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(PATH, json={"messages": [{"role": "assistant", "content": "x"}]})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages"
     assert "begin with the user" in answer.json()["error"]["message"]
 
 
 async def test_the_default_length_is_the_rest_of_the_context() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, PATH, messages=ASK)
-        await post(house, PATH, messages=ASK, max_completion_tokens=9)
-        first, second = house.engine.submits()
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, PATH, messages=ASK)
+        await post(server, PATH, messages=ASK, max_completion_tokens=9)
+        first, second = server.engine.submits()
     assert first.parameters.max_tokens == CONTEXT - len(first.prompt)
     assert second.parameters.max_tokens == 9
 
 
 async def test_logprobs_tell_each_token_with_its_bytes() -> None:
-    async with open_house(lambda _: tokens(list("aé".encode()))) as house:
-        found = await post(house, PATH, messages=ASK, logprobs=True, top_logprobs=2)
-        pieces = await events(house, PATH, messages=ASK, logprobs=True)
+    async with running_server(lambda _: tokens(list("aé".encode()))) as server:
+        found = await post(server, PATH, messages=ASK, logprobs=True, top_logprobs=2)
+        pieces = await events(server, PATH, messages=ASK, logprobs=True)
     content = found["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == [
         "a",
@@ -140,14 +140,14 @@ async def test_logprobs_tell_each_token_with_its_bytes() -> None:
 
 async def test_characters_are_never_cut_in_a_stream() -> None:
     text = "naïve 日本語 🙂 e\N{COMBINING ACUTE ACCENT}"
-    async with open_house(lambda _: say(text, group=1)) as house:
-        found = await events(house, PATH, messages=ASK)
+    async with running_server(lambda _: say(text, group=1)) as server:
+        found = await events(server, PATH, messages=ASK)
     parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in found]
     assert "".join(parts) == text
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
 
 
 async def test_a_character_that_never_ends_is_shown_as_broken() -> None:
-    async with open_house(lambda _: Script(((*b"ok ", 0xF0, 0x9F),))) as house:
-        found = await post(house, PATH, messages=ASK)
+    async with running_server(lambda _: Script(((*b"ok ", 0xF0, 0x9F),))) as server:
+        found = await post(server, PATH, messages=ASK)
     assert found["choices"][0]["message"]["content"] == "ok \N{REPLACEMENT CHARACTER}"

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import READY, say
-from tests.server.played_servers import House, events, open_house
+from tests.server.running_server import RunningServer, events, running_server
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -52,10 +52,10 @@ RECORDED: list[dict[str, Any]] = [
 CHATS = [asked["body"] for asked in RECORDED if asked["method"] == "POST"]
 
 
-def signed(house: House) -> House:
+def signed(server: RunningServer) -> RunningServer:
     """Every request comes with a key and the program's headers."""
-    house.http.headers.update(OPEN_WEBUI_HEADERS)
-    return house
+    server.http.headers.update(OPEN_WEBUI_HEADERS)
+    return server
 
 
 def test_models_chats_streams_and_titles_were_recorded() -> None:
@@ -65,25 +65,25 @@ def test_models_chats_streams_and_titles_were_recorded() -> None:
 
 
 async def test_what_was_recorded_is_answered() -> None:
-    async with open_house(lambda _: say("Good."), Settings(api_key=RECORDED_KEY), model=LONG) as house:
+    async with running_server(lambda _: say("Good."), Settings(api_key=RECORDED_KEY), model=LONG) as server:
         for each in RECORDED:
-            answer = await house.http.request(
+            answer = await server.http.request(
                 each["method"], each["path"], headers=each["headers"], json=each["body"]
             )
             assert answer.status_code == 200, (each, answer.text)
 
 
 async def test_the_list_of_models_is_what_they_read() -> None:
-    async with open_house(lambda _: say("x"), Settings(api_key=KEY)) as house:
-        listed = (await signed(house).http.get("/v1/models")).json()
+    async with running_server(lambda _: say("x"), Settings(api_key=KEY)) as server:
+        listed = (await signed(server).http.get("/v1/models")).json()
     assert [(model["id"], model["object"]) for model in listed["data"]] == [("ssd-embedded", "model")]
     assert all(isinstance(model["created"], int) and model["owned_by"] for model in listed["data"])
 
 
 @pytest.mark.parametrize("body", [*(body for body in CHATS if body.get("stream")), LIBRECHAT_CHAT])
 async def test_a_chat_streams_deltas_and_then_the_usage(body: dict[str, Any]) -> None:
-    async with open_house(lambda _: say("Good."), Settings(api_key=KEY)) as house:
-        chunks = await events(signed(house), CHAT, **body)
+    async with running_server(lambda _: say("Good."), Settings(api_key=KEY)) as server:
+        chunks = await events(signed(server), CHAT, **body)
     assert (
         "".join(part["delta"].get("content") or "" for each in chunks for part in each["choices"]) == "Good."
     )
@@ -93,6 +93,6 @@ async def test_a_chat_streams_deltas_and_then_the_usage(body: dict[str, Any]) ->
 
 @pytest.mark.parametrize("body", [body for body in CHATS if not body.get("stream")])
 async def test_whole_answers_have_their_text(body: dict[str, Any]) -> None:
-    async with open_house(lambda _: say('{"title": "Hi"}'), Settings(api_key=KEY), model=LONG) as house:
-        answer = (await signed(house).http.post(CHAT, json=body)).json()
+    async with running_server(lambda _: say('{"title": "Hi"}'), Settings(api_key=KEY), model=LONG) as server:
+        answer = (await signed(server).http.post(CHAT, json=body)).json()
     assert answer["choices"][0]["message"]["content"] == '{"title": "Hi"}'

@@ -5,7 +5,7 @@ import pytest
 from ssd_serve.base.messages import Refused, Submit
 from ssd_serve.base.seeds import choice_seed
 from tests.server.fakes import BEGIN, CONTEXT, END, OTHER_END, ByteTokenizer, Script, say, tokens
-from tests.server.played_servers import events, open_house, post
+from tests.server.running_server import events, running_server, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -13,8 +13,8 @@ ASK = [{"role": "user", "content": "Hi"}]
 
 
 async def test_a_whole_completion() -> None:
-    async with open_house(lambda _: say("Hello, world!")) as house:
-        found = await post(house, PATH, prompt="Say it", max_tokens=13, seed=7, model="ssd-embedded")
+    async with running_server(lambda _: say("Hello, world!")) as server:
+        found = await post(server, PATH, prompt="Say it", max_tokens=13, seed=7, model="ssd-embedded")
     assert found["object"] == "text_completion"
     assert found["id"].startswith("cmpl-")
     assert found["model"] == "ssd-embedded"
@@ -49,9 +49,9 @@ async def test_a_whole_completion() -> None:
 
 
 async def test_a_stream_says_the_same_in_pieces() -> None:
-    async with open_house(lambda _: say("Hello, world!")) as house:
+    async with running_server(lambda _: say("Hello, world!")) as server:
         found = await events(
-            house, PATH, prompt="Say it", max_tokens=13, stream_options={"include_usage": True}
+            server, PATH, prompt="Say it", max_tokens=13, stream_options={"include_usage": True}
         )
     *chunks, last = found
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello, world!"
@@ -66,8 +66,8 @@ async def test_a_stream_says_the_same_in_pieces() -> None:
 
 async def test_every_chunk_tells_the_usage_so_far_when_asked_for() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    async with open_house(lambda _: say("Hello", group=2)) as house:
-        found = await events(house, PATH, prompt="Say it", n=2, stream_options=options)
+    async with running_server(lambda _: say("Hello", group=2)) as server:
+        found = await events(server, PATH, prompt="Say it", n=2, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, 10)
@@ -76,31 +76,31 @@ async def test_every_chunk_tells_the_usage_so_far_when_asked_for() -> None:
 
 
 async def test_as_many_as_n_are_the_best() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        found = await post(house, PATH, prompt="a", n=2, best_of=2)
+    async with running_server(lambda _: say("x")) as server:
+        found = await post(server, PATH, prompt="a", n=2, best_of=2)
     assert len(found["choices"]) == 2
 
 
 async def test_usage_is_only_streamed_when_asked_for() -> None:
-    async with open_house(lambda _: say("Hi")) as house:
-        found = await events(house, PATH, prompt="x")
+    async with running_server(lambda _: say("Hi")) as server:
+        found = await events(server, PATH, prompt="x")
     assert all("usage" not in chunk for chunk in found)
 
 
 async def test_a_request_without_a_seed_is_told_one_that_repeats_it() -> None:
-    async with open_house(lambda _: say("Hi")) as house:
-        first = await post(house, PATH, prompt="x")
-        second = await post(house, PATH, prompt="x")
-        await post(house, PATH, prompt="x", seed=first["seed"])
-        submits = house.engine.submits()
+    async with running_server(lambda _: say("Hi")) as server:
+        first = await post(server, PATH, prompt="x")
+        second = await post(server, PATH, prompt="x")
+        await post(server, PATH, prompt="x", seed=first["seed"])
+        submits = server.engine.submits()
     assert first["seed"] != second["seed"]
     assert submits[2].seed == submits[0].seed == first["seed"]
 
 
 async def test_choices_have_seeds_of_their_own() -> None:
-    async with open_house(lambda submit: say(f"seed {submit.seed % 1000}")) as house:
-        found = await post(house, PATH, prompt=["ab", "c"], n=3, seed=5)
-        submits = house.engine.submits()
+    async with running_server(lambda submit: say(f"seed {submit.seed % 1000}")) as server:
+        found = await post(server, PATH, prompt=["ab", "c"], n=3, seed=5)
+        submits = server.engine.submits()
     expected = [choice_seed(5, i) for i in range(3)]
     assert [submit.seed for submit in submits] == expected * 2
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3, 4, 5]
@@ -110,8 +110,8 @@ async def test_choices_have_seeds_of_their_own() -> None:
 
 
 async def test_streamed_choices_are_told_apart_by_index() -> None:
-    async with open_house(lambda submit: say(f"seed {submit.seed % 1000}")) as house:
-        found = await events(house, PATH, prompt="a", n=2, seed=5)
+    async with running_server(lambda submit: say(f"seed {submit.seed % 1000}")) as server:
+        found = await events(server, PATH, prompt="a", n=2, seed=5)
     texts = {0: "", 1: ""}
     for chunk in found:
         for choice in chunk["choices"]:
@@ -129,15 +129,15 @@ async def test_streamed_choices_are_told_apart_by_index() -> None:
     ],
 )
 async def test_the_four_forms_of_a_prompt(prompt: object, expected: list[tuple[int, ...]]) -> None:
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, PATH, prompt=prompt)
-        assert [submit.prompt for submit in house.engine.submits()] == expected
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, PATH, prompt=prompt)
+        assert [submit.prompt for submit in server.engine.submits()] == expected
 
 
 async def test_every_sampling_parameter_reaches_the_engine() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         await post(
-            house,
+            server,
             PATH,
             prompt="a",
             temperature=0.5,
@@ -156,7 +156,7 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
             ignore_eos=True,
             logprobs=2,
         )
-        parameters = house.engine.submits()[0].parameters
+        parameters = server.engine.submits()[0].parameters
     assert parameters.temperature == 0.5
     assert parameters.top_k == 0
     assert (parameters.top_p, parameters.min_p) == (0.9, 0.1)
@@ -188,32 +188,32 @@ class WordTokenizer(ByteTokenizer):
 
 async def test_bad_words_are_banned_at_the_beginning_and_after_a_space() -> None:
     """A byte tokenizer needs one sequence for both: what ends with it is banned with it."""
-    async with open_house(lambda _: say("x"), tokenizer=WordTokenizer()) as house:
-        await post(house, PATH, prompt="a", bad_words=[" cat", "dog", "eel", "ox", "cat"])
-        parameters = house.engine.submits()[0].parameters
+    async with running_server(lambda _: say("x"), tokenizer=WordTokenizer()) as server:
+        await post(server, PATH, prompt="a", bad_words=[" cat", "dog", "eel", "ox", "cat"])
+        parameters = server.engine.submits()[0].parameters
     assert parameters.bad_words == ((201,), (200,), (204,), (202, 203), (101, 108), (205,), (111, 120))
 
 
 async def test_null_means_the_default() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, PATH, prompt="a")
-        await post(house, PATH, prompt="a", temperature=None, max_tokens=None, n=None, stop=None, suffix=None)
-        first, second = (submit.parameters for submit in house.engine.submits())
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, PATH, prompt="a")
+        await post(server, PATH, prompt="a", temperature=None, max_tokens=None, n=None, stop=None, suffix=None)
+        first, second = (submit.parameters for submit in server.engine.submits())
     assert first == second
     assert (first.temperature, first.max_tokens) == (1.0, 16)
 
 
 async def test_the_default_length_is_what_fits() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, PATH, prompt=[97] * (CONTEXT - 5))
-        assert house.engine.submits()[0].parameters.max_tokens == 5
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, PATH, prompt=[97] * (CONTEXT - 5))
+        assert server.engine.submits()[0].parameters.max_tokens == 5
 
 
 async def test_echo_repeats_the_prompt_before_the_text() -> None:
-    async with open_house(lambda _: say("!")) as house:
-        assert (await post(house, PATH, prompt="Hé", echo=True))["choices"][0]["text"] == "Hé!"
-        assert (await post(house, PATH, prompt=[97, 98], echo=True))["choices"][0]["text"] == "ab!"
-        found = await events(house, PATH, prompt=["a", "b"], echo=True)
+    async with running_server(lambda _: say("!")) as server:
+        assert (await post(server, PATH, prompt="Hé", echo=True))["choices"][0]["text"] == "Hé!"
+        assert (await post(server, PATH, prompt=[97, 98], echo=True))["choices"][0]["text"] == "ab!"
+        found = await events(server, PATH, prompt=["a", "b"], echo=True)
     texts = ["", ""]
     for chunk in found:
         for choice in chunk["choices"]:
@@ -223,10 +223,10 @@ async def test_echo_repeats_the_prompt_before_the_text() -> None:
 
 async def test_echo_with_logprobs_tells_those_of_the_prompt_before_those_of_the_text() -> None:
     """The very first token has none; a special token has no text and no width."""
-    async with open_house(lambda _: say("xyz", group=2)) as house:
-        found = await post(house, PATH, prompt=["Hé!", "ab"], echo=True, logprobs=1, max_tokens=3, n=2)
-        plain = await post(house, PATH, prompt="Hé!", logprobs=1, max_tokens=3)
-        asked = [submit.parameters.prompt_logprobs for submit in house.engine.submits()]
+    async with running_server(lambda _: say("xyz", group=2)) as server:
+        found = await post(server, PATH, prompt=["Hé!", "ab"], echo=True, logprobs=1, max_tokens=3, n=2)
+        plain = await post(server, PATH, prompt="Hé!", logprobs=1, max_tokens=3)
+        asked = [submit.parameters.prompt_logprobs for submit in server.engine.submits()]
     assert asked == [1, 1, 1, 1, None]
     assert [choice["text"] for choice in found["choices"]] == ["Hé!xyz"] * 2 + ["abxyz"] * 2
     told = found["choices"][1]["logprobs"]
@@ -240,9 +240,9 @@ async def test_echo_with_logprobs_tells_those_of_the_prompt_before_those_of_the_
 
 
 async def test_logprobs_tell_tokens_values_and_offsets() -> None:
-    async with open_house(lambda _: say("xyz")) as house:
-        whole = await post(house, PATH, prompt="a", logprobs=3)
-        pieces = await events(house, PATH, prompt="a", logprobs=3)
+    async with running_server(lambda _: say("xyz")) as server:
+        whole = await post(server, PATH, prompt="a", logprobs=3)
+        pieces = await events(server, PATH, prompt="a", logprobs=3)
     told = whole["choices"][0]["logprobs"]
     assert told["tokens"] == ["x", "y", "z"]
     assert told["token_logprobs"] == [-0.5] * 3
@@ -254,9 +254,9 @@ async def test_logprobs_tell_tokens_values_and_offsets() -> None:
 
 
 async def test_token_ids_on_request() -> None:
-    async with open_house(lambda _: say("xyz")) as house:
-        whole = await post(house, PATH, prompt="a", return_token_ids=True)
-        pieces = await events(house, PATH, prompt="a", return_token_ids=True)
+    async with running_server(lambda _: say("xyz")) as server:
+        whole = await post(server, PATH, prompt="a", return_token_ids=True)
+        pieces = await events(server, PATH, prompt="a", return_token_ids=True)
     assert whole["choices"][0]["token_ids"] == list(b"xyz")
     assert whole["choices"][0]["prompt_token_ids"] == [BEGIN, 97]
     assert pieces[0]["choices"][0]["prompt_token_ids"] == [BEGIN, 97]
@@ -264,8 +264,8 @@ async def test_token_ids_on_request() -> None:
 
 
 async def test_the_end_token_counts_but_does_not_show() -> None:
-    async with open_house(lambda _: tokens([*b"done", END, *b"beyond"])) as house:
-        found = await post(house, PATH, prompt="a")
+    async with running_server(lambda _: tokens([*b"done", END, *b"beyond"])) as server:
+        found = await post(server, PATH, prompt="a")
     assert found["choices"][0]["text"] == "done"
     assert found["choices"][0]["finish_reason"] == "stop"
     assert found["choices"][0]["stop_reason"] == END
@@ -273,10 +273,10 @@ async def test_the_end_token_counts_but_does_not_show() -> None:
 
 
 async def test_stop_ids_show_only_when_asked_for() -> None:
-    async with open_house(lambda _: tokens([*b"done", OTHER_END])) as house:
-        plain = await post(house, PATH, prompt="a", stop_token_ids=[OTHER_END], skip_special_tokens=False)
+    async with running_server(lambda _: tokens([*b"done", OTHER_END])) as server:
+        plain = await post(server, PATH, prompt="a", stop_token_ids=[OTHER_END], skip_special_tokens=False)
         shown = await post(
-            house,
+            server,
             PATH,
             prompt="a",
             stop_token_ids=[OTHER_END],
@@ -288,10 +288,10 @@ async def test_stop_ids_show_only_when_asked_for() -> None:
 
 
 async def test_an_end_token_inside_the_output_is_text_like_any_other() -> None:
-    async with open_house(lambda _: tokens([*b"a", END, *b"b"])) as house:
-        ignored = await post(house, PATH, prompt="a", ignore_eos=True, skip_special_tokens=False)
-        too_early = await post(house, PATH, prompt="a", min_tokens=3, skip_special_tokens=False)
-        skipped = await post(house, PATH, prompt="a", ignore_eos=True)
+    async with running_server(lambda _: tokens([*b"a", END, *b"b"])) as server:
+        ignored = await post(server, PATH, prompt="a", ignore_eos=True, skip_special_tokens=False)
+        too_early = await post(server, PATH, prompt="a", min_tokens=3, skip_special_tokens=False)
+        skipped = await post(server, PATH, prompt="a", ignore_eos=True)
     assert ignored["choices"][0]["text"] == too_early["choices"][0]["text"] == "a<end>b"
     assert skipped["choices"][0]["text"] == "ab"
 
@@ -300,17 +300,17 @@ async def test_a_refusal_of_the_engine_names_the_field() -> None:
     def refuse(_submit: Submit) -> Script:
         return Script((), refused=Refused(0, "min_p is not for this model", "min_p"))
 
-    async with open_house(refuse) as house:
+    async with running_server(refuse) as server:
         for stream in (False, True):
-            answer = await house.http.post(PATH, json={"prompt": "a", "stream": stream})
+            answer = await server.http.post(PATH, json={"prompt": "a", "stream": stream})
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "min_p"
 
 
 async def test_an_error_of_the_engine_is_a_500_or_an_event() -> None:
-    async with open_house(lambda _: Script((tuple(b"ab"),), error="out of luck")) as house:
-        whole = await house.http.post(PATH, json={"prompt": "a"})
-        stream = await house.http.post(PATH, json={"prompt": "a", "stream": True})
+    async with running_server(lambda _: Script((tuple(b"ab"),), error="out of luck")) as server:
+        whole = await server.http.post(PATH, json={"prompt": "a"})
+        stream = await server.http.post(PATH, json={"prompt": "a", "stream": True})
     assert whole.status_code == 500
     assert "out of luck" in whole.json()["error"]["message"]
     assert stream.status_code == 200
@@ -319,7 +319,7 @@ async def test_an_error_of_the_engine_is_a_500_or_an_event() -> None:
 
 
 async def test_of_a_long_prompt_the_end_may_be_kept() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         for prompt, most, kept in [
             ("abcdef", 4, [BEGIN, *b"def"]),
             ("abcdef", 1, [*b"f"]),
@@ -328,19 +328,19 @@ async def test_of_a_long_prompt_the_end_may_be_kept() -> None:
             ("ab" * 100_000, 3, [BEGIN, *b"ab"]),
             ([7] * CONTEXT * 2, 2, [7, 7]),
         ]:
-            await post(house, PATH, prompt=prompt, truncate_prompt_tokens=most)
-            assert list(house.engine.submits()[-1].prompt) == kept
-        await post(house, PATH, prompt=[7] * CONTEXT * 2, truncate_prompt_tokens=-1, max_tokens=10)
-        assert len(house.engine.submits()[-1].prompt) == CONTEXT - 10
-        wrong = await house.http.post(PATH, json={"prompt": "a", "truncate_prompt_tokens": 0})
+            await post(server, PATH, prompt=prompt, truncate_prompt_tokens=most)
+            assert list(server.engine.submits()[-1].prompt) == kept
+        await post(server, PATH, prompt=[7] * CONTEXT * 2, truncate_prompt_tokens=-1, max_tokens=10)
+        assert len(server.engine.submits()[-1].prompt) == CONTEXT - 10
+        wrong = await server.http.post(PATH, json={"prompt": "a", "truncate_prompt_tokens": 0})
     assert wrong.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 async def test_figures_of_a_prompt_without_its_echo() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        told = await post(house, PATH, prompt="ab", prompt_logprobs=1, add_special_tokens=False)
-        chat = await post(house, "/v1/chat/completions", messages=ASK, prompt_logprobs=0)
-        streamed = await house.http.post(PATH, json={"prompt": "a", "stream": True, "prompt_logprobs": 1})
+    async with running_server(lambda _: say("x")) as server:
+        told = await post(server, PATH, prompt="ab", prompt_logprobs=1, add_special_tokens=False)
+        chat = await post(server, "/v1/chat/completions", messages=ASK, prompt_logprobs=0)
+        streamed = await server.http.post(PATH, json={"prompt": "a", "stream": True, "prompt_logprobs": 1})
     assert told["choices"][0]["text"] == "x"
     assert told["choices"][0]["prompt_logprobs"] == [
         None,
@@ -354,7 +354,7 @@ async def test_figures_of_a_prompt_without_its_echo() -> None:
 
 
 async def test_how_urgent_a_request_is_goes_to_the_engine() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, PATH, prompt=["a", "b"], n=2, priority=-3)
-        await post(house, PATH, prompt="a")
-        assert [each.options.priority for each in house.engine.submits()] == [-3] * 4 + [0]
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, PATH, prompt=["a", "b"], n=2, priority=-3)
+        await post(server, PATH, prompt="a")
+        assert [each.options.priority for each in server.engine.submits()] == [-3] * 4 + [0]

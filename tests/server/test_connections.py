@@ -20,7 +20,7 @@ from ssd_serve.server.http.door import max_connections
 from ssd_serve.server.limits import Limits
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import PATIENCE_S, say
-from tests.server.played_servers import Address, open_server
+from tests.server.running_server import ListeningServer, listening_server
 from tests.server.test_tls import make_pair, trusting
 
 COMPLETIONS = "/v1/completions"
@@ -28,7 +28,7 @@ SOON = Limits(head_s=0.3, unread_s=0.5)
 
 
 @contextmanager
-def connected(address: Address) -> Generator[socket.socket]:
+def connected(address: ListeningServer) -> Generator[socket.socket]:
     with socket.create_connection(("127.0.0.1", int(address.url.rpartition(":")[2])), 10.0) as client:
         yield client
 
@@ -64,19 +64,19 @@ def drip(client: socket.socket, data: bytes) -> int:
 
 
 def test_who_says_nothing_is_closed() -> None:
-    with open_server(lambda _: say("x"), limits=SOON) as address, connected(address) as silent:
+    with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as silent:
         began = time.monotonic()
         assert is_closed(silent)
         assert time.monotonic() - began < PATIENCE_S
 
 
 def test_a_head_in_drips_gets_no_more_time() -> None:
-    with open_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
+    with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
         assert drip(client, b"GET /health HTTP/1.1\r\n" + b"X-More: and more\r\n" * 20) < 100
 
 
 def test_a_later_head_in_drips_gets_no_more_time() -> None:
-    with open_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
+    with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
         for _ in range(2):
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             told = b""
@@ -89,7 +89,7 @@ def test_a_later_head_in_drips_gets_no_more_time() -> None:
 def test_the_rest_of_a_body_that_was_answered_early_gets_no_more_time() -> None:
     limits = Limits(head_s=0.1, body_timeout_s=0.5)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
-    with open_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
+    with listening_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
         client.sendall(head.encode())
         assert client.recv(65536).startswith(b"HTTP/1.1 415")
         assert drip(client, b"x" * 500) < 200
@@ -98,7 +98,7 @@ def test_the_rest_of_a_body_that_was_answered_early_gets_no_more_time() -> None:
 def test_after_a_body_that_was_answered_early_the_connection_is_as_good_as_before() -> None:
     limits = Limits(body_timeout_s=0.3)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n"
-    with open_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
+    with listening_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
         for _ in range(2):
             client.sendall(head.encode())
             told = b""
@@ -112,7 +112,7 @@ def test_after_a_body_that_was_answered_early_the_connection_is_as_good_as_befor
 
 
 def test_a_connection_may_rest_between_requests_for_longer_than_a_head_may_take() -> None:
-    with open_server(lambda _: say("x"), limits=SOON) as address, httpx.Client() as client:
+    with listening_server(lambda _: say("x"), limits=SOON) as address, httpx.Client() as client:
         mine: set[object] = set()
         for _ in range(3):
             with client.stream("GET", f"{address.url}/health") as answer:
@@ -124,7 +124,7 @@ def test_a_connection_may_rest_between_requests_for_longer_than_a_head_may_take(
 
 def test_a_request_may_take_longer_than_its_head() -> None:
     with (
-        open_server(lambda _: say("abc", hold_after=0), limits=SOON) as address,
+        listening_server(lambda _: say("abc", hold_after=0), limits=SOON) as address,
         connected(address) as client,
     ):
         body = b'{"prompt": "a"}'
@@ -137,7 +137,7 @@ def test_a_request_may_take_longer_than_its_head() -> None:
 
 def test_idle_connections_make_room_and_the_oldest_goes_first() -> None:
     settings = Settings(max_connections=8, drain_seconds=1)
-    with open_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
+    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
         idle: list[socket.socket] = []
         for _ in range(20):
             idle.append(crowd.enter_context(connected(address)))
@@ -150,7 +150,7 @@ def test_idle_connections_make_room_and_the_oldest_goes_first() -> None:
 def test_requests_that_are_not_sent_to_their_end_make_room_too() -> None:
     settings = Settings(max_connections=8, drain_seconds=1)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with open_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
+    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
         sending = [crowd.enter_context(connected(address)) for _ in range(8)]
         for one in sending:
             one.sendall(f"{head}Content-Length: 1000\r\n\r\n[".encode())
@@ -163,7 +163,7 @@ def test_requests_that_are_not_sent_to_their_end_make_room_too() -> None:
 def test_where_all_connections_are_busy_the_answer_is_503_and_health_still_tells_the_truth() -> None:
     settings = Settings(max_connections=2, drain_seconds=1)
     body = {"prompt": "a", "stream": True}
-    with open_server(lambda _: say("abcdef", hold_after=1), settings) as address:
+    with listening_server(lambda _: say("abcdef", hold_after=1), settings) as address:
         url = f"{address.url}{COMPLETIONS}"
         with httpx.stream("POST", url, json=body) as one, httpx.stream("POST", url, json=body) as other:
             refused = httpx.post(url, json=body)
@@ -182,7 +182,7 @@ def test_a_request_that_comes_in_parts_is_counted_from_its_first_one() -> None:
     body = json.dumps({"prompt": "a", "stream": True}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with (
-        open_server(lambda _: say("abcdef", hold_after=1), settings) as address,
+        listening_server(lambda _: say("abcdef", hold_after=1), settings) as address,
         httpx.stream(
             "POST", f"{address.url}{COMPLETIONS}", content=body, headers={"Content-Type": "application/json"}
         ),
@@ -194,7 +194,7 @@ def test_a_request_that_comes_in_parts_is_counted_from_its_first_one() -> None:
 
 
 @contextmanager
-def reading_little(address: Address, choices: int, length: int) -> Generator[socket.socket]:
+def reading_little(address: ListeningServer, choices: int, length: int) -> Generator[socket.socket]:
     """Who asks for megabytes, in a socket that takes little."""
     more = {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
     wish = {"prompt": "a", "n": choices, "max_tokens": length, "stream": True, **more}
@@ -211,7 +211,7 @@ def reading_little(address: Address, choices: int, length: int) -> Generator[soc
 @pytest.mark.parametrize("bytes_a_time", [0, 1, 512])
 def test_who_reads_a_little_now_and_then_is_left_and_the_request_freed(bytes_a_time: int) -> None:
     with (
-        open_server(lambda _: say("x" * 400, group=1), limits=SOON) as address,
+        listening_server(lambda _: say("x" * 400, group=1), limits=SOON) as address,
         reading_little(address, 64, 400) as client,
     ):
         engine = address.engine
@@ -232,7 +232,7 @@ def test_who_reads_a_little_now_and_then_is_left_and_the_request_freed(bytes_a_t
 def test_who_reads_slowly_but_steadily_gets_everything() -> None:
     limits = Limits(unread_s=1.0, min_read_bytes=2048)
     with (
-        open_server(lambda _: say("x" * 200, group=1), limits=limits) as address,
+        listening_server(lambda _: say("x" * 200, group=1), limits=limits) as address,
         reading_little(address, 32, 200) as client,
     ):
         whole = bytearray()
@@ -246,7 +246,7 @@ def test_who_reads_slowly_but_steadily_gets_everything() -> None:
 
 def test_a_handshake_that_never_ends_is_closed(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
-    with open_server(lambda _: say("x"), settings, SOON) as address, connected(address) as silent:
+    with listening_server(lambda _: say("x"), settings, SOON) as address, connected(address) as silent:
         with connected(address) as dripping:
             hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)
             assert drip(dripping, hello) < 200
@@ -257,7 +257,7 @@ def test_a_handshake_that_never_ends_is_closed(tmp_path: Path) -> None:
 def test_handshakes_make_room_as_idle_connections_do(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, "a")
     settings = pair.model_copy(update={"max_connections": 8})
-    with open_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
+    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
         silent = [crowd.enter_context(connected(address)) for _ in range(20)]
         assert httpx.get(f"{address.url}/health", verify=trusting(pair)).status_code == 200
         assert is_closed(silent[0])
@@ -265,7 +265,7 @@ def test_handshakes_make_room_as_idle_connections_do(tmp_path: Path) -> None:
 
 def test_an_encrypted_request_that_comes_with_the_handshake_is_answered(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
-    with open_server(lambda _: say("x"), settings) as address, connected(address) as plain:
+    with listening_server(lambda _: say("x"), settings) as address, connected(address) as plain:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = trusting(settings).wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
         while True:
@@ -288,7 +288,7 @@ def test_an_encrypted_request_that_comes_with_the_handshake_is_answered(tmp_path
 
 def test_garbage_amid_a_request_closes_the_connection_quietly(caplog: pytest.LogCaptureFixture) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with open_server(lambda _: say("x")) as address, connected(address) as client:
+    with listening_server(lambda _: say("x")) as address, connected(address) as client:
         client.sendall(head.encode())
         assert client.recv(65536).startswith(b"HTTP/1.1 415")
         client.sendall(b"no chunk at all\r\n")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ssd_serve.base.messages import Submit
 from tests.examples import examples
 from tests.server.fakes import END, Script, tokens
-from tests.server.played_servers import events, open_house, post
+from tests.server.running_server import events, running_server, post
 
 PATH = "/v1/completions"
 TEXT = "To stop 🙂 or not to STOP"
@@ -26,8 +26,8 @@ def rest(submit: Submit) -> Script:
 
 async def chunks(**body: Any) -> list[tuple[str, list[int], str | None]]:
     """Text, tokens and finish reason of each chunk of one choice."""
-    async with open_house(rest) as house:
-        found = await events(house, PATH, prompt="a", seed=5, return_token_ids=True, **body)
+    async with running_server(rest) as server:
+        found = await events(server, PATH, prompt="a", seed=5, return_token_ids=True, **body)
     return [
         (choice["text"], choice.get("token_ids") or [], choice["finish_reason"])
         for chunk in found
@@ -63,12 +63,12 @@ def test_both_parts_together_are_the_whole(after: int, stops: list[str], include
 
 @pytest.mark.anyio
 async def test_chats_go_on_too_and_only_what_is_new_is_counted() -> None:
-    async with open_house(rest) as house:
+    async with running_server(rest) as server:
         messages = [{"role": "user", "content": "?"}]
         found = await post(
-            house, "/v1/chat/completions", messages=messages, seed=5, generated_token_ids=[IDS[:8]]
+            server, "/v1/chat/completions", messages=messages, seed=5, generated_token_ids=[IDS[:8]]
         )
-        (submit,) = house.engine.submits()
+        (submit,) = server.engine.submits()
     assert found["choices"][0]["message"]["content"] == TEXT[8:]
     assert found["usage"]["completion_tokens"] == len(IDS) - 8
     assert submit.output == tuple(IDS[:8])
@@ -78,10 +78,10 @@ async def test_chats_go_on_too_and_only_what_is_new_is_counted() -> None:
 async def test_every_choice_of_every_prompt_goes_on_behind_its_own_tokens() -> None:
     had = [IDS[:2], [], IDS[:5], IDS[:8]]
     body = {"prompt": ["a", "b"], "n": 2, "seed": 5, "max_tokens": 60, "logprobs": 0}
-    async with open_house(rest) as house:
-        whole = await post(house, PATH, **body)
-        found = await post(house, PATH, generated_token_ids=had, **body)
-        first, again = house.engine.submits()[:4], house.engine.submits()[4:]
+    async with running_server(rest) as server:
+        whole = await post(server, PATH, **body)
+        found = await post(server, PATH, generated_token_ids=had, **body)
+        first, again = server.engine.submits()[:4], server.engine.submits()[4:]
     assert [each.seed for each in again] == [each.seed for each in first]
     assert [list(each.output) for each in again] == had
     for choice, ids, before in zip(found["choices"], had, whole["choices"], strict=True):
@@ -93,7 +93,7 @@ async def test_every_choice_of_every_prompt_goes_on_behind_its_own_tokens() -> N
 @pytest.mark.anyio
 async def test_what_cannot_go_on_is_refused_with_a_reason() -> None:
     had = [list(b"To stop")]
-    async with open_house(rest) as house:
+    async with running_server(rest) as server:
         for body, message in (
             ({"seed": None}, "needs the seed"),
             ({"n": 2}, "has 1 lists; the request has 2 choices"),
@@ -102,23 +102,23 @@ async def test_what_cannot_go_on_is_refused_with_a_reason() -> None:
             ({"max_tokens": 6}, "7 tokens are more than the 6"),
             ({"generated_token_ids": [7]}, "valid array"),
         ):
-            response = await house.http.post(
+            response = await server.http.post(
                 PATH, json={"prompt": "a", "seed": 5, "generated_token_ids": had, **body}
             )
             assert response.status_code == 400
             assert message in response.json()["error"]["message"]
-        assert house.engine.submits() == []
-        again = await post(house, PATH, prompt="a", seed=5, max_tokens=60, generated_token_ids=[])
+        assert server.engine.submits() == []
+        again = await post(server, PATH, prompt="a", seed=5, max_tokens=60, generated_token_ids=[])
     assert again["choices"][0]["text"] == TEXT
 
 
 @pytest.mark.anyio
 async def test_tokens_behind_a_stop_string_that_the_client_has_are_not_counted_and_not_owed() -> None:
     body = {"prompt": "a", "seed": 5, "stop": ["not"], "max_tokens": 60}
-    async with open_house(rest) as house:
-        found = await post(house, PATH, generated_token_ids=[list(TEXT.encode())], **body)
-        told = (await house.http.get("/metrics")).text
-        assert house.engine.submits() == []
+    async with running_server(rest) as server:
+        found = await post(server, PATH, generated_token_ids=[list(TEXT.encode())], **body)
+        told = (await server.http.get("/metrics")).text
+        assert server.engine.submits() == []
     assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("", "stop")
     assert found["usage"]["completion_tokens"] == 0
     (summed,) = re.findall(r"^ssd_request_generation_tokens_sum(?:{.*})? (.*)$", told, re.MULTILINE)

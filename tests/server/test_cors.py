@@ -9,7 +9,7 @@ from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
 from tests.server.fakes import ByteTokenizer, say
-from tests.server.played_servers import House, open_house
+from tests.server.running_server import RunningServer, running_server
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -20,14 +20,14 @@ ASKING = {
 }
 
 
-async def preflight(house: House, origin: str) -> httpx.Response:
-    return await house.http.options(COMPLETIONS, headers={"Origin": origin, **ASKING})
+async def preflight(server: RunningServer, origin: str) -> httpx.Response:
+    return await server.http.options(COMPLETIONS, headers={"Origin": origin, **ASKING})
 
 
 async def test_without_the_setting_no_web_page_may_read_an_answer() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        asked = await preflight(house, PAGE)
-        answer = await house.http.get("/v1/models", headers={"Origin": PAGE})
+    async with running_server(lambda _: say("x")) as server:
+        asked = await preflight(server, PAGE)
+        answer = await server.http.get("/v1/models", headers={"Origin": PAGE})
     assert asked.status_code == 405
     assert not [name for name in [*asked.headers, *answer.headers] if name.startswith("access-control")]
 
@@ -36,13 +36,13 @@ async def test_without_the_setting_no_web_page_may_read_an_answer() -> None:
 async def test_named_origins_may_call_with_a_key(origins: str) -> None:
     """Browsers ask for permission without the key; the answer itself still needs it."""
     settings = resolve({"cors_origins": origins, "api_key": "sesame"})
-    async with open_house(lambda _: say("x"), settings) as house:
-        asked = await preflight(house, PAGE)
+    async with running_server(lambda _: say("x"), settings) as server:
+        asked = await preflight(server, PAGE)
         key = {"Origin": PAGE, "Authorization": "Bearer sesame"}
-        answer = await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=key)
-        stream = await house.http.post(COMPLETIONS, json={"prompt": "a", "stream": True}, headers=key)
-        wrong = await house.http.post(COMPLETIONS, json={"prompt": 5}, headers=key)
-        refused = await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers={"Origin": PAGE})
+        answer = await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=key)
+        stream = await server.http.post(COMPLETIONS, json={"prompt": "a", "stream": True}, headers=key)
+        wrong = await server.http.post(COMPLETIONS, json={"prompt": 5}, headers=key)
+        refused = await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers={"Origin": PAGE})
     assert asked.status_code == 200
     assert "POST" in asked.headers["access-control-allow-methods"]
     assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
@@ -58,16 +58,16 @@ async def test_a_fault_of_ours_can_be_read_by_web_pages_too() -> None:
 
     tokenizer = ByteTokenizer()
     tokenizer.decode = fail  # type: ignore[method-assign, assignment]
-    async with open_house(lambda _: say("x"), Settings(cors_origins="*"), tokenizer=tokenizer) as house:
-        answer = await house.http.post("/detokenize", json={"tokens": [97]}, headers={"Origin": PAGE})
+    async with running_server(lambda _: say("x"), Settings(cors_origins="*"), tokenizer=tokenizer) as server:
+        answer = await server.http.post("/detokenize", json={"tokens": [97]}, headers={"Origin": PAGE})
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
     assert answer.headers["access-control-allow-origin"] == "*"
 
 
 async def test_other_origins_may_not() -> None:
-    async with open_house(lambda _: say("x"), resolve({"cors_origins": PAGE})) as house:
-        asked = await preflight(house, "https://evil.example.org")
+    async with running_server(lambda _: say("x"), resolve({"cors_origins": PAGE})) as server:
+        asked = await preflight(server, "https://evil.example.org")
     assert asked.status_code == 400
     assert "access-control-allow-origin" not in asked.headers
 
@@ -81,14 +81,14 @@ async def test_what_is_no_origin_is_a_wrong_setting(origins: str) -> None:
 async def test_the_root_path_may_be_stripped_by_the_proxy_or_not() -> None:
     settings = resolve({"root_path": "/models/llm", "api_key": "sesame"})
     key = {"Authorization": "Bearer sesame"}
-    async with open_house(lambda _: say("x"), settings) as house:
+    async with running_server(lambda _: say("x"), settings) as server:
         for start in ("", "/models/llm"):
-            assert (await house.http.get(f"{start}/health")).status_code == 200
-            assert (await house.http.get(f"{start}/v1/models")).status_code == 401
-            assert (await house.http.get(f"{start}/v1/models/ssd-embedded", headers=key)).status_code == 200
-            answer = await house.http.post(f"{start}{COMPLETIONS}", json={"prompt": "a"}, headers=key)
+            assert (await server.http.get(f"{start}/health")).status_code == 200
+            assert (await server.http.get(f"{start}/v1/models")).status_code == 401
+            assert (await server.http.get(f"{start}/v1/models/ssd-embedded", headers=key)).status_code == 200
+            answer = await server.http.post(f"{start}{COMPLETIONS}", json={"prompt": "a"}, headers=key)
             assert answer.json()["choices"][0]["text"] == "x"
-        document = (await house.http.get("/openapi.json", headers=key)).json()
+        document = (await server.http.get("/openapi.json", headers=key)).json()
     assert document["servers"] == [{"url": "/models/llm"}]
 
 

@@ -10,7 +10,7 @@ from ssd_serve.server.openai.envelope import HEADER, Envelope, names_of
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
-from tests.server.played_servers import open_house, post
+from tests.server.running_server import running_server, post
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -25,9 +25,9 @@ async def test_unknown_fields_change_nothing_and_are_named() -> None:
         "stream_options": {"include_usage": True, "chunked": 1},
         "naïve, 1": None,
     }
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(CHAT, json=body)
-        assert bytes(house.engine.submits()[0].prompt).decode() == "user: HiHi\nassistant: "
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(CHAT, json=body)
+        assert bytes(server.engine.submits()[0].prompt).decode() == "user: HiHi\nassistant: "
     assert answer.status_code == 200
     assert set(answer.headers[HEADER].split(",")) == {
         *("session_id", "stream_options.chunked", "messages.content.cache_control", "na%C3%AFve%2C%201")
@@ -35,9 +35,9 @@ async def test_unknown_fields_change_nothing_and_are_named() -> None:
 
 
 async def test_tokenizing_tells_of_them_too() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        told = await house.http.post("/tokenize", json={"prompt": "a", "session_id": "s"})
-        untold = await house.http.post("/detokenize", json={"tokens": [97]})
+    async with running_server(lambda _: say("x")) as server:
+        told = await server.http.post("/tokenize", json={"prompt": "a", "session_id": "s"})
+        untold = await server.http.post("/detokenize", json={"tokens": [97]})
     assert told.headers[HEADER] == "session_id"
     assert HEADER not in untold.headers
 
@@ -54,9 +54,9 @@ async def test_tokenizing_tells_of_them_too() -> None:
     ],
 )
 async def test_a_slip_of_the_pen_is_refused(written: str, meant: str) -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(COMPLETIONS, json={"prompt": "a", written: 1})
-        assert house.engine.submits() == []
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(COMPLETIONS, json={"prompt": "a", written: 1})
+        assert server.engine.submits() == []
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, written, "unknown_field")
     assert error["message"].endswith(f"did you mean {meant}?")
@@ -64,10 +64,10 @@ async def test_a_slip_of_the_pen_is_refused(written: str, meant: str) -> None:
 
 async def test_names_of_llama_cpp_mean_the_same() -> None:
     body = {"prompt": "a", "n_predict": 7, "repeat_penalty": 1.5, "return_tokens": True, "cache_prompt": True}
-    async with open_house(lambda _: say("x")) as house:
-        answer = await post(house, COMPLETIONS, **body)
-        parameters = house.engine.submits()[0].parameters
-        twice = await house.http.post(COMPLETIONS, json={**body, "max_tokens": 7})
+    async with running_server(lambda _: say("x")) as server:
+        answer = await post(server, COMPLETIONS, **body)
+        parameters = server.engine.submits()[0].parameters
+        twice = await server.http.post(COMPLETIONS, json={**body, "max_tokens": 7})
     assert (parameters.max_tokens, parameters.repetition_penalty) == (7, 1.5)
     assert answer["choices"][0]["token_ids"]
     assert twice.status_code == 400
@@ -75,9 +75,9 @@ async def test_names_of_llama_cpp_mean_the_same() -> None:
 
 
 async def test_samplers_of_other_servers_are_refused_unless_they_are_off() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, COMPLETIONS, prompt="a", typical_p=1.0, mirostat=0, xtc_probability=0)
-        answer = await house.http.post(COMPLETIONS, json={"prompt": "a", "typical_p": 0.9})
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, COMPLETIONS, prompt="a", typical_p=1.0, mirostat=0, xtc_probability=0)
+        answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "typical_p": 0.9})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "not_built"
 
@@ -85,10 +85,10 @@ async def test_samplers_of_other_servers_are_refused_unless_they_are_off() -> No
 @pytest.mark.parametrize("asked", ["max_tokens", "n_predict", "max_completion_tokens"])
 async def test_minus_one_is_as_many_tokens_as_fit(asked: str) -> None:
     path, body = (CHAT, {"messages": ASK}) if "completion" in asked else (COMPLETIONS, {"prompt": "a"})
-    async with open_house(lambda _: say("x")) as house:
-        await post(house, path, **{**body, asked: -1})
-        submit = house.engine.submits()[0]
-        wrong = await house.http.post(path, json={**body, asked: -2})
+    async with running_server(lambda _: say("x")) as server:
+        await post(server, path, **{**body, asked: -1})
+        submit = server.engine.submits()[0]
+        wrong = await server.http.post(path, json={**body, asked: -2})
     assert submit.parameters.max_tokens == 512 - len(submit.prompt)
     assert wrong.status_code == 400
 
@@ -99,16 +99,16 @@ async def test_a_strict_server_refuses_them_all() -> None:
         {"messages": [{**ASK[0], "id": "m"}]},
         {"messages": ASK, "stream": True, "stream_options": {"chunked": 1}},
     ]
-    async with open_house(lambda _: say("x"), settings=Settings(strict_requests=True)) as house:
-        codes = [(await house.http.post(CHAT, json=body)).json()["error"]["code"] for body in wrong]
-        await post(house, CHAT, messages=ASK)
+    async with running_server(lambda _: say("x"), settings=Settings(strict_requests=True)) as server:
+        codes = [(await server.http.post(CHAT, json=body)).json()["error"]["code"] for body in wrong]
+        await post(server, CHAT, messages=ASK)
     assert codes == ["unknown_field"] * 3
 
 
 async def test_many_unknown_fields_are_no_client_s_habit() -> None:
     body = {"prompt": "a", **{f"zz{number}": 0 for number in range(MAX_UNKNOWN_FIELDS + 1)}}
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(COMPLETIONS, json=body)
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(COMPLETIONS, json=body)
     assert answer.status_code == 400
     assert "fields that are not known" in answer.json()["error"]["message"]
 
@@ -134,6 +134,6 @@ def test_no_field_is_a_slip_of_another() -> None:
 
 
 async def test_names_of_any_length_are_not_told_back() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(COMPLETIONS, json={"prompt": "a", "x" * 100_000: 1})
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "x" * 100_000: 1})
     assert answer.headers[HEADER] == "x" * 64

@@ -10,7 +10,7 @@ from ssd_serve.base.messages import Refused
 from ssd_serve.server.limits import Limits
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import CONTEXT, END, VOCABULARY, ByteDetokenizer, ByteTokenizer, Script, say
-from tests.server.played_servers import House, open_house, post
+from tests.server.running_server import RunningServer, running_server, post
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -119,8 +119,8 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def assert_refused(house: House, path: str, body: dict[str, Any], param: str) -> str:
-    answer = await house.http.post(path, json=body)
+async def assert_refused(server: RunningServer, path: str, body: dict[str, Any], param: str) -> str:
+    answer = await server.http.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400, answer.text
     assert set(error) == {"message", "type", "param", "code"}
@@ -131,33 +131,33 @@ async def assert_refused(house: House, path: str, body: dict[str, Any], param: s
 
 
 async def test_wrong_bodies_are_refused_by_name_and_harm_nothing() -> None:
-    async with open_house(lambda _: say("fine")) as house:
+    async with running_server(lambda _: say("fine")) as server:
         for body, param in WRONG_COMPLETIONS:
-            await assert_refused(house, COMPLETIONS, body, param)
+            await assert_refused(server, COMPLETIONS, body, param)
         for body, param in WRONG_CHATS:
-            await assert_refused(house, CHAT, body, param)
-        assert house.engine.submits() == []
-        assert (await post(house, COMPLETIONS, prompt="a"))["choices"][0]["text"] == "fine"
+            await assert_refused(server, CHAT, body, param)
+        assert server.engine.submits() == []
+        assert (await post(server, COMPLETIONS, prompt="a"))["choices"][0]["text"] == "fine"
 
 
 async def test_codes_tell_unknown_fields_from_unbuilt_ones() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         wrong = {"messages": ASK, "top-p": 1}
-        assert await assert_refused(house, CHAT, wrong, "top-p") == "unknown_field"
-        assert await assert_refused(house, CHAT, {"messages": ASK, "store": True}, "store") == "not_built"
-        assert await assert_refused(house, COMPLETIONS, {}, "prompt") == "missing_field"
+        assert await assert_refused(server, CHAT, wrong, "top-p") == "unknown_field"
+        assert await assert_refused(server, CHAT, {"messages": ASK, "store": True}, "store") == "not_built"
+        assert await assert_refused(server, COMPLETIONS, {}, "prompt") == "missing_field"
 
 
 async def test_a_hopelessly_long_prompt_is_refused_before_all_of_it_is_tokenised() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(COMPLETIONS, json={"prompt": "a" * 1_000_000})
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(COMPLETIONS, json={"prompt": "a" * 1_000_000})
     assert answer.status_code == 400
     assert "at least" in answer.json()["error"]["message"]
 
 
 async def test_context_errors_give_the_figures() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 600})
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 600})
     message = answer.json()["error"]["message"]
     assert "600 output tokens and 4 prompt tokens are 604" in message
     assert str(CONTEXT) in message
@@ -181,15 +181,15 @@ async def test_context_errors_give_the_figures() -> None:
     ],
 )
 async def test_broken_json_is_a_400(raw: bytes) -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_other_media_types_are_a_415() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(COMPLETIONS, content=b'{"prompt": "a"}')
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(COMPLETIONS, content=b'{"prompt": "a"}')
     assert answer.status_code == 415
 
 
@@ -199,22 +199,22 @@ async def test_large_bodies_are_a_413_announced_or_not() -> None:
             yield b"x" * 100
 
     headers = {"Content-Type": "application/json"}
-    async with open_house(lambda _: say("x"), limits=Limits(max_body_bytes=500)) as house:
-        announced = await house.http.post(COMPLETIONS, json={"prompt": "a" * 600})
-        streamed = await house.http.post(COMPLETIONS, content=parts(), headers=headers)
-        fitting = await house.http.post(COMPLETIONS, json={"prompt": "a" * 400})
+    async with running_server(lambda _: say("x"), limits=Limits(max_body_bytes=500)) as server:
+        announced = await server.http.post(COMPLETIONS, json={"prompt": "a" * 600})
+        streamed = await server.http.post(COMPLETIONS, content=parts(), headers=headers)
+        fitting = await server.http.post(COMPLETIONS, json={"prompt": "a" * 400})
     assert (announced.status_code, streamed.status_code, fitting.status_code) == (413, 413, 200)
     assert "500 bytes" in announced.json()["error"]["message"]
 
 
 async def test_unknown_models_and_paths_are_a_404() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         for body in ({"prompt": "a", "model": "gpt"}, {"prompt": "a", "model": ""}):
-            answer = await house.http.post(COMPLETIONS, json=body)
+            answer = await server.http.post(COMPLETIONS, json=body)
             assert answer.status_code == 404
             assert answer.json()["error"]["code"] == "model_not_found"
-        missing = await house.http.get("/v2/nothing")
-        wrong = await house.http.get(COMPLETIONS)
+        missing = await server.http.get("/v2/nothing")
+        wrong = await server.http.get(COMPLETIONS)
     assert (missing.status_code, wrong.status_code) == (404, 405)
     assert "message" in missing.json()["error"]
     assert wrong.headers["allow"] == "POST"
@@ -222,37 +222,37 @@ async def test_unknown_models_and_paths_are_a_404() -> None:
 
 async def test_an_overfull_queue_is_a_429_with_retry_after() -> None:
     settings = Settings(max_running=1, max_waiting=1)
-    async with open_house(lambda _: say("abc", hold_after=0), settings) as house:
-        held = [asyncio.ensure_future(post(house, COMPLETIONS, prompt="a")) for _ in range(2)]
-        while house.client.active < 2:
+    async with running_server(lambda _: say("abc", hold_after=0), settings) as server:
+        held = [asyncio.ensure_future(post(server, COMPLETIONS, prompt="a")) for _ in range(2)]
+        while server.client.active < 2:
             await asyncio.sleep(0.002)
         for stream in (False, True):
-            answer = await house.http.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+            answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["code"] == "queue_full"
-        house.engine.released.set()
+        server.engine.released.set()
         assert [(await one)["choices"][0]["text"] for one in held] == ["abc", "abc"]
 
 
 async def test_a_queue_that_the_engine_calls_full_is_a_429_too() -> None:
     full = Script((), refused=Refused(0, "no room", retry_after_s=2.5))
-    async with open_house(lambda _: full) as house:
+    async with running_server(lambda _: full) as server:
         for stream in (False, True):
-            answer = await house.http.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+            answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
 
 
 async def test_a_key_opens_everything_and_health_needs_none() -> None:
-    async with open_house(lambda _: say("x"), Settings(api_key="sesame")) as house:
+    async with running_server(lambda _: say("x"), Settings(api_key="sesame")) as server:
         for given in (None, "Bearer wrong", "Basic sesame", "Bearer", "sesame", "Bearer sésame"):
             headers = {} if given is None else {"Authorization": given.encode()}
             for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
-                answer = await house.http.get(path, headers=headers)  # type: ignore[arg-type]
+                answer = await server.http.get(path, headers=headers)  # type: ignore[arg-type]
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
-        assert (await house.http.get("/health")).status_code == 200
-        opened = await house.http.get("/v1/models", headers={"Authorization": "Bearer sesame"})
+        assert (await server.http.get("/health")).status_code == 200
+        opened = await server.http.get("/v1/models", headers={"Authorization": "Bearer sesame"})
         assert opened.status_code == 200
 
 
@@ -275,11 +275,11 @@ class BrokenTokenizer(ByteTokenizer):
 
 
 async def test_a_fault_of_ours_is_a_500_in_the_same_shape() -> None:
-    async with open_house(lambda _: say("abcd", group=1), tokenizer=BrokenTokenizer()) as house:
-        before = await house.http.post(COMPLETIONS, json={"prompt": "a"})
-        whole = await house.http.post(COMPLETIONS, json={"prompt": [97]})
-        stream = await house.http.post(COMPLETIONS, json={"prompt": [97], "stream": True})
-        house.engine.wait_for(lambda: house.engine.running == 0)
+    async with running_server(lambda _: say("abcd", group=1), tokenizer=BrokenTokenizer()) as server:
+        before = await server.http.post(COMPLETIONS, json={"prompt": "a"})
+        whole = await server.http.post(COMPLETIONS, json={"prompt": [97]})
+        stream = await server.http.post(COMPLETIONS, json={"prompt": [97], "stream": True})
+        server.engine.wait_for(lambda: server.engine.running == 0)
     assert (before.status_code, whole.status_code, stream.status_code) == (500, 500, 200)
     assert before.json()["error"]["code"] == "internal_error"
     assert '"code":"internal_error"' in stream.text
@@ -288,9 +288,9 @@ async def test_a_fault_of_ours_is_a_500_in_the_same_shape() -> None:
 
 
 async def test_a_wrong_path_or_method_is_told_what_is_right() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        path = await house.http.post("/v1/embeddings", json={})
-        method = await house.http.get(COMPLETIONS)
+    async with running_server(lambda _: say("x")) as server:
+        path = await server.http.post("/v1/embeddings", json={})
+        method = await server.http.get(COMPLETIONS)
     assert (path.status_code, method.status_code) == (404, 405)
     assert "/v1/embeddings; GET /openapi.json tells" in path.json()["error"]["message"]
     assert method.headers["allow"] == "POST"
@@ -309,17 +309,17 @@ class SpacesTokenizer(ByteTokenizer):
 
 async def test_little_of_a_hopeless_prompt_is_read_however_it_tokenises() -> None:
     tokenizer = SpacesTokenizer()
-    async with open_house(lambda _: say("abcd"), tokenizer=tokenizer) as house:
-        answer = await house.http.post(COMPLETIONS, json={"prompt": " " * 2_000_000})
+    async with running_server(lambda _: say("abcd"), tokenizer=tokenizer) as server:
+        answer = await server.http.post(COMPLETIONS, json={"prompt": " " * 2_000_000})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert tokenizer.longest <= CONTEXT * 32
 
 
 async def test_names_of_any_length_are_not_told_back() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         wrong = {"x" * 100_000: "1"}
         for body in ({"prompt": "a", "metadata": wrong}, {"prompt": "a", "model": "x" * 100_000}):
-            answer = await house.http.post(COMPLETIONS, json=body)
+            answer = await server.http.post(COMPLETIONS, json=body)
             assert answer.status_code in (400, 404)
             assert len(answer.content) < 2_000

@@ -12,7 +12,7 @@ from ssd_serve.base.logs import Bridge, Logger
 from ssd_serve.server.http.request_ids import request_in_logs
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
-from tests.server.played_servers import open_house
+from tests.server.running_server import running_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -39,9 +39,9 @@ def finished(written: io.StringIO) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_line_for_each(written: io.StringIO, stream: bool) -> None:
-    async with open_house(lambda _: say("four")) as house:
+    async with running_server(lambda _: say("four")) as server:
         body = {"prompt": "ab", "stream": stream, "n": 2}
-        await house.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "mine"})
+        await server.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "mine"})
     (line,) = finished(written)
     told = {"request": "mine", "path": COMPLETIONS, "choices": 2, "prompt_tokens": 3, "output_tokens": 8}
     assert line.items() >= {**told, "reason": "length", "engine": "1+2"}.items()
@@ -50,24 +50,24 @@ async def test_one_line_for_each(written: io.StringIO, stream: bool) -> None:
 
 
 async def test_it_never_tells_what_was_said(written: io.StringIO) -> None:
-    async with open_house(lambda _: say("fig")) as house:
-        await house.http.post(COMPLETIONS, json={"prompt": "apple", "user": "Eve"})
+    async with running_server(lambda _: say("fig")) as server:
+        await server.http.post(COMPLETIONS, json={"prompt": "apple", "user": "Eve"})
     assert len(finished(written)) == 1
     assert not any(word in written.getvalue() for word in ("apple", "fig", "Eve"))
 
 
 async def test_whose_key_it_was(written: io.StringIO) -> None:
-    async with open_house(lambda _: say("x"), Settings(api_key="sesame-sesame")) as house:
+    async with running_server(lambda _: say("x"), Settings(api_key="sesame-sesame")) as server:
         headers = {"Authorization": "Bearer sesame-sesame"}
-        await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
+        await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
     (line,) = finished(written)
     assert line["key"]
     assert "sesame" not in written.getvalue()
 
 
 async def test_a_client_that_leaves_ends_it_too(written: io.StringIO) -> None:
-    async with open_house(lambda _: say("xy", hold_after=0)) as house:
-        asking = house.http.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "gone"})
+    async with running_server(lambda _: say("xy", hold_after=0)) as server:
+        asking = server.http.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "gone"})
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(asking, 0.2)
         until(lambda: len(finished(written)) == 1)
@@ -76,6 +76,6 @@ async def test_a_client_that_leaves_ends_it_too(written: io.StringIO) -> None:
 
 
 async def test_the_name_in_the_body_is_that_of_the_lines(written: io.StringIO) -> None:
-    async with open_house(lambda _: say("x")) as house:
-        await house.http.post(COMPLETIONS, json={"prompt": "a", "request_id": "named-in-body"})
+    async with running_server(lambda _: say("x")) as server:
+        await server.http.post(COMPLETIONS, json={"prompt": "a", "request_id": "named-in-body"})
     assert [line["request"] for line in finished(written)] == ["named-in-body"]

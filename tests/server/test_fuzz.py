@@ -17,7 +17,7 @@ from ssd_serve.server.openai.protocol import (
 from ssd_serve.server.openai.responses.request import ResponsesRequest
 from tests.examples import examples
 from tests.server.fakes import say
-from tests.server.played_servers import open_house
+from tests.server.running_server import running_server
 
 JSON = st.recursive(
     st.none()
@@ -56,12 +56,12 @@ def requests(draw: st.DrawFn) -> tuple[str, object]:
 @given(st.lists(requests(), min_size=1, max_size=20))
 def test_no_json_harms_the_server(bodies: list[tuple[str, object]]) -> None:
     async def send_all() -> None:
-        async with open_house(lambda _: say("x")) as house:
+        async with running_server(lambda _: say("x")) as server:
             for path, body in bodies:
-                answer = await house.http.post(path, content=json.dumps(body), headers=HEADERS)
+                answer = await server.http.post(path, content=json.dumps(body), headers=HEADERS)
                 assert answer.status_code in (200, 400, 404), (path, body, answer.text)
                 if answer.status_code != 200:
                     assert answer.json()["error"]["message"]
-            assert (await house.http.get("/health")).status_code == 200
+            assert (await server.http.get("/health")).status_code == 200
 
     asyncio.run(send_all())

@@ -12,7 +12,7 @@ from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, name_of
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
 from tests.server.fakes import say
-from tests.server.played_servers import open_house
+from tests.server.running_server import running_server
 
 LOOPBACK = ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000", "localhost."]
 STRANGE = [
@@ -30,8 +30,8 @@ async def statuses(settings: Settings, hosts: list[str], path: str = "/health") 
     allowed = allowed_hosts(settings, alone=True)
     assert allowed is not None
     guards = [Middleware(AllowedHosts, allowed=allowed)]
-    async with open_house(lambda _: say("x"), settings, guards=guards) as house:
-        return [(await house.http.get(path, headers={"Host": host})).status_code for host in hosts]
+    async with running_server(lambda _: say("x"), settings, guards=guards) as server:
+        return [(await server.http.get(path, headers={"Host": host})).status_code for host in hosts]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
@@ -50,8 +50,8 @@ async def test_other_names_can_be_allowed_beside_them() -> None:
 
 async def test_the_answer_says_what_to_do() -> None:
     guards = [Middleware(AllowedHosts, allowed=frozenset[str]())]
-    async with open_house(lambda _: say("x"), guards=guards) as house:
-        error = (await house.http.get("/health", headers={"Host": "evil.example"})).json()["error"]
+    async with running_server(lambda _: say("x"), guards=guards) as server:
+        error = (await server.http.get("/health", headers={"Host": "evil.example"})).json()["error"]
     assert (error["code"], "SSD_ALLOWED_HOSTS" in error["message"]) == ("host_not_allowed", True)
     assert "'evil.example'" in error["message"]
 

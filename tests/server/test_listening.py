@@ -24,12 +24,12 @@ from ssd_serve.server.http.serving import build_server, heeded_signals
 from ssd_serve.server.limits import Limits
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
-from tests.server.played_servers import Address, open_server, wait_until_healthy
+from tests.server.running_server import ListeningServer, listening_server, wait_until_healthy
 
 COMPLETIONS = "/v1/completions"
 
 
-def official(address: Address) -> openai.OpenAI:
+def official(address: ListeningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{address.url}/v1", api_key="any", max_retries=0)
 
 
@@ -47,7 +47,7 @@ def test_a_token_is_sent_at_once_whatever_is_on_its_way() -> None:
 
 
 def test_the_official_client_streams_completions_and_chats() -> None:
-    with open_server(answer) as address, official(address) as client:
+    with listening_server(answer) as address, official(address) as client:
         assert [model.id for model in client.models.list()] == ["ssd-embedded"]
         parts: list[str] = []
         with client.completions.create(
@@ -77,7 +77,7 @@ def test_the_official_client_streams_completions_and_chats() -> None:
 
 
 def test_the_official_client_reads_whole_answers_and_logprobs() -> None:
-    with open_server(answer) as address, official(address) as client:
+    with listening_server(answer) as address, official(address) as client:
         completion = client.completions.create(model="ssd-embedded", prompt="x", logprobs=1, seed=5)
         assert completion.choices[0].text == "Hi 🙂 5"
         assert completion.choices[0].logprobs is not None
@@ -99,7 +99,7 @@ def test_the_official_client_reads_whole_answers_and_logprobs() -> None:
 
 
 def test_the_official_client_understands_errors() -> None:
-    with open_server(answer) as address, official(address) as client:
+    with listening_server(answer) as address, official(address) as client:
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt", prompt="x")
         with pytest.raises(openai.BadRequestError) as caught:
@@ -108,7 +108,7 @@ def test_the_official_client_understands_errors() -> None:
 
 
 def test_the_official_client_sees_an_engine_that_dies_in_a_stream() -> None:
-    with open_server(lambda _: say("abcdef", hold_after=1)) as address, official(address) as client:
+    with listening_server(lambda _: say("abcdef", hold_after=1)) as address, official(address) as client:
         with client.completions.create(model="ssd-embedded", prompt="x", stream=True) as stream:
             received = iter(stream)
             next(received)
@@ -121,7 +121,7 @@ def test_the_official_client_sees_an_engine_that_dies_in_a_stream() -> None:
 def test_a_stream_that_has_to_wait_is_kept_open() -> None:
     limits = Limits(ping_s=0.05)
     script = say("abcdef", hold_after=1)
-    with open_server(lambda _: script, limits=limits) as address, official(address) as client:
+    with listening_server(lambda _: script, limits=limits) as address, official(address) as client:
         with client.completions.create(model="ssd-embedded", prompt="x", stream=True) as stream:
             received = iter(stream)
             first = next(received)
@@ -138,7 +138,7 @@ def test_a_stream_that_has_to_wait_is_kept_open() -> None:
 
 
 def test_head_tells_what_get_would_without_a_body() -> None:
-    with open_server(answer) as address, httpx.Client(base_url=address.url) as client:
+    with listening_server(answer) as address, httpx.Client(base_url=address.url) as client:
         for path in ("/health", "/ping", "/v1/models", "/v1/models/ssd-embedded", "/version", "/load"):
             got, head = client.get(path), client.head(path)
             assert (head.status_code, head.content) == (200, b"")
@@ -161,7 +161,7 @@ def test_connections_outlive_pauses_between_requests() -> None:
 def test_a_client_that_leaves_frees_its_requests_at_once(stream: bool, hold_after: int) -> None:
     body = json.dumps({"prompt": "a", "n": 2, "stream": stream}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with open_server(lambda _: say("abcdef", hold_after=hold_after)) as address:
+    with listening_server(lambda _: say("abcdef", hold_after=hold_after)) as address:
         engine = address.engine
         port = int(address.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -192,7 +192,7 @@ def test_a_client_that_does_not_read_holds_nobody_else_up_and_loses_nothing() ->
     }
     body = json.dumps({"prompt": "a", "n": choices, "max_tokens": length, "stream": True, **more}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    with open_server(lambda _: say("x" * length, group=1)) as address, socket.socket() as client:
+    with listening_server(lambda _: say("x" * length, group=1)) as address, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(60.0)
         client.connect(("127.0.0.1", int(address.url.rpartition(":")[2])))
@@ -227,7 +227,7 @@ def test_a_client_that_does_not_read_is_cut_off_by_the_system() -> None:
 
 
 def test_while_loading_every_request_is_answered_503_whoever_drips() -> None:
-    with open_server(lambda _: say(""), ready=False) as address:
+    with listening_server(lambda _: say(""), ready=False) as address:
         at = ("127.0.0.1", int(address.url.rpartition(":")[2]))
         with socket.create_connection(at) as silent, socket.create_connection(at) as dripping:
             for sent in (b"G", b"E", b"T"):
@@ -242,7 +242,7 @@ def test_while_loading_every_request_is_answered_503_whoever_drips() -> None:
 
 
 def test_what_runs_may_end_before_the_server_stops() -> None:
-    with open_server(lambda _: say("abcdef", hold_after=1)) as address:
+    with listening_server(lambda _: say("abcdef", hold_after=1)) as address:
         url = f"{address.url}{COMPLETIONS}"
         with httpx.stream("POST", url, json={"prompt": "a", "stream": True}) as response:
             lines = response.iter_lines()
@@ -255,7 +255,7 @@ def test_what_runs_may_end_before_the_server_stops() -> None:
 
 
 def test_what_does_not_end_is_aborted() -> None:
-    with open_server(lambda _: say("abcdef", hold_after=1)) as address:
+    with listening_server(lambda _: say("abcdef", hold_after=1)) as address:
         url = f"{address.url}{COMPLETIONS}"
         with httpx.stream("POST", url, json={"prompt": "a", "stream": True}) as response:
             lines = response.iter_lines()

@@ -5,7 +5,7 @@ import pytest
 
 from ssd_serve.base.messages import SamplingParameters
 from tests.server.fakes import CONTEXT, READY, say
-from tests.server.played_servers import open_house, post
+from tests.server.running_server import running_server, post
 
 pytestmark = pytest.mark.anyio
 MODEL = msgspec.structs.replace(READY, sampling={"temperature": 0.6, "top_p": 0.95, "max_tokens": 40})
@@ -16,9 +16,9 @@ WAYS = [
 
 
 async def asked(path: str, fields: dict[str, object]) -> SamplingParameters:
-    async with open_house(lambda _: say("x"), model=MODEL) as house:
-        await post(house, path, **fields)
-        return house.engine.submits()[0].parameters
+    async with running_server(lambda _: say("x"), model=MODEL) as server:
+        await post(server, path, **fields)
+        return server.engine.submits()[0].parameters
 
 
 @pytest.mark.parametrize(("path", "fields"), WAYS)
@@ -42,10 +42,10 @@ async def test_a_long_prompt_leaves_room_for_fewer_tokens() -> None:
 
 
 async def test_the_models_card_tells_them_once_they_are_known() -> None:
-    async with open_house(lambda _: say("x"), model=MODEL) as house:
-        card = (await house.http.get("/v1/models")).json()["data"][0]
-    async with open_house(lambda _: say("x"), ready=False) as house:
-        early = (await house.http.get("/v1/models")).json()["data"][0]
+    async with running_server(lambda _: say("x"), model=MODEL) as server:
+        card = (await server.http.get("/v1/models")).json()["data"][0]
+    async with running_server(lambda _: say("x"), ready=False) as server:
+        early = (await server.http.get("/v1/models")).json()["data"][0]
     assert card["default_sampling_params"] == {"temperature": 0.6, "top_p": 0.95, "max_tokens": 40}
     assert early["default_sampling_params"] is None
 
@@ -53,7 +53,7 @@ async def test_the_models_card_tells_them_once_they_are_known() -> None:
 async def test_other_defaults_are_another_system() -> None:
     async def fingerprint(sampling: dict[str, int | float]) -> object:
         model = msgspec.structs.replace(READY, sampling=sampling)
-        async with open_house(lambda _: say("x"), model=model) as house:
-            return (await post(house, "/v1/completions", prompt="Hi"))["system_fingerprint"]
+        async with running_server(lambda _: say("x"), model=model) as server:
+            return (await post(server, "/v1/completions", prompt="Hi"))["system_fingerprint"]
 
     assert await fingerprint({"top_p": 0.9}) != await fingerprint({"top_p": 0.8})

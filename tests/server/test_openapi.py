@@ -1,4 +1,4 @@
-"""The OpenAPI document names every path, status and content type; `open_house` holds answers against it."""
+"""The OpenAPI document names every path, status and content type; `running_server` holds answers against it."""
 
 from contextlib import closing
 from http.client import HTTPConnection
@@ -13,7 +13,7 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.openai.openapi import OPERATIONS, Doors, build_document
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import ByteTokenizer, Script, say
-from tests.server.played_servers import House, open_house, open_server
+from tests.server.running_server import RunningServer, running_server, listening_server
 
 pytestmark = pytest.mark.anyio
 KEY = {"Authorization": "Bearer sesame"}
@@ -31,10 +31,10 @@ GETS = sorted(path for path in OPERATIONS if path not in BODIES)
 
 
 async def test_every_route_is_an_operation_and_the_other_way_round() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         routes = {
             (route.path.replace(":path}", "}"), method.lower())
-            for route in house.app.routes
+            for route in server.app.routes
             if isinstance(route, APIRoute)
             for method in route.methods or ()
         }
@@ -76,14 +76,14 @@ def test_a_key_of_the_metrics_locks_the_metrics_alone() -> None:
     assert told["components"]["securitySchemes"]
 
 
-async def ask_all(house: House, headers: dict[str, str]) -> None:
+async def ask_all(server: RunningServer, headers: dict[str, str]) -> None:
     """Every operation, and the rich forms of those that generate."""
     for path in GETS:
         filled = path.replace("{name}", "ssd-embedded")
         for method in ("GET", "HEAD"):
-            await house.http.request(method, filled, headers=headers)
+            await server.http.request(method, filled, headers=headers)
     for path, body in BODIES.items():
-        await house.http.post(path, json=body, headers=headers)
+        await server.http.post(path, json=body, headers=headers)
 
 
 async def test_every_success_is_as_the_document_says() -> None:
@@ -91,16 +91,16 @@ async def test_every_success_is_as_the_document_says() -> None:
     chatty: dict[str, Any] = {**rich, "logprobs": True, "top_logprobs": 2}
     streamed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     steady = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    async with open_house(lambda _: say("abcdefgh", group=2)) as house:
-        await ask_all(house, {})
+    async with running_server(lambda _: say("abcdefgh", group=2)) as server:
+        await ask_all(server, {})
         for more in ({}, streamed, steady, {"stream": True}):
-            await house.http.post("/v1/completions", json={"prompt": "a", **rich, **more})
-            await house.http.post("/v1/chat/completions", json={"messages": ASK, **chatty, **more})
+            await server.http.post("/v1/completions", json={"prompt": "a", **rich, **more})
+            await server.http.post("/v1/chat/completions", json={"messages": ASK, **chatty, **more})
         for path in ("/v1/responses", "/v1/messages"):
-            await house.http.post(path, json={**BODIES[path], "stream": True})
-        await house.http.post("/v1/completions", json={"prompt": "a", "echo": True, "logprobs": 1})
-        await house.http.post("/tokenize", json={"prompt": "a", "return_token_strs": True})
-        seen = {(path, method, kind) for path, method, status, kind in house.contract.seen if status == 200}
+            await server.http.post(path, json={**BODIES[path], "stream": True})
+        await server.http.post("/v1/completions", json={"prompt": "a", "echo": True, "logprobs": 1})
+        await server.http.post("/tokenize", json={"prompt": "a", "return_token_strs": True})
+        seen = {(path, method, kind) for path, method, status, kind in server.contract.seen if status == 200}
     for path, operation in OPERATIONS.items():
         for method in operation.methods:
             kinds = {kind for where, how, kind in seen if (where, how) == (path, method.upper())}
@@ -121,37 +121,37 @@ async def test_every_problem_is_as_the_document_says() -> None:
     """All statuses of the document, each seen at each path that may answer with it."""
     seen: set[tuple[str, int]] = set()
 
-    def note(house: House) -> None:
-        seen.update((path, status) for path, _, status, _ in house.contract.seen)
+    def note(server: RunningServer) -> None:
+        seen.update((path, status) for path, _, status, _ in server.contract.seen)
 
-    async with open_house(lambda _: say("x"), Settings(api_key="sesame")) as house:
-        await ask_all(house, {})
-        note(house)
-    async with open_house(lambda _: say("x"), ready=False) as house:
-        await ask_all(house, {})
-        note(house)
-    async with open_house(lambda _: say("x"), limits=Limits(max_body_bytes=100)) as house:
-        await house.http.get("/v1/models/other")
+    async with running_server(lambda _: say("x"), Settings(api_key="sesame")) as server:
+        await ask_all(server, {})
+        note(server)
+    async with running_server(lambda _: say("x"), ready=False) as server:
+        await ask_all(server, {})
+        note(server)
+    async with running_server(lambda _: say("x"), limits=Limits(max_body_bytes=100)) as server:
+        await server.http.get("/v1/models/other")
         for path, body in BODIES.items():
-            await house.http.post(path, json={**body, "model": "other"})
-            await house.http.post(path, json={**body, "modell": 1})
-            await house.http.post(path, json={**body, "user": "x" * 100})
-            await house.http.post(path, content=b"{}")
-        note(house)
-    async with open_house(lambda _: Script((), refused=Refused(0, "no room", retry_after_s=2.5))) as house:
+            await server.http.post(path, json={**body, "model": "other"})
+            await server.http.post(path, json={**body, "modell": 1})
+            await server.http.post(path, json={**body, "user": "x" * 100})
+            await server.http.post(path, content=b"{}")
+        note(server)
+    async with running_server(lambda _: Script((), refused=Refused(0, "no room", retry_after_s=2.5))) as server:
         for stream in (False, True):
-            await house.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+            await server.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
             for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
-                await house.http.post(path, json={**BODIES[path], "stream": stream})
-        note(house)
-    async with open_house(lambda _: say("x"), Settings(key_requests_per_minute=1)) as house:
+                await server.http.post(path, json={**BODIES[path], "stream": stream})
+        note(server)
+    async with running_server(lambda _: say("x"), Settings(key_requests_per_minute=1)) as server:
         for path, body in BODIES.items():
             for _ in range(2):
-                await house.http.post(path, json=body)
-        note(house)
-    async with open_house(lambda _: say("x"), tokenizer=Broken()) as house:
-        await house.http.post("/v1/completions", json={"prompt": "a"})
-        note(house)
+                await server.http.post(path, json=body)
+        note(server)
+    async with running_server(lambda _: say("x"), tokenizer=Broken()) as server:
+        await server.http.post("/v1/completions", json={"prompt": "a"})
+        note(server)
     missing = {
         (path, status)
         for path, each in OPERATIONS.items()
@@ -172,7 +172,7 @@ def status_of_half_a_body(host: str, port: int, path: str) -> int:
 
 
 def test_a_body_that_takes_too_long_is_as_the_document_says() -> None:
-    with open_server(lambda _: say("x"), limits=Limits(body_timeout_s=0.05)) as server:
+    with listening_server(lambda _: say("x"), limits=Limits(body_timeout_s=0.05)) as server:
         url = httpx.URL(server.url)
         for path in BODIES:
             assert status_of_half_a_body(url.host, url.port or 80, path) == 408

@@ -8,7 +8,7 @@ import pytest
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
 from tests.server.generating import generate_requests
-from tests.server.played_servers import open_server
+from tests.server.running_server import listening_server
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,7 +20,7 @@ KEY = "a-key-of-some-length"
 
 
 def test_whatever_the_document_allows_or_forbids(tmp_path: Path) -> None:
-    with open_server(lambda _: say("abcdefgh", group=4)) as address:
+    with listening_server(lambda _: say("abcdefgh", group=4)) as address:
         said = generate_requests(address.url, tmp_path, 6)
         seen = {(path, status, kind) for path, _, status, kind in address.contract.seen}
     for phase in ("Examples", "Coverage", "Fuzzing", "Stateful"):
@@ -32,7 +32,7 @@ def test_whatever_the_document_allows_or_forbids(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_missing_or_wrong(tmp_path: Path) -> None:
-    with open_server(lambda _: say("ab"), Settings(drain_seconds=1, api_key=KEY)) as address:
+    with listening_server(lambda _: say("ab"), Settings(drain_seconds=1, api_key=KEY)) as address:
         generate_requests(
             address.url,
             tmp_path,

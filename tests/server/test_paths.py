@@ -6,7 +6,7 @@ import pytest
 
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
-from tests.server.played_servers import open_server
+from tests.server.running_server import listening_server
 
 KEY = "a-key-of-some-length"
 WAYS = [
@@ -40,7 +40,7 @@ def status(port: int, target: str, host: str) -> int:
 @pytest.mark.parametrize("root", [None, "/llm"])
 def test_nobody_goes_around_the_key(root: str | None) -> None:
     settings = Settings(drain_seconds=1, api_key=KEY, root_path=root)
-    with open_server(lambda _: say("x"), settings) as address:
+    with listening_server(lambda _: say("x"), settings) as address:
         port = int(address.url.rpartition(":")[2])
         assert status(port, "/health", "localhost") == 200, "open, whoever asks"
         assert {(way, status(port, *way)) for way in WAYS} <= {

@@ -8,9 +8,9 @@ import pytest
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.base.settings import Settings
-from tests.server.dying_engines import House as MortalHouse
+from tests.server.crashing_engine import CrashingEngine
 from tests.server.fakes import FIGURES, FakeEngine, say
-from tests.server.played_servers import House, events, open_house, post
+from tests.server.running_server import RunningServer, events, running_server, post
 from tests.server.test_auth import OPERATOR_KEY, bearer
 from tests.server.test_keys import ANNA, BEN, write
 
@@ -31,11 +31,11 @@ def keys(tmp_path: Path) -> Path:
 
 
 async def test_without_keys_requests_share_unless_they_give_a_salt() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         for salt in (None, None, "mine", "mine", "yours"):
-            await post(house, COMPLETIONS, prompt="a", cache_salt=salt)
-        await post(house, CHAT, messages=[{"role": "user", "content": "Hi"}], cache_salt="mine", n=2)
-    first, second, mine, again, yours, *chat = salts(house.engine)
+            await post(server, COMPLETIONS, prompt="a", cache_salt=salt)
+        await post(server, CHAT, messages=[{"role": "user", "content": "Hi"}], cache_salt="mine", n=2)
+    first, second, mine, again, yours, *chat = salts(server.engine)
     assert first == second == b""
     assert mine == again != yours
     assert chat == [mine, mine]
@@ -44,15 +44,15 @@ async def test_without_keys_requests_share_unless_they_give_a_salt() -> None:
 
 async def test_each_name_of_the_file_has_its_own_part_and_no_salt_leads_into_anothers(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY)
-    async with open_house(lambda _: say("x"), settings) as house:
+    async with running_server(lambda _: say("x"), settings) as server:
         for key, salt in (
             *((ANNA, None), (ANNA, None), (ANNA, "s"), (BEN, None), (BEN, "s")),
             *((OPERATOR_KEY, None), (OPERATOR_KEY, "s"), (OPERATOR_KEY, "anna\0")),
         ):
             body = {"prompt": "a", "cache_salt": salt}
-            answer = await house.http.post(COMPLETIONS, json=body, headers=bearer(key))
+            answer = await server.http.post(COMPLETIONS, json=body, headers=bearer(key))
             assert answer.status_code == 200
-    anna, same, *others = salts(house.engine)
+    anna, same, *others = salts(server.engine)
     assert anna == same
     assert len({anna, *others}) == 7
     assert others[3] == b""  # the operator's, who has not asked for another
@@ -60,10 +60,10 @@ async def test_each_name_of_the_file_has_its_own_part_and_no_salt_leads_into_ano
 
 async def test_salts_by_key_can_be_switched_off(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, salt_by_key=False)
-    async with open_house(lambda _: say("x"), settings) as house:
+    async with running_server(lambda _: say("x"), settings) as server:
         for key in (ANNA, BEN):
-            await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(key))
-    assert salts(house.engine) == [b"", b""]
+            await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=bearer(key))
+    assert salts(server.engine) == [b"", b""]
 
 
 async def test_another_process_makes_other_salts(keys: Path) -> None:
@@ -75,12 +75,12 @@ async def test_another_process_makes_other_salts(keys: Path) -> None:
     assert first.salt(anna, None) == first.salt(anna, None) != second.salt(other, None)
 
 
-async def cached(house: House, path: str, body: dict[str, object], key: str = "") -> list[object]:
+async def cached(server: RunningServer, path: str, body: dict[str, object], key: str = "") -> list[object]:
     """What an answer and every chunk of a stream tell of cached tokens."""
     headers = bearer(key) if key else {}
     wanted = {"include_usage": True, "continuous_usage_stats": True}
-    whole = await house.http.post(path, json=body, headers=headers)
-    stream = await house.http.post(
+    whole = await server.http.post(path, json=body, headers=headers)
+    stream = await server.http.post(
         path, json={**body, "stream": True, "stream_options": wanted}, headers=headers
     )
     chunks = [json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")]
@@ -96,28 +96,28 @@ async def test_what_was_cached_is_told_only_of_ones_own(
     path: str, body: dict[str, object], keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FIGURES, "cached_prompt_tokens", 3)
-    async with open_house(lambda _: say("xyz")) as house:
-        assert set(await cached(house, path, body)) == {None}
-        own = await cached(house, path, {**body, "cache_salt": "mine"})
+    async with running_server(lambda _: say("xyz")) as server:
+        assert set(await cached(server, path, body)) == {None}
+        own = await cached(server, path, {**body, "cache_salt": "mine"})
         assert own[0] == own[-1] == 3
         assert None not in own
-    async with open_house(lambda _: say("xyz"), Settings(tell_cached_tokens=True)) as house:
-        assert (await cached(house, path, body))[0] == 3
+    async with running_server(lambda _: say("xyz"), Settings(tell_cached_tokens=True)) as server:
+        assert (await cached(server, path, body))[0] == 3
     settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY)
-    async with open_house(lambda _: say("xyz"), settings) as house:
-        assert (await cached(house, path, body, ANNA))[0] == 3
-        assert set(await cached(house, path, body, OPERATOR_KEY)) == {None}
-    async with open_house(lambda _: say("xyz"), Settings(api_keys_file=keys, salt_by_key=False)) as house:
-        assert set(await cached(house, path, body, ANNA)) == {None}
+    async with running_server(lambda _: say("xyz"), settings) as server:
+        assert (await cached(server, path, body, ANNA))[0] == 3
+        assert set(await cached(server, path, body, OPERATOR_KEY)) == {None}
+    async with running_server(lambda _: say("xyz"), Settings(api_keys_file=keys, salt_by_key=False)) as server:
+        assert set(await cached(server, path, body, ANNA)) == {None}
 
 
 async def test_nothing_else_of_an_answer_depends_on_what_was_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, object]] = []
-    async with open_house(lambda _: say("xyz")) as house:
+    async with running_server(lambda _: say("xyz")) as server:
         for tokens in (0, 3):
             monkeypatch.setattr(FIGURES, "cached_prompt_tokens", tokens)
             monkeypatch.setattr(FIGURES, "prompt_s", tokens / 1e3)
-            answer = await post(house, COMPLETIONS, prompt="abc", seed=1)
+            answer = await post(server, COMPLETIONS, prompt="abc", seed=1)
             assert {answer["timings"][name] for name in ("queue_ms", "prompt_ms", "prompt_per_second")} == {
                 None
             }
@@ -128,16 +128,16 @@ async def test_nothing_else_of_an_answer_depends_on_what_was_cached(monkeypatch:
 
 @pytest.mark.parametrize("salt", ["", "s" * 257, 5, ["s"]])
 async def test_a_salt_is_a_short_text(salt: object) -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(COMPLETIONS, json={"prompt": "a", "cache_salt": salt})
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "cache_salt": salt})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "cache_salt"
 
 
 async def test_a_salt_of_odd_characters_is_a_salt_or_an_error() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         for written in (rb"\ud800", rb"\u0000", "ü🙂".encode(), b"\xff"):
-            answer = await house.http.post(
+            answer = await server.http.post(
                 COMPLETIONS,
                 content=b'{"prompt": "a", "cache_salt": "' + written + b'"}',
                 headers={"Content-Type": "application/json"},
@@ -145,18 +145,18 @@ async def test_a_salt_of_odd_characters_is_a_salt_or_an_error() -> None:
             assert answer.status_code in (200, 400)
 
 
-async def test_a_request_that_goes_on_in_another_engine_keeps_its_salt(house: MortalHouse) -> None:
+async def test_a_request_that_goes_on_in_another_engine_keeps_its_salt(crashing: CrashingEngine) -> None:
     def submitted() -> list[Submit]:
-        house.engine.take()
-        return [submit for submit, *_ in house.engine.requests.values()]
+        crashing.engine.take()
+        return [submit for submit, *_ in crashing.engine.requests.values()]
 
-    await house.until(lambda: house.client.ready is not None)
-    house.client.submit((7,), SamplingParameters(max_tokens=4), 1, lambda _: None, options=RequestOptions(salt=b"mine"))
+    await crashing.until(lambda: crashing.client.ready is not None)
+    crashing.client.submit((7,), SamplingParameters(max_tokens=4), 1, lambda _: None, options=RequestOptions(salt=b"mine"))
     for _ in range(2):
-        await house.until(lambda: bool(submitted()))
+        await crashing.until(lambda: bool(submitted()))
         assert [submit.options.salt for submit in submitted()] == [b"mine"]
-        house.die()
-        house.live()
+        crashing.die()
+        crashing.live()
 
 
 PIECES = ["a", "ab" * 20, "long" * 30, "ü" * 40]
@@ -169,8 +169,8 @@ async def test_padded_chunks_have_one_length_whatever_they_say(path: str) -> Non
     sizes: set[int] = set()
     padding: set[str] = set()
     for text in PIECES:
-        async with open_house(lambda _, text=text: say(text, group=len(text.encode()))) as house:  # type: ignore[misc]
-            answer = await house.http.post(
+        async with running_server(lambda _, text=text: say(text, group=len(text.encode()))) as server:  # type: ignore[misc]
+            answer = await server.http.post(
                 path,
                 json={**body, "stream": True, "seed": 1, "stream_options": {"include_obfuscation": True}},
             )
@@ -184,9 +184,9 @@ async def test_padded_chunks_have_one_length_whatever_they_say(path: str) -> Non
 
 
 async def test_long_chunks_tell_only_a_power_of_two() -> None:
-    async with open_house(lambda _: say("abcdef" * 60, group=360)) as house:
+    async with running_server(lambda _: say("abcdef" * 60, group=360)) as server:
         options = {"include_obfuscation": True, "include_usage": True}
-        answer = await house.http.post(
+        answer = await server.http.post(
             COMPLETIONS, json={"prompt": "abc", "stream": True, "max_tokens": 400, "stream_options": options}
         )
     sizes = {len(f"{line}\n\n".encode()) for line in answer.text.split("\n\n") if line.startswith("data: {")}
@@ -195,11 +195,11 @@ async def test_long_chunks_tell_only_a_power_of_two() -> None:
 
 
 async def test_chunks_are_not_padded_unless_that_is_asked_for() -> None:
-    async with open_house(lambda _: say("abc")) as house:
+    async with running_server(lambda _: say("abc")) as server:
         for options in (None, {"include_obfuscation": False}, {"include_obfuscation": None}):
-            found = await events(house, COMPLETIONS, prompt="a", stream_options=options)
+            found = await events(server, COMPLETIONS, prompt="a", stream_options=options)
             assert not any("obfuscation" in chunk for chunk in found)
-        refused = await house.http.post(
+        refused = await server.http.post(
             COMPLETIONS, json={"prompt": "a", "stream_options": {"include_obfuscation": True}}
         )
     assert refused.status_code == 400

@@ -4,7 +4,7 @@ import pytest
 
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
-from tests.server.played_servers import open_house
+from tests.server.running_server import running_server
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -21,22 +21,22 @@ HEADER = "X-Request-Id"
 async def test_the_clients_name_is_told_in_header_and_id(
     path: str, body: dict[str, object], begin: str, stream: bool
 ) -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         for headers, asked, name in (
             ({HEADER: "trace-7/a"}, None, "trace-7/a"),
             ({HEADER: "trace-7/a"}, "other", "trace-7/a"),
             ({}, "job:9", "job:9"),
         ):
             sent = {**body, "stream": stream, "request_id": asked}
-            answer = await house.http.post(path, json=sent, headers=headers)
+            answer = await server.http.post(path, json=sent, headers=headers)
             assert answer.headers.get_list(HEADER) == [name]
             assert f'"id":"{begin}{name}"' in answer.text
 
 
 async def test_requests_without_a_usable_name_get_one_of_their_own() -> None:
-    async with open_house(lambda _: say("x")) as house:
+    async with running_server(lambda _: say("x")) as server:
         names = [
-            (await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)).headers[HEADER]
+            (await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)).headers[HEADER]
             for headers in ({}, {}, {HEADER: "two words"}, {HEADER: "a" * 129}, {HEADER: ""})
         ]
     assert len(set(names)) == 5
@@ -44,14 +44,14 @@ async def test_requests_without_a_usable_name_get_one_of_their_own() -> None:
 
 
 async def test_refused_requests_tell_it_too() -> None:
-    async with open_house(lambda _: say("x"), Settings(api_key="sesame")) as house:
+    async with running_server(lambda _: say("x"), Settings(api_key="sesame")) as server:
         named, key = {HEADER: "mine"}, {HEADER: "mine", "Authorization": "Bearer sesame"}
         answers = [
-            await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=named),
-            await house.http.post(COMPLETIONS, json={"prompt": 5}, headers=key),
-            await house.http.get("/nowhere", headers=key),
-            await house.http.get("/health", headers=named),
-            await house.http.get("/ping", headers=named),
+            await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=named),
+            await server.http.post(COMPLETIONS, json={"prompt": 5}, headers=key),
+            await server.http.get("/nowhere", headers=key),
+            await server.http.get("/health", headers=named),
+            await server.http.get("/ping", headers=named),
         ]
     assert [answer.status_code for answer in answers] == [401, 400, 404, 200, 200]
     assert all(answer.headers[HEADER] == "mine" for answer in answers)

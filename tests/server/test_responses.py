@@ -8,7 +8,7 @@ from openai import AsyncOpenAI
 
 from ssd_serve.base.messages import Submit
 from tests.server.fakes import END, Script, say, tokens
-from tests.server.played_servers import House, open_house, post
+from tests.server.running_server import RunningServer, running_server, post
 from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio
@@ -27,13 +27,13 @@ def speak(text: str, group: int = 3) -> Script:
     return tokens([*text.encode(), END], group=group)
 
 
-def client(house: House) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url="http://house/v1", api_key="none", http_client=cast(Any, house.http))
+def client(server: RunningServer) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=cast(Any, server.http))
 
 
 async def test_a_text_is_answered_by_a_message() -> None:
-    async with open_house(lambda _: speak("Hello")) as house:
-        response = await client(house).responses.create(model="ssd-embedded", input="Hi", temperature=0.5)
+    async with running_server(lambda _: speak("Hello")) as server:
+        response = await client(server).responses.create(model="ssd-embedded", input="Hi", temperature=0.5)
     assert (response.output_text, response.status) == ("Hello", "completed")
     assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.output_tokens) == (len("user: Hi\nassistant: "), 6)
@@ -42,15 +42,15 @@ async def test_a_text_is_answered_by_a_message() -> None:
 
 
 async def test_what_does_not_fit_is_incomplete() -> None:
-    async with open_house(lambda _: say("Hello, hello")) as house:
-        answer = await post(house, PATH, input="Hi", max_output_tokens=5)
+    async with running_server(lambda _: say("Hello, hello")) as server:
+        answer = await post(server, PATH, input="Hi", max_output_tokens=5)
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][0]["content"][0]["text"] == "Hello"
 
 
 async def test_thoughts_words_and_calls_are_items() -> None:
-    async with open_house(lambda _: speak(SAID), tokenizer=TemplateReader(TEMPLATE)) as house:
-        answer = await post(house, PATH, input="Hi", tools=[WEATHER])
+    async with running_server(lambda _: speak(SAID), tokenizer=TemplateReader(TEMPLATE)) as server:
+        answer = await post(server, PATH, input="Hi", tools=[WEATHER])
     kinds = [item["type"] for item in answer["output"]]
     assert kinds == ["reasoning", "message", "function_call", "function_call"]
     assert answer["output"][0]["content"][0]["text"] == "Hm."
@@ -63,9 +63,9 @@ async def test_thoughts_words_and_calls_are_items() -> None:
 async def test_the_events_of_a_stream_add_up_to_the_whole(group: int) -> None:
     tokenizer = TemplateReader(TEMPLATE)
     asked: dict[str, Any] = {"model": "ssd-embedded", "input": "Hi", "tools": [WEATHER]}
-    async with open_house(lambda _: speak(SAID, group), tokenizer=tokenizer) as house:
-        whole = await client(house).responses.create(**asked, extra_body={"seed": 3})
-        stream = await client(house).responses.create(**asked, stream=True, extra_body={"seed": 3})
+    async with running_server(lambda _: speak(SAID, group), tokenizer=tokenizer) as server:
+        whole = await client(server).responses.create(**asked, extra_body={"seed": 3})
+        stream = await client(server).responses.create(**asked, stream=True, extra_body={"seed": 3})
         events: list[Any] = [event async for event in stream]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
@@ -99,9 +99,9 @@ async def test_a_conversation_reaches_the_template() -> None:
         CALL,
         {"type": "function_call_output", "call_id": "abc", "output": "rain"},
     ]
-    async with open_house(lambda _: speak("Yes"), tokenizer=tokenizer) as house:
+    async with running_server(lambda _: speak("Yes"), tokenizer=tokenizer) as server:
         await post(
-            house, PATH, input=items, instructions="Be kind.", tools=[WEATHER], reasoning={"effort": "low"}
+            server, PATH, input=items, instructions="Be kind.", tools=[WEATHER], reasoning={"effort": "low"}
         )
     roles = [entry["role"] for entry in tokenizer.entries]
     assert roles == ["system", "user", "assistant", "tool"]
@@ -121,16 +121,16 @@ async def test_a_schema_reaches_the_engine() -> None:
         return speak("{}")
 
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    async with open_house(play) as house:
-        answer = await post(house, PATH, input="Hi", text={"format": form}, temperature=0, seed=5)
+    async with running_server(play) as server:
+        answer = await post(server, PATH, input="Hi", text={"format": form}, temperature=0, seed=5)
     assert '"type": "object"' in seen[0].parameters.grammar
     assert (seen[0].parameters.temperature, answer["seed"]) == (0, 5)
     assert answer["text"]["format"]["schema"] == {"type": "object"}
 
 
 async def test_probabilities_are_told_where_they_are_included() -> None:
-    async with open_house(lambda _: speak("Hi")) as house:
-        answer = await post(house, PATH, input="Hi", include=["message.output_text.logprobs"], top_logprobs=2)
+    async with running_server(lambda _: speak("Hi")) as server:
+        answer = await post(server, PATH, input="Hi", include=["message.output_text.logprobs"], top_logprobs=2)
     scored = answer["output"][0]["content"][0]["logprobs"]
     assert [entry["token"] for entry in scored][:2] == ["H", "i"]
     assert len(scored[0]["top_logprobs"]) == 2
@@ -152,15 +152,15 @@ async def test_probabilities_are_told_where_they_are_included() -> None:
     ],
 )
 async def test_what_cannot_be_answered_is_refused(more: dict[str, Any], words: str) -> None:
-    async with open_house(lambda _: say("Hello")) as house:
-        answer = await house.http.post(PATH, json={"input": "Hi", **more})
+    async with running_server(lambda _: say("Hello")) as server:
+        answer = await server.http.post(PATH, json={"input": "Hi", **more})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"].lower() or words in answer.json()["error"]["message"]
 
 
 async def test_a_stream_that_breaks_off_says_so() -> None:
-    async with open_house(lambda _: Script(((72, 105),), error="out of luck")) as house:
-        answer = await house.http.post(PATH, json={"input": "Hi", "stream": True})
+    async with running_server(lambda _: Script(((72, 105),), error="out of luck")) as server:
+        answer = await server.http.post(PATH, json={"input": "Hi", "stream": True})
     last = answer.text.strip().split("\n\n")[-1]
     name, data = last.splitlines()
     assert name == "event: error"

@@ -11,110 +11,110 @@ from ssd_serve.base.messages import Finished, SamplingParameters
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.event_channel import MessageChannel
 from ssd_serve.server.engine.submitted import Interrupted, Wanted
-from tests.server.dying_engines import Engine, Heard, House, begun, some, token_at
+from tests.server.crashing_engine import Engine, Heard, CrashingEngine, begun, some, token_at
 from tests.server.fakes import READY, channel_pair
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_no_token_is_lost_or_repeated_whenever_engines_die(house: House, seed: int) -> None:
-    source, requests = house.source, list[tuple[int, int, int, Heard]]()
+async def test_no_token_is_lost_or_repeated_whenever_engines_die(crashing: CrashingEngine, seed: int) -> None:
+    source, requests = crashing.source, list[tuple[int, int, int, Heard]]()
     source.seed(seed)
-    await house.until(lambda: house.client.ready is not None)
+    await crashing.until(lambda: crashing.client.ready is not None)
     deaths = 0
     while len(requests) < 8 or not all(heard.ended for *_, heard in requests):
         if len(requests) < 8 and source.random() < 0.3:
             length, most, choices = source.randint(1, 8), source.randint(1, 25), source.randint(1, 3)
             parameters, prompt = SamplingParameters(max_tokens=most, prompt_logprobs=0), (7,) * length
             new = [(length, most, len(requests) + choice, Heard()) for choice in range(choices)]
-            house.client.submit_all(
+            crashing.client.submit_all(
                 [Wanted(prompt, parameters, number, heard.reports.append) for *_, number, heard in new]
             )
             requests += new
-        house.engine.step()
+        crashing.engine.step()
         # Two engines in a row may give somebody nothing, no third one: that would be given up.
-        everybody = {number + 1 for *_, number, heard in requests if not heard.ended} <= house.engine.served
+        everybody = {number + 1 for *_, number, heard in requests if not heard.ended} <= crashing.engine.served
         likely = 0.15 if deaths >= 2 else 0.5  # a slow machine takes few turns
         if deaths < 20 and source.random() < likely and (everybody or deaths % 3 < 2):
-            house.die()
+            crashing.die()
             deaths += 1
             if source.random() < 0.5:
                 await asyncio.sleep(0.005)  # it is noticed before the next one is there
-            house.live()
+            crashing.live()
         await asyncio.sleep(0.001 * source.randint(0, 1))
     for length, most, number, heard in requests:
         assert heard.tokens == [token_at(number, length + place) for place in range(most)]
         assert heard.scores == [-float(place) for place in range(length - 1)]
         assert isinstance(heard.reports[-1], Finished)
     assert deaths >= 2
-    assert 0 < house.client.restarts <= deaths
+    assert 0 < crashing.client.restarts <= deaths
 
 
-async def test_who_comes_while_there_is_no_engine_waits_and_who_leaves_is_forgotten(house: House) -> None:
-    request, _ = await begun(house)
-    _, stays = await begun(house)
-    house.die()
-    await house.until(lambda: house.client.lost_s is not None)
+async def test_who_comes_while_there_is_no_engine_waits_and_who_leaves_is_forgotten(crashing: CrashingEngine) -> None:
+    request, _ = await begun(crashing)
+    _, stays = await begun(crashing)
+    crashing.die()
+    await crashing.until(lambda: crashing.client.lost_s is not None)
     heard = Heard()
-    house.client.submit((3,), SamplingParameters(max_tokens=9), 8, heard.reports.append)
-    house.client.abort(request)
-    house.live()
-    await house.until(lambda: house.client.lost_s is None)
-    house.engine.take()
-    assert sorted(house.engine.requests) == [2, 3]
+    crashing.client.submit((3,), SamplingParameters(max_tokens=9), 8, heard.reports.append)
+    crashing.client.abort(request)
+    crashing.live()
+    await crashing.until(lambda: crashing.client.lost_s is None)
+    crashing.engine.take()
+    assert sorted(crashing.engine.requests) == [2, 3]
     assert stays.reports[-1] == Interrupted()
-    await some(house, heard)
+    await some(crashing, heard)
     assert Interrupted() not in heard.reports
-    assert (house.client.restarts, house.client.resumed) == (1, 1)
+    assert (crashing.client.restarts, crashing.client.resumed) == (1, 1)
 
 
-async def test_a_text_that_had_its_end_does_not_wait_for_another_engine(house: House) -> None:
-    before, first = await begun(house)
-    during, second = await begun(house)
-    house.client.finish(before)
-    house.die()
-    await house.until(lambda: house.client.lost_s is not None)
-    house.client.finish(during)
+async def test_a_text_that_had_its_end_does_not_wait_for_another_engine(crashing: CrashingEngine) -> None:
+    before, first = await begun(crashing)
+    during, second = await begun(crashing)
+    crashing.client.finish(before)
+    crashing.die()
+    await crashing.until(lambda: crashing.client.lost_s is not None)
+    crashing.client.finish(during)
     for heard in (first, second):
         assert isinstance(heard.reports[-1], EngineDeadError)
         assert "figures" in str(heard.reports[-1])
-    assert house.client.active == 0
+    assert crashing.client.active == 0
 
 
-async def test_long_texts_go_on_although_the_next_engine_reads_nothing_while_it_loads(house: House) -> None:
+async def test_long_texts_go_on_although_the_next_engine_reads_nothing_while_it_loads(crashing: CrashingEngine) -> None:
     parameters = SamplingParameters(max_tokens=9)
-    await house.until(lambda: house.client.ready is not None)
-    house.die()
-    await house.until(lambda: house.client.lost_s is not None)
+    await crashing.until(lambda: crashing.client.ready is not None)
+    crashing.die()
+    await crashing.until(lambda: crashing.client.lost_s is not None)
     for seed in range(2):
-        house.client.submit((70_000,) * 1_000_000, parameters, seed, Heard().reports.append)
-    house.live()
-    await house.until(lambda: house.client.lost_s is None)
+        crashing.client.submit((70_000,) * 1_000_000, parameters, seed, Heard().reports.append)
+    crashing.live()
+    await crashing.until(lambda: crashing.client.lost_s is None)
 
     def all_there() -> bool:
-        house.engine.take()
-        return sorted(house.engine.requests) == [1, 2]
+        crashing.engine.take()
+        return sorted(crashing.engine.requests) == [1, 2]
 
-    await house.until(all_there)
+    await crashing.until(all_there)
 
 
-async def test_a_text_that_ends_while_the_next_engine_loads_is_not_continued_there(house: House) -> None:
-    request, heard = await begun(house)
-    house.die()
-    await house.until(lambda: house.client.lost_s is not None)
+async def test_a_text_that_ends_while_the_next_engine_loads_is_not_continued_there(crashing: CrashingEngine) -> None:
+    request, heard = await begun(crashing)
+    crashing.die()
+    await crashing.until(lambda: crashing.client.lost_s is not None)
     ours, theirs = channel_pair()
-    house.engine = Engine(theirs, house.source)
-    house.channels.put(ours)
+    crashing.engine = Engine(theirs, crashing.source)
+    crashing.channels.put(ours)
 
     def submitted() -> bool:
-        house.engine.take()
-        return request in house.engine.requests
+        crashing.engine.take()
+        return request in crashing.engine.requests
 
-    await house.until(submitted)
-    house.client.finish(request)
+    await crashing.until(submitted)
+    crashing.client.finish(request)
     assert isinstance(heard.reports[-1], EngineDeadError)
-    await house.until(lambda: not submitted())
+    await crashing.until(lambda: not submitted())
 
 
 async def test_whatever_goes_wrong_with_the_next_engine_everybody_is_told() -> None:
@@ -134,14 +134,14 @@ async def test_whatever_goes_wrong_with_the_next_engine_everybody_is_told() -> N
     assert "RuntimeError: the launcher is broken" in str(heard.reports[-1])
 
 
-async def test_when_no_engine_will_come_everybody_is_told_why(house: House) -> None:
-    _, heard = await begun(house)
-    house.die()
-    house.channels.put(None)
-    await house.until(lambda: heard.ended)
-    assert str(heard.reports[-1]) == house.client.dead == "it died too often"
+async def test_when_no_engine_will_come_everybody_is_told_why(crashing: CrashingEngine) -> None:
+    _, heard = await begun(crashing)
+    crashing.die()
+    crashing.channels.put(None)
+    await crashing.until(lambda: heard.ended)
+    assert str(heard.reports[-1]) == crashing.client.dead == "it died too often"
     with pytest.raises(EngineDeadError, match="too often"):
-        house.client.submit((1,), SamplingParameters(), 1, heard.reports.append)
+        crashing.client.submit((1,), SamplingParameters(), 1, heard.reports.append)
 
 
 async def test_an_engine_that_was_never_ready_is_not_waited_for() -> None:
@@ -156,15 +156,15 @@ async def test_an_engine_that_was_never_ready_is_not_waited_for() -> None:
     assert client.dead == "the engine process ended"
 
 
-async def test_a_stop_while_an_engine_is_awaited_ends_everything(house: House) -> None:
-    _, heard = await begun(house)
-    house.die()
-    await house.until(lambda: house.client.lost_s is not None)
-    house.client.stop()
+async def test_a_stop_while_an_engine_is_awaited_ends_everything(crashing: CrashingEngine) -> None:
+    _, heard = await begun(crashing)
+    crashing.die()
+    await crashing.until(lambda: crashing.client.lost_s is not None)
+    crashing.client.stop()
     assert "shutting down" in str(heard.reports[-1])
     ours, theirs = channel_pair()
-    house.channels.put(ours)
-    await house.until(lambda: theirs.receive() == [] and theirs.closed)
+    crashing.channels.put(ours)
+    await crashing.until(lambda: theirs.receive() == [] and theirs.closed)
     theirs.close()
 
 
@@ -188,9 +188,9 @@ async def test_an_engine_that_works_and_falls_silent_is_reported_until_it_speaks
 
 
 async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    crashing: CrashingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, heard = await begun(house)
+    _, heard = await begun(crashing)
     monkeypatch.setattr("ssd_serve.server.engine.client._LOOK_EVERY_S", 0.01)
     refusals: list[str] = []
 
@@ -200,16 +200,16 @@ async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        house.die()
-        await house.until(lambda: refusals.count("reconnect") >= 3)
-    house.live()
-    await house.until(lambda: house.client.lost_s is None)
-    await some(house, heard)
-    assert house.client.dead is None
+        crashing.die()
+        await crashing.until(lambda: refusals.count("reconnect") >= 3)
+    crashing.live()
+    await crashing.until(lambda: crashing.client.lost_s is None)
+    await some(crashing, heard)
+    assert crashing.client.dead is None
 
 
 async def test_an_engine_is_looked_for_again_where_the_system_was_short_of_something(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    crashing: CrashingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.client._LOOK_EVERY_S", 0.01)
     shortages: list[Exception] = [OSError(errno.EMFILE, "Too many open files"), MemoryError()]
@@ -219,10 +219,10 @@ async def test_an_engine_is_looked_for_again_where_the_system_was_short_of_somet
             raise shortages.pop()
         return reach()
 
-    reach, house.client._reconnect = house.reconnect, reconnect  # pyright: ignore[reportPrivateUsage]
-    _, heard = await begun(house)
-    house.die()
-    house.live()
-    await house.until(lambda: house.client.restarts == 1)
-    await some(house, heard)
+    reach, crashing.client._reconnect = crashing.reconnect, reconnect  # pyright: ignore[reportPrivateUsage]
+    _, heard = await begun(crashing)
+    crashing.die()
+    crashing.live()
+    await crashing.until(lambda: crashing.client.restarts == 1)
+    await some(crashing, heard)
     assert not shortages

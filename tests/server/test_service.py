@@ -24,28 +24,28 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import model_name
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import CONTEXT, FIGURES, READY, STATUS, say
-from tests.server.played_servers import House, open_house, post
+from tests.server.running_server import RunningServer, running_server, post
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
 
 
-async def until_told(house: House, message: Progress | Status | Ready) -> None:
+async def until_told(server: RunningServer, message: Progress | Status | Ready) -> None:
     """Until the server has heard the engine's message."""
-    house.engine.tell(message)
-    client = house.client
+    server.engine.tell(message)
+    client = server.client
     while message not in (client.status, client.ready) and client.progress != getattr(message, "text", None):
         await asyncio.sleep(0.002)
 
 
 async def test_health_is_503_until_a_token_can_be_generated() -> None:
-    async with open_house(lambda _: say("x"), ready=False) as house:
-        await until_told(house, Progress("reading weights"))
-        loading = await house.http.get("/health")
-        refused = await house.http.post(COMPLETIONS, json={"prompt": "a"})
-        await until_told(house, READY)
-        ready = await house.http.get("/health")
-        pinged = await house.http.get("/ping")
+    async with running_server(lambda _: say("x"), ready=False) as server:
+        await until_told(server, Progress("reading weights"))
+        loading = await server.http.get("/health")
+        refused = await server.http.post(COMPLETIONS, json={"prompt": "a"})
+        await until_told(server, READY)
+        ready = await server.http.get("/health")
+        pinged = await server.http.get("/ping")
     assert (loading.status_code, refused.status_code) == (503, 503)
     assert "reading weights" in loading.json()["error"]["message"]
     assert loading.json()["error"]["code"] == "loading"
@@ -55,17 +55,16 @@ async def test_health_is_503_until_a_token_can_be_generated() -> None:
 
 
 async def test_when_the_engine_dies_requests_end_with_an_error_and_health_says_so() -> None:
-    async with open_house(lambda _: say("abcdef", hold_after=1)) as house:
+    async with running_server(lambda _: say("abcdef", hold_after=1)) as server:
         bodies = [{"prompt": "a", "stream": stream} for stream in (False, True)]
-        held = [asyncio.ensure_future(house.http.post(COMPLETIONS, json=body)) for body in bodies]
-        house_has = house.client
-        while house_has.active < 2:
+        held = [asyncio.ensure_future(server.http.post(COMPLETIONS, json=body)) for body in bodies]
+        while server.client.active < 2:
             await asyncio.sleep(0.002)
         await asyncio.sleep(0.05)
-        await asyncio.to_thread(house.engine.die)
+        await asyncio.to_thread(server.engine.die)
         whole, stream = [await one for one in held]
-        health = await house.http.get("/health")
-        later = await house.http.post(COMPLETIONS, json={"prompt": "a"})
+        health = await server.http.get("/health")
+        later = await server.http.post(COMPLETIONS, json={"prompt": "a"})
     assert whole.status_code == 503
     assert whole.json()["error"]["code"] == "engine_dead"
     assert stream.status_code == 200
@@ -77,22 +76,22 @@ async def test_when_the_engine_dies_requests_end_with_an_error_and_health_says_s
 
 
 async def test_an_engine_that_falls_silent_is_noticed() -> None:
-    async with open_house(lambda _: say("x"), limits=Limits(engine_silence_s=0.05)) as house:
+    async with running_server(lambda _: say("x"), limits=Limits(engine_silence_s=0.05)) as server:
         await asyncio.sleep(0.1)
-        answer = await house.http.get("/health")
+        answer = await server.http.get("/health")
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "engine_silent"
 
 
 async def test_new_requests_are_refused_while_shutting_down() -> None:
-    async with open_house(lambda _: say("abc", hold_after=0)) as house:
-        held = asyncio.ensure_future(post(house, COMPLETIONS, prompt="a"))
-        while house.client.active < 1:
+    async with running_server(lambda _: say("abc", hold_after=0)) as server:
+        held = asyncio.ensure_future(post(server, COMPLETIONS, prompt="a"))
+        while server.client.active < 1:
             await asyncio.sleep(0.002)
-        house.gate.closed = True
-        refused = await house.http.post(COMPLETIONS, json={"prompt": "a"})
-        health = await house.http.get("/health")
-        house.engine.released.set()
+        server.gate.closed = True
+        refused = await server.http.post(COMPLETIONS, json={"prompt": "a"})
+        health = await server.http.get("/health")
+        server.engine.released.set()
         assert (await held)["choices"][0]["text"] == "abc"
     assert (refused.status_code, health.status_code) == (503, 503)
     assert refused.json()["error"]["code"] == "shutting_down"
@@ -106,12 +105,12 @@ def test_the_server_needs_no_torch() -> None:
 
 
 async def test_models_version_and_load() -> None:
-    async with open_house(lambda _: say("x"), Settings(served_model_name="mine")) as house:
-        models = (await house.http.get("/v1/models")).json()
-        one = await house.http.get("/v1/models/mine")
-        other = await house.http.get("/v1/models/org/other")
-        version = (await house.http.get("/version")).json()
-        load = (await house.http.get("/load")).json()
+    async with running_server(lambda _: say("x"), Settings(served_model_name="mine")) as server:
+        models = (await server.http.get("/v1/models")).json()
+        one = await server.http.get("/v1/models/mine")
+        other = await server.http.get("/v1/models/org/other")
+        version = (await server.http.get("/version")).json()
+        load = (await server.http.get("/load")).json()
     assert models["object"] == "list"
     assert [model["id"] for model in models["data"]] == ["mine"]
     assert models["data"][0]["max_model_len"] == CONTEXT
@@ -123,10 +122,10 @@ async def test_models_version_and_load() -> None:
 
 
 async def test_the_commit_is_told_that_the_engine_was_started_with() -> None:
-    async with open_house(lambda _: say("x"), Settings(target="org/model")) as house:
-        before = (await house.http.get("/v1/models")).json()["data"][0]
-        house.client.target = f"org/model@{'a' * 40}"
-        card = (await house.http.get("/v1/models")).json()["data"][0]
+    async with running_server(lambda _: say("x"), Settings(target="org/model")) as server:
+        before = (await server.http.get("/v1/models")).json()["data"][0]
+        server.client.target = f"org/model@{'a' * 40}"
+        card = (await server.http.get("/v1/models")).json()["data"][0]
     assert (before["root"], before["revision"]) == ("org/model", None)
     assert (card["root"], card["revision"]) == ("org/model", "a" * 40)
 
@@ -146,9 +145,9 @@ def test_the_model_is_named_after_its_target(target: str, name: str) -> None:
 
 async def test_load_tells_why_it_speculates_or_not_once_a_round_has_run() -> None:
     decided = Decided("off", Why.SLOWER, 0, 0.0, Price(0, 3.0, 0.02), Price(None, 3.0, 0.024))
-    async with open_house(lambda _: say("x")) as house:
-        await until_told(house, replace(STATUS, decision=decided))
-        load = (await house.http.get("/load")).json()
+    async with running_server(lambda _: say("x")) as server:
+        await until_told(server, replace(STATUS, decision=decided))
+        load = (await server.http.get("/load")).json()
     assert load == {
         "server_load": 0,
         "speculation": {
@@ -164,12 +163,12 @@ async def test_load_tells_why_it_speculates_or_not_once_a_round_has_run() -> Non
 
 
 async def test_metrics_join_what_server_and_engine_know() -> None:
-    async with open_house(lambda _: say("abcdef", group=3)) as house:
-        before = (await house.http.get("/metrics")).text
-        await until_told(house, STATUS)
-        await post(house, COMPLETIONS, prompt="a")
-        await post(house, COMPLETIONS, prompt="a", stop="cd")
-        page = (await house.http.get("/metrics")).text
+    async with running_server(lambda _: say("abcdef", group=3)) as server:
+        before = (await server.http.get("/metrics")).text
+        await until_told(server, STATUS)
+        await post(server, COMPLETIONS, prompt="a")
+        await post(server, COMPLETIONS, prompt="a", stop="cd")
+        page = (await server.http.get("/metrics")).text
     assert 'ssd_engine_up{model_name="ssd-embedded"} 1.0' in before
     assert "ssd_num_requests_running" not in before
     named = ',model_name="ssd-embedded"|model_name="ssd-embedded",?'
@@ -215,9 +214,9 @@ async def test_metrics_join_what_server_and_engine_know() -> None:
 
 async def test_metrics_have_the_names_that_the_operator_wants() -> None:
     settings = Settings(metrics_prefix="vllm:", served_model_name="mine")
-    async with open_house(lambda _: say("abcdef", group=3), settings) as house:
-        await until_told(house, STATUS)
-        page = (await house.http.get("/metrics")).text
+    async with running_server(lambda _: say("abcdef", group=3), settings) as server:
+        await until_told(server, STATUS)
+        page = (await server.http.get("/metrics")).text
     assert 'vllm:num_requests_running{model_name="mine"} 1.0' in page.splitlines()
     assert 'vllm:spec_decode_num_drafts_total{model_name="mine"} 100.0' in page.splitlines()
     assert "ssd_" not in page
@@ -230,9 +229,9 @@ async def test_times_of_prompts_are_measured_where_they_may_be_told(
     monkeypatch.setattr(FIGURES, "prompt_s", 0.001)
     settings = Settings(tell_cached_tokens=tells, api_key="key-of-this-test")
     headers = {"Authorization": "Bearer key-of-this-test"}
-    async with open_house(lambda _: say("abcdef", group=3), settings) as house:
-        await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
-        page = (await house.http.get("/metrics", headers=headers)).text
+    async with running_server(lambda _: say("abcdef", group=3), settings) as server:
+        await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
+        page = (await server.http.get("/metrics", headers=headers)).text
     assert metric(page, "ssd_request_round_tokens_count") == 1.0
     assert metric(page, "ssd_request_round_nodes_sum") == 8.0
     assert metric(page, "ssd_request_prefill_time_seconds_count") == count
@@ -247,9 +246,9 @@ async def test_what_serves_is_told() -> None:
         cache_dir=Path("/home/me/cache"),
         cluster_key="secret-of-the-cluster-of-this-test",
     )
-    async with open_house(lambda _: say("x"), settings) as house:
-        await until_told(house, STATUS)
-        info = (await house.http.get("/server_info")).json()
+    async with running_server(lambda _: say("x"), settings) as server:
+        await until_told(server, STATUS)
+        info = (await server.http.get("/server_info")).json()
     assert (info["target"], info["draft"], info["mode"]) == ("fake-target", "fake-draft", "ssd")
     assert (info["target_device"], info["draft_device"]) == ("cpu:0", "cpu:1")
     assert info["tree_decode_backend"] == "triton"
@@ -259,18 +258,18 @@ async def test_what_serves_is_told() -> None:
 
 async def test_the_commit_of_a_hub_model_is_told() -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
-    async with open_house(lambda _: say("x"), Settings(target=f"owner/name@{commit}")) as house:
-        (card,) = (await house.http.get("/v1/models")).json()["data"]
+    async with running_server(lambda _: say("x"), Settings(target=f"owner/name@{commit}")) as server:
+        (card,) = (await server.http.get("/v1/models")).json()["data"]
     assert (card["id"], card["root"], card["revision"]) == ("owner/name", "owner/name", commit)
 
 
 async def test_tokenize_and_detokenize_are_inverse() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        told = await post(house, "/tokenize", prompt="hé", add_special_tokens=False, return_token_strs=True)
-        back = await post(house, "/detokenize", tokens=told["tokens"])
-        chat = await post(house, "/tokenize", messages=[{"role": "user", "content": "x"}])
-        neither = await house.http.post("/tokenize", json={})
-        outside = await house.http.post("/detokenize", json={"tokens": [100000]})
+    async with running_server(lambda _: say("x")) as server:
+        told = await post(server, "/tokenize", prompt="hé", add_special_tokens=False, return_token_strs=True)
+        back = await post(server, "/detokenize", tokens=told["tokens"])
+        chat = await post(server, "/tokenize", messages=[{"role": "user", "content": "x"}])
+        neither = await server.http.post("/tokenize", json={})
+        outside = await server.http.post("/detokenize", json={"tokens": [100000]})
     assert told["count"] == 3
     assert told["max_model_len"] == CONTEXT
     assert told["token_strs"][0] == "h"
@@ -281,13 +280,13 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
 
 async def test_long_texts_are_tokenised_off_the_event_loop() -> None:
     text = "a" * 300
-    async with open_house(lambda _: say("x"), limits=Limits(inline_characters=10)) as house:
-        assert (await post(house, "/tokenize", prompt=text))["count"] == 301
+    async with running_server(lambda _: say("x"), limits=Limits(inline_characters=10)) as server:
+        assert (await post(server, "/tokenize", prompt=text))["count"] == 301
 
 
 async def test_the_openapi_document_describes_the_bodies() -> None:
-    async with open_house(lambda _: say("x")) as house:
-        document = (await house.http.get("/openapi.json")).json()
+    async with running_server(lambda _: say("x")) as server:
+        document = (await server.http.get("/openapi.json")).json()
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     reference = body["content"]["application/json"]["schema"]["$ref"]
     assert reference == "#/components/schemas/ChatRequest"

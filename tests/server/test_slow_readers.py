@@ -10,7 +10,7 @@ import pytest
 
 from ssd_serve.base.messages import Abort
 from tests.server.fakes import say
-from tests.server.played_servers import open_house, post
+from tests.server.running_server import running_server, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -54,14 +54,14 @@ def scope() -> dict[str, Any]:
 
 async def test_a_choice_whose_reader_is_too_far_behind_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.generation.MAX_UNREAD", 100)
-    async with open_house(lambda _: say("x" * 400, group=2)) as house:
+    async with running_server(lambda _: say("x" * 400, group=2)) as server:
         reader = StoppedReader({"prompt": "a", "n": 3, "max_tokens": 400, "stream": True})
-        reading = asyncio.ensure_future(house.app(scope(), reader.receive, reader.send))
-        await asyncio.to_thread(house.engine.wait_for, lambda: len(house.engine.sent(Abort)) == 3)
-        assert house.client.active == 0
+        reading = asyncio.ensure_future(server.app(scope(), reader.receive, reader.send))
+        await asyncio.to_thread(server.engine.wait_for, lambda: len(server.engine.sent(Abort)) == 3)
+        assert server.client.active == 0
         reader.go.set()
         await reading
-        assert (await post(house, PATH, prompt="a", max_tokens=400))["choices"][0]["text"] == "x" * 400
+        assert (await post(server, PATH, prompt="a", max_tokens=400))["choices"][0]["text"] == "x" * 400
     said = b"".join(reader.taken)
     assert b'"code":"slow_reader"' in said
     assert b"[DONE]" not in said
@@ -69,15 +69,15 @@ async def test_a_choice_whose_reader_is_too_far_behind_is_ended(monkeypatch: pyt
 
 async def test_one_report_however_large_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.generation.MAX_UNREAD", 100)
-    async with open_house(lambda _: say("x" * 400, group=400)) as house:
-        answered = await asyncio.wait_for(post(house, PATH, prompt="a", max_tokens=400), 10.0)
+    async with running_server(lambda _: say("x" * 400, group=400)) as server:
+        answered = await asyncio.wait_for(post(server, PATH, prompt="a", max_tokens=400), 10.0)
     assert answered["choices"][0]["text"] == "x" * 400
 
 
 async def test_a_reader_who_stops_for_a_while_gets_everything() -> None:
-    async with open_house(lambda _: say("x" * 400, group=2)) as house:
+    async with running_server(lambda _: say("x" * 400, group=2)) as server:
         reader = StoppedReader({"prompt": "a", "max_tokens": 400, "stream": True})
-        reading = asyncio.ensure_future(house.app(scope(), reader.receive, reader.send))
+        reading = asyncio.ensure_future(server.app(scope(), reader.receive, reader.send))
         await asyncio.sleep(0.05)
         reader.go.set()
         await reading
@@ -88,10 +88,10 @@ async def test_a_reader_who_stops_for_a_while_gets_everything() -> None:
 
 async def test_a_server_that_fell_behind_catches_up_in_fewer_and_larger_pieces() -> None:
     text = "to be or not to be, that is the question: whether it is nobler"
-    async with open_house(lambda _: say(text, group=1)) as house:
+    async with running_server(lambda _: say(text, group=1)) as server:
         asyncio.get_running_loop().call_later(0.01, time.sleep, 1.0)
         body = {"prompt": "a", "max_tokens": len(text), "stream": True, "speculation": {"trace": True}}
-        answer = await house.http.post(PATH, json=body)
+        answer = await server.http.post(PATH, json=body)
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     choices = [choice for event in events for choice in event["choices"]]
     assert "".join(choice["text"] for choice in choices) == text

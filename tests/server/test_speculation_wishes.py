@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.server.fakes import FIGURES, say
-from tests.server.played_servers import events, open_house, post
+from tests.server.running_server import events, running_server, post
 
 pytestmark = pytest.mark.anyio
 ASK = [{"role": "user", "content": "Hi"}]
@@ -20,15 +20,15 @@ DOORS: dict[str, dict[str, Any]] = {
     ("wish", "most"), [({"mode": "off"}, 0), ({"max_nodes": 3}, 3), ({"mode": "auto"}, None), (None, None)]
 )
 async def test_how_much_is_guessed_can_be_bounded(path: str, wish: object, most: int | None) -> None:
-    async with open_house(lambda _: say("xy")) as house:
-        await post(house, path, **DOORS[path], n=2, speculation=wish)
-        assert [submit.options.max_nodes for submit in house.engine.submits()] == [most, most]
+    async with running_server(lambda _: say("xy")) as server:
+        await post(server, path, **DOORS[path], n=2, speculation=wish)
+        assert [submit.options.max_nodes for submit in server.engine.submits()] == [most, most]
 
 
 @pytest.mark.parametrize("wish", [{"mode": "ssd"}, {"max_nodes": -1}, {"max_node": 3}, {"trace": 1}, 5])
 async def test_a_wish_that_is_none_is_refused(wish: object) -> None:
-    async with open_house(lambda _: say("xy")) as house:
-        answer = await house.http.post("/v1/completions", json={"prompt": "a", "speculation": wish})
+    async with running_server(lambda _: say("xy")) as server:
+        answer = await server.http.post("/v1/completions", json={"prompt": "a", "speculation": wish})
     assert answer.status_code == 400
     assert "speculation" in answer.json()["error"]["message"]
 
@@ -37,15 +37,15 @@ async def test_a_wish_that_is_none_is_refused(wish: object) -> None:
 async def test_the_tokens_of_each_round_are_told(path: str) -> None:
     """Whole and streamed; a stream tells those of a round whose text is held back with the next."""
     asked = {**DOORS[path], "speculation": {"trace": True}, "stop": ["ghi"]}
-    async with open_house(lambda _: say("abcdefghkl", group=3)) as house:
-        whole = await post(house, path, **asked)
+    async with running_server(lambda _: say("abcdefghkl", group=3)) as server:
+        whole = await post(server, path, **asked)
         told = [
             choice["rounds"]
-            for chunk in await events(house, path, **asked)
+            for chunk in await events(server, path, **asked)
             for choice in chunk["choices"]
             if "rounds" in choice
         ]
-        untold = await post(house, path, **DOORS[path])
+        untold = await post(server, path, **DOORS[path])
     assert whole["choices"][0]["rounds"] == [3, 3, 3, 1]
     assert [size for rounds in told for size in rounds] == [3, 3, 3, 1]
     assert "rounds" not in untold["choices"][0]
@@ -53,9 +53,9 @@ async def test_the_tokens_of_each_round_are_told(path: str) -> None:
 
 async def test_where_the_time_went_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FIGURES, "prompt_s", 0.001)
-    async with open_house(lambda _: say("abcdef")) as house:
-        answer = await post(house, "/v1/completions", prompt="ab", cache_salt="mine")
-        chunks = await events(house, "/v1/completions", prompt="ab", cache_salt="mine")
+    async with running_server(lambda _: say("abcdef")) as server:
+        answer = await post(server, "/v1/completions", prompt="ab", cache_salt="mine")
+        chunks = await events(server, "/v1/completions", prompt="ab", cache_salt="mine")
     for timings in (answer["timings"], chunks[-1]["timings"]):
         assert (timings["prompt_n"], timings["predicted_n"], timings["prompt_ms"]) == (3, 6, 1.0)
         assert timings["queue_ms"] == pytest.approx(max(0, timings["first_token_ms"] - 1.0), abs=0.01)
@@ -66,7 +66,7 @@ async def test_where_the_time_went_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_figures_can_be_left_out_of_a_stream() -> None:
     options = {"include_usage": True, "include_speculation": False}
-    async with open_house(lambda _: say("abcdef")) as house:
-        chunks = await events(house, "/v1/completions", prompt="ab", stream_options=options)
+    async with running_server(lambda _: say("abcdef")) as server:
+        chunks = await events(server, "/v1/completions", prompt="ab", stream_options=options)
     assert not any("metrics" in chunk or "timings" in chunk for chunk in chunks)
     assert chunks[-1]["usage"]["completion_tokens"] == 6

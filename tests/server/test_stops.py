@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.base.messages import Abort, Finish
 from tests.server.fakes import END, Script, say, tokens
-from tests.server.played_servers import events, open_house, post
+from tests.server.running_server import events, running_server, post
 
 PATH = "/v1/completions"
 TEXT = "To stop 🙂 or not to STOP"
@@ -27,8 +27,8 @@ def groupings(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
 
 
 async def outcome(groups: tuple[tuple[int, ...], ...], **body: Any) -> tuple[object, ...]:
-    async with open_house(lambda _: Script(groups)) as house:
-        found = await post(house, PATH, prompt="a", max_tokens=60, return_token_ids=True, logprobs=0, **body)
+    async with running_server(lambda _: Script(groups)) as server:
+        found = await post(server, PATH, prompt="a", max_tokens=60, return_token_ids=True, logprobs=0, **body)
     choice = found["choices"][0]
     told = choice["logprobs"]
     return (
@@ -55,11 +55,11 @@ def test_grouping_changes_nothing(
 
 @pytest.mark.anyio
 async def test_tokens_beyond_the_stop_string_are_neither_shown_nor_counted() -> None:
-    async with open_house(lambda _: say("one two three", group=100, hold_after=1)) as house:
-        found = await post(house, PATH, prompt="a", stop=" two", return_token_ids=True)
-        streamed = await events(house, PATH, prompt="a", stop=[" two"])
-        house.engine.wait_for(lambda: len(house.engine.sent(Finish)) == 2)
-        assert house.engine.sent(Abort) == []
+    async with running_server(lambda _: say("one two three", group=100, hold_after=1)) as server:
+        found = await post(server, PATH, prompt="a", stop=" two", return_token_ids=True)
+        streamed = await events(server, PATH, prompt="a", stop=[" two"])
+        server.engine.wait_for(lambda: len(server.engine.sent(Finish)) == 2)
+        assert server.engine.sent(Abort) == []
     choice = found["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", " two")
     assert choice["token_ids"] == list(b"one two")
@@ -71,8 +71,8 @@ async def test_tokens_beyond_the_stop_string_are_neither_shown_nor_counted() -> 
 
 @pytest.mark.anyio
 async def test_an_engine_that_has_ended_already_need_not_be_told() -> None:
-    async with open_house(lambda _: tokens(list(b"one two"), group=7)) as house:
-        found = await post(house, PATH, prompt="a", stop="two", max_tokens=7)
+    async with running_server(lambda _: tokens(list(b"one two"), group=7)) as server:
+        found = await post(server, PATH, prompt="a", stop="two", max_tokens=7)
     assert found["choices"][0]["finish_reason"] == "stop"
     assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] == 32
 
@@ -80,11 +80,11 @@ async def test_an_engine_that_has_ended_already_need_not_be_told() -> None:
 @pytest.mark.anyio
 async def test_an_engine_that_never_says_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.generation._LONGEST_END_S", 0.05)
-    async with open_house(lambda _: say("one two three", group=7, hold_after=1)) as house:
-        house.engine.mute = True
-        found = await post(house, PATH, prompt="a", stop="two")
-        house.engine.wait_for(lambda: len(house.engine.sent(Abort)) == 1)
-        assert house.client.active == 0
+    async with running_server(lambda _: say("one two three", group=7, hold_after=1)) as server:
+        server.engine.mute = True
+        found = await post(server, PATH, prompt="a", stop="two")
+        server.engine.wait_for(lambda: len(server.engine.sent(Abort)) == 1)
+        assert server.client.active == 0
     assert found["choices"][0]["text"] == "one "
     figures = found["metrics"]["speculative_decoding"]
     assert (figures["num_tokens"], figures["num_draft_tokens"]) == (7, None)
@@ -93,18 +93,18 @@ async def test_an_engine_that_never_says_its_figures(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.anyio
 async def test_a_complete_text_survives_the_engines_death() -> None:
-    async with open_house(lambda _: say("one two three", group=7, hold_after=1)) as house:
-        house.engine.mute = True
-        asking = asyncio.ensure_future(post(house, PATH, prompt="a", stop="two"))
-        await asyncio.to_thread(house.engine.wait_for, lambda: len(house.engine.sent(Finish)) == 1)
-        await asyncio.to_thread(house.engine.die)
+    async with running_server(lambda _: say("one two three", group=7, hold_after=1)) as server:
+        server.engine.mute = True
+        asking = asyncio.ensure_future(post(server, PATH, prompt="a", stop="two"))
+        await asyncio.to_thread(server.engine.wait_for, lambda: len(server.engine.sent(Finish)) == 1)
+        await asyncio.to_thread(server.engine.die)
         found = await asking
     assert found["choices"][0]["text"] == "one "
 
 
 @pytest.mark.anyio
 async def test_the_engine_is_told_to_finish_while_it_still_runs() -> None:
-    async with open_house(lambda _: say("one two three", group=1, hold_after=7)) as house:
-        await post(house, PATH, prompt="a", stop=" two")
-        house.engine.wait_for(lambda: house.engine.running == 0)
-        assert len(house.engine.sent(Finish)) == 1
+    async with running_server(lambda _: say("one two three", group=1, hold_after=7)) as server:
+        await post(server, PATH, prompt="a", stop=" two")
+        server.engine.wait_for(lambda: server.engine.running == 0)
+        assert len(server.engine.sent(Finish)) == 1

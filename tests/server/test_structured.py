@@ -10,7 +10,7 @@ from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.thinking import END as THOUGHT_ENDS
 from tests.sampling.test_grammar import END, GRAMMARS, TOKENIZER, VOCABULARY
 from tests.server.fakes import ByteTokenizer, tokens
-from tests.server.played_servers import House, open_house, post
+from tests.server.running_server import RunningServer, running_server, post
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -52,25 +52,25 @@ def matches(grammar: str, text: str, grammars: Grammars = GRAMMARS) -> bool:
     return grammars.start(grammar).consume(tokens) == len(tokens)
 
 
-async def asked_grammar(house: House, path: str, **fields: Any) -> str:
-    await post(house, path, **fields)
-    return house.engine.submits()[-1].parameters.grammar
+async def asked_grammar(server: RunningServer, path: str, **fields: Any) -> str:
+    await post(server, path, **fields)
+    return server.engine.submits()[-1].parameters.grammar
 
 
 @pytest.mark.parametrize(("fields", "right", "wrong"), WAYS)
 async def test_every_way_to_say_it_becomes_a_grammar_that_has_the_right_texts(
     fields: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    async with open_house(lambda _: tokens([97, 0])) as house:
-        grammar = await asked_grammar(house, CHAT, messages=ASK, **fields)
-        assert await asked_grammar(house, COMPLETIONS, prompt="Hi", **fields) == grammar
+    async with running_server(lambda _: tokens([97, 0])) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ASK, **fields)
+        assert await asked_grammar(server, COMPLETIONS, prompt="Hi", **fields) == grammar
     assert all(matches(grammar, text) for text in right)
     assert not any(matches(grammar, text) for text in wrong)
 
 
 async def test_text_is_any_text() -> None:
-    async with open_house(lambda _: tokens([97, 0])) as house:
-        assert await asked_grammar(house, CHAT, messages=ASK, response_format={"type": "text"}) == ""
+    async with running_server(lambda _: tokens([97, 0])) as server:
+        assert await asked_grammar(server, CHAT, messages=ASK, response_format={"type": "text"}) == ""
 
 
 class Thinker(ByteTokenizer):
@@ -82,8 +82,8 @@ class Thinker(ByteTokenizer):
 @pytest.mark.parametrize("thinking", [False, True])
 async def test_thoughts_come_first_and_need_not_match(thinking: bool) -> None:
     ask = [{"role": "user", "content": "<think>" if thinking else "Hi"}]
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Thinker()) as house:
-        grammar = await asked_grammar(house, CHAT, messages=ask, response_format=NAMED)
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Thinker()) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ask, response_format=NAMED)
     thought = 'perhaps {"b"}?' + THOUGHT_ENDS + '\n\n{"a": 5}'
     assert matches(grammar, thought if thinking else "<think>" + thought)
     assert matches(grammar, '{"a": 5}') is not thinking
@@ -108,9 +108,9 @@ async def test_thoughts_come_first_and_need_not_match(thinking: bool) -> None:
     ],
 )
 async def test_what_cannot_be_followed_says_where(fields: dict[str, Any], param: str, words: str) -> None:
-    async with open_house(lambda _: tokens([97, 0])) as house:
-        answer = await house.http.post(COMPLETIONS, json={"prompt": "Hi", **fields})
-        assert not house.engine.submits()
+    async with running_server(lambda _: tokens([97, 0])) as server:
+        answer = await server.http.post(COMPLETIONS, json={"prompt": "Hi", **fields})
+        assert not server.engine.submits()
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert words in error["message"]
@@ -150,22 +150,22 @@ NAMED_G = {"type": "function", "function": {"name": "g"}}
 async def test_a_model_can_be_made_to_call(
     fields: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
         tools = [function("f"), function("g")]
-        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools, **fields)
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools, **fields)
     assert [matches(grammar, text) for text in right] == [True] * len(right)
     assert [matches(grammar, text) for text in wrong] == [False] * len(wrong)
 
 
 async def test_strict_tools_are_called_as_their_schemas_say_or_not_at_all() -> None:
     tools = [function("f", strict=True)]
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
-        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
     assert matches(grammar, "No call.")
     assert matches(grammar, f"I call. {CALL_F}")
     assert not matches(grammar, f"I call. {CALL_F.replace('5', 'null')}")
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Llama()) as house:
-        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Llama()) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
     assert matches(grammar, "No call.")
     assert matches(grammar, F.replace("arguments", "parameters"))
     assert not matches(grammar, F)
@@ -196,8 +196,8 @@ async def test_references_of_a_tools_schema_lead_where_they_did() -> None:
     tools = [function("f", parameters=LINKED), function("g", parameters=LINKED)]
     linked = F.replace('{"a": 5}', '{"first": {"n": 1, "next": {"n": 2}}}')
     for tokenizer in (Hermes(), Thinking()):
-        async with open_house(lambda _: tokens([97, 0]), tokenizer=tokenizer) as house:
-            grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools, tool_choice="required")
+        async with running_server(lambda _: tokens([97, 0]), tokenizer=tokenizer) as server:
+            grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools, tool_choice="required")
         assert matches(grammar, CALL_F.replace(F, linked))
         assert not matches(grammar, CALL_F.replace(F, linked.replace('"n": 2', '"m": 2')))
 
@@ -206,8 +206,8 @@ async def test_many_tools_of_usual_size_fit() -> None:
     properties = {f"p{n}": {"type": "string", "description": "what it is"} for n in range(6)}
     parameters = {"type": "object", "properties": properties}
     tools = [function(f"f{n}", parameters=parameters) for n in range(20)]
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
-        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools, tool_choice="required")
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools, tool_choice="required")
     assert matches(grammar, CALL_F.replace('"f"', '"f19"').replace('{"a": 5}', '{"p3": "x"}'))
 
 
@@ -215,10 +215,10 @@ async def test_a_strict_tool_is_kept_to_its_schema_beside_others() -> None:
     """Those are free, also to have keywords that nobody here knows; a strict one is not."""
     odd = {"type": "object", "not": {}}
     tools = [function("f", strict=True), function("g", parameters=odd)]
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
-        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
         strict = [function("f", strict=True, parameters=odd), function("g")]
-        answer = await house.http.post(CHAT, json={"messages": ASK, "tools": strict})
+        answer = await server.http.post(CHAT, json={"messages": ASK, "tools": strict})
     assert matches(grammar, CALL_F)
     assert matches(grammar, CALL_G)
     assert not matches(grammar, CALL_F.replace("5", "null"))
@@ -228,17 +228,17 @@ async def test_a_strict_tool_is_kept_to_its_schema_beside_others() -> None:
 async def test_what_is_nested_too_deeply_is_refused() -> None:
     deep = '{"items":' * 3000 + "{}" + "}" * 3000
     named = f'{{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}'
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
         for field, value in (("json_schema", deep), ("response_format", named)):
             body = f'{{"messages": [{{"role": "user", "content": "x"}}], "{field}": {value}}}'
-            answer = await house.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+            answer = await server.http.post(CHAT, content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 400, answer.text
-        assert (await house.http.get("/health")).status_code == 200
+        assert (await server.http.get("/health")).status_code == 200
 
 
 async def test_tools_that_may_be_called_freely_ask_for_no_grammar() -> None:
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
-        assert await asked_grammar(house, CHAT, messages=ASK, tools=[function("f")]) == ""
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
+        assert await asked_grammar(server, CHAT, messages=ASK, tools=[function("f")]) == ""
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ async def test_tools_that_may_be_called_freely_ask_for_no_grammar() -> None:
     ],
 )
 async def test_calls_that_cannot_be_made_to_match_are_refused(fields: dict[str, Any], param: str) -> None:
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=Hermes()) as house:
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
         body = {"messages": ASK, "tools": [function("f")], **fields}
-        answer = await house.http.post(CHAT, json=body)
+        answer = await server.http.post(CHAT, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
@@ -306,9 +306,9 @@ def matches_marked(grammar: str, text: str) -> bool:
 async def test_calls_in_mistrals_list_can_be_made_to_come(
     fields: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as house:
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as server:
         tools = [function("f"), function("g")]
-        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools, **fields)
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools, **fields)
     assert [matches(grammar, f"[TOOL_CALLS]{text}") for text in right] == [True] * len(right)
     assert [matches(grammar, f"[TOOL_CALLS]{text}") for text in wrong] == [False] * len(wrong)
     assert not matches(grammar, right[0])
@@ -318,10 +318,10 @@ NAMED_CALL_F, NAMED_CALL_G = '[TOOL_CALLS]f[ARGS]{"a": 5}', '[TOOL_CALLS]g[ARGS]
 
 
 async def test_marks_that_are_tokens_are_asked_for_as_tokens() -> None:
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as house:
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as server:
         body = {"messages": ASK, "tools": [function("f"), function("g")]}
-        forced = await asked_grammar(house, CHAT, tool_choice="required", **body)
-        named = await asked_grammar(house, CHAT, tool_choice=NAMED_G, **body)
+        forced = await asked_grammar(server, CHAT, tool_choice="required", **body)
+        named = await asked_grammar(server, CHAT, tool_choice=NAMED_G, **body)
     assert all(matches_marked(forced, text) for text in (NAMED_CALL_F, NAMED_CALL_F + NAMED_CALL_G))
     assert not any(matches_marked(forced, text) for text in ("Well.", "", NAMED_CALL_F[:-1]))
     assert not matches(forced, NAMED_CALL_F)  # as text it is no mark
@@ -330,12 +330,12 @@ async def test_marks_that_are_tokens_are_asked_for_as_tokens() -> None:
 
 async def test_strict_tools_in_mistrals_format_are_called_as_their_schemas_say_or_not_at_all() -> None:
     tools = [function("f", strict=True)]
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as house:
-        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
     assert all(matches_marked(grammar, text) for text in ("No call.", NAMED_CALL_F, f"So: {NAMED_CALL_F}"))
     assert not matches_marked(grammar, NAMED_CALL_F.replace("5", "null"))
-    async with open_house(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as house:
-        grammar = await asked_grammar(house, CHAT, messages=ASK, tools=tools)
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
     assert all(
         matches(grammar, text) for text in ("No call.", f"[TOOL_CALLS][{F}]", f"So: [TOOL_CALLS][{F}]")
     )

@@ -13,7 +13,7 @@ from ssd_serve.base.errors import PermissionProblemError, SettingsError
 from ssd_serve.server.http.tls import tls_context
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
-from tests.server.played_servers import open_server
+from tests.server.running_server import listening_server
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
@@ -36,7 +36,7 @@ def trusting(settings: Settings) -> ssl.SSLContext:
 
 def test_the_server_speaks_https(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
-    with open_server(lambda _: say("Hello"), settings) as at:
+    with listening_server(lambda _: say("Hello"), settings) as at:
         assert at.url.startswith("https://")
         with httpx.Client(base_url=at.url, verify=trusting(settings)) as client:
             answer = client.post("/v1/completions", json={"prompt": "a"})
@@ -51,7 +51,7 @@ def test_the_server_speaks_https(tmp_path: Path) -> None:
 
 def test_while_loading_the_answer_is_encrypted_too(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
-    with open_server(lambda _: say(""), settings, ready=False) as at:
+    with listening_server(lambda _: say(""), settings, ready=False) as at:
         answer = httpx.get(f"{at.url}/health", verify=trusting(settings))
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
         with pytest.raises(httpx.TransportError):

@@ -12,7 +12,7 @@ from ssd_serve.base.messages import ThinkingBudget
 from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, ByteTokenizer, Script, say, tokens
-from tests.server.played_servers import events, open_house, post
+from tests.server.running_server import events, running_server, post
 from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio
@@ -53,8 +53,8 @@ def put_together(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def test_calls_are_told_whole() -> None:
-    async with open_house(lambda _: speak(SAID), tokenizer=Qwen()) as house:
-        choice = (await post(house, PATH, messages=ASK, tools=[WEATHER]))["choices"][0]
+    async with running_server(lambda _: speak(SAID), tokenizer=Qwen()) as server:
+        choice = (await post(server, PATH, messages=ASK, tools=[WEATHER]))["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "I look."
     functions = [call["function"] for call in choice["message"]["tool_calls"]]
@@ -65,9 +65,9 @@ async def test_calls_are_told_whole() -> None:
 
 @pytest.mark.parametrize("said", [SAID, SAID.partition("\n")[2], "Only words.", "<think>Hm.</think>" + SAID])
 async def test_deltas_add_up_to_the_whole_message(said: str) -> None:
-    async with open_house(lambda _: speak(said), tokenizer=Qwen()) as house:
-        whole = await post(house, PATH, messages=ASK, tools=[WEATHER], seed=3)
-        streamed = await events(house, PATH, messages=ASK, tools=[WEATHER], seed=3)
+    async with running_server(lambda _: speak(said), tokenizer=Qwen()) as server:
+        whole = await post(server, PATH, messages=ASK, tools=[WEATHER], seed=3)
+        streamed = await events(server, PATH, messages=ASK, tools=[WEATHER], seed=3)
     message, told = whole["choices"][0]["message"], put_together(streamed)
     assert told.get("content") == (message["content"] or "")
     assert told.get("reasoning_content") == message.get("reasoning_content")
@@ -85,8 +85,8 @@ async def test_how_many_tokens_a_round_brings_makes_no_difference(sizes: tuple[i
         size = sizes[len(groups) % len(sizes)]
         groups.append(tuple(raw[place : place + size]))
         place += size
-    async with open_house(lambda _: Script(tuple(groups)), tokenizer=Qwen()) as house:
-        told = put_together(await events(house, PATH, messages=ASK, tools=[WEATHER]))
+    async with running_server(lambda _: Script(tuple(groups)), tokenizer=Qwen()) as server:
+        told = put_together(await events(server, PATH, messages=ASK, tools=[WEATHER]))
     assert told["content"] == "I look."
     assert [json.loads(each["function"]["arguments"])["city"] for each in told["tool_calls"]] == [
         "Ulm",
@@ -95,25 +95,25 @@ async def test_how_many_tokens_a_round_brings_makes_no_difference(sizes: tuple[i
 
 
 async def test_one_call_at_most_where_that_is_asked() -> None:
-    async with open_house(lambda _: speak(SAID), tokenizer=Qwen()) as house:
+    async with running_server(lambda _: speak(SAID), tokenizer=Qwen()) as server:
         body = {"messages": ASK, "tools": [WEATHER], "parallel_tool_calls": False}
-        message = (await post(house, PATH, **body))["choices"][0]["message"]
+        message = (await post(server, PATH, **body))["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
 
 
 async def test_without_tools_or_with_none_chosen_everything_is_words() -> None:
-    async with open_house(lambda _: speak(SAID), tokenizer=Qwen()) as house:
+    async with running_server(lambda _: speak(SAID), tokenizer=Qwen()) as server:
         asked: list[dict[str, Any]] = [{}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}]
         for more in asked:
-            choice = (await post(house, PATH, messages=ASK, **more))["choices"][0]
+            choice = (await post(server, PATH, messages=ASK, **more))["choices"][0]
             assert choice["message"]["content"] == SAID
             assert choice["finish_reason"] == "stop"
 
 
 async def test_thoughts_are_told_apart_or_not_at_all() -> None:
-    async with open_house(lambda _: speak("<think>\nHm.\n</think>\n\nYes."), tokenizer=Qwen()) as house:
-        message = (await post(house, PATH, messages=ASK))["choices"][0]["message"]
-        without = await post(house, PATH, messages=ASK, include_reasoning=False)
+    async with running_server(lambda _: speak("<think>\nHm.\n</think>\n\nYes."), tokenizer=Qwen()) as server:
+        message = (await post(server, PATH, messages=ASK))["choices"][0]["message"]
+        without = await post(server, PATH, messages=ASK, include_reasoning=False)
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
     assert without["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
 
@@ -121,8 +121,8 @@ async def test_thoughts_are_told_apart_or_not_at_all() -> None:
 async def test_the_operator_says_how_calls_and_thoughts_are_written() -> None:
     settings = Settings(tool_parser="mistral", reasoning_parser="think")
     said = '<think>a</think>[TOOL_CALLS][{"name": "weather", "arguments": {}}]'
-    async with open_house(lambda _: speak(said), settings) as house:
-        message = (await post(house, PATH, messages=ASK, tools=[WEATHER]))["choices"][0]["message"]
+    async with running_server(lambda _: speak(said), settings) as server:
+        message = (await post(server, PATH, messages=ASK, tools=[WEATHER]))["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("a", None)
     assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
 
@@ -139,8 +139,8 @@ async def test_tools_and_what_they_said_reach_the_template() -> None:
         {"role": "tool", "tool_call_id": "abc", "content": "rain"},
     ]
     tokenizer = TemplateReader("<tool_call>")
-    async with open_house(lambda _: say("x"), tokenizer=tokenizer) as house:
-        await post(house, PATH, messages=conversation, tools=[WEATHER], reasoning_effort="low")
+    async with running_server(lambda _: say("x"), tokenizer=tokenizer) as server:
+        await post(server, PATH, messages=conversation, tools=[WEATHER], reasoning_effort="low")
     _, assistant, tool = tokenizer.entries
     assert assistant["tool_calls"][0]["function"]["arguments"] == {"city": "Ulm"}
     assert (assistant["content"], tool["tool_call_id"]) == ("", "abc")
@@ -169,8 +169,8 @@ async def test_tools_and_what_they_said_reach_the_template() -> None:
     ],
 )
 async def test_what_cannot_be_meant_is_refused_by_name(body: dict[str, Any], param: str) -> None:
-    async with open_house(lambda _: say("x")) as house:
-        answer = await house.http.post(PATH, json={"messages": ASK, **body})
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(PATH, json={"messages": ASK, **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -188,15 +188,15 @@ def test_an_answer_that_goes_on_tells_the_rest(had: int) -> None:
 
 async def test_thoughts_may_be_bounded() -> None:
     tokenizer = Qwen()
-    async with open_house(lambda _: speak("Yes."), tokenizer=tokenizer) as house:
-        await post(house, PATH, messages=ASK, thinking_token_budget=9)
-        await post(house, PATH, messages=ASK, reasoning_budget=0)
-        await post(house, PATH, messages=ASK)
-        budgets = [submit.parameters.thinking_budget for submit in house.engine.submits()]
+    async with running_server(lambda _: speak("Yes."), tokenizer=tokenizer) as server:
+        await post(server, PATH, messages=ASK, thinking_token_budget=9)
+        await post(server, PATH, messages=ASK, reasoning_budget=0)
+        await post(server, PATH, messages=ASK)
+        budgets = [submit.parameters.thinking_budget for submit in server.engine.submits()]
     begin, end = (tuple(mark.encode()) for mark in ("<think>", "</think>"))
     assert budgets == [ThinkingBudget(9, begin, end), ThinkingBudget(0, begin, end), None]
-    async with open_house(lambda _: speak("Yes.")) as house:  # does not think at all
-        await post(house, PATH, messages=ASK, thinking_token_budget=9)
-        assert house.engine.submits()[0].parameters.thinking_budget is None
-        refused = await house.http.post(PATH, json={"messages": ASK, "thinking_token_budget": -1})
+    async with running_server(lambda _: speak("Yes.")) as server:  # does not think at all
+        await post(server, PATH, messages=ASK, thinking_token_budget=9)
+        assert server.engine.submits()[0].parameters.thinking_budget is None
+        refused = await server.http.post(PATH, json={"messages": ASK, "thinking_token_budget": -1})
     assert refused.status_code == 400

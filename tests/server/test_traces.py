@@ -16,7 +16,7 @@ from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import FIGURES, ByteTokenizer, say
-from tests.server.played_servers import open_house
+from tests.server.running_server import running_server
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -69,10 +69,10 @@ async def test_a_request_is_a_span_with_what_the_engine_did_below(
     monkeypatch.setattr(FIGURES, "prompt_s", 1e-6)
     theirs = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with collector() as (endpoint, received):
-        async with open_house(lambda _: say("four"), Settings(otlp_traces_endpoint=endpoint)) as house:
+        async with running_server(lambda _: say("four"), Settings(otlp_traces_endpoint=endpoint)) as server:
             headers = {"traceparent": theirs, "X-Request-Id": "mine"}
-            await house.http.post(COMPLETIONS, json={"prompt": "ab", "stream": stream}, headers=headers)
-            await house.http.get("/health")
+            await server.http.post(COMPLETIONS, json={"prompt": "ab", "stream": stream}, headers=headers)
+            await server.http.get("/health")
         found = {span.name: span for span in spans(received)}
         resource = {
             each.key: each.value.string_value for each in received[0].resource_spans[0].resource.attributes
@@ -95,8 +95,8 @@ async def test_a_request_is_a_span_with_what_the_engine_did_below(
 
 async def test_no_span_tells_what_was_said() -> None:
     with collector() as (endpoint, received):
-        async with open_house(lambda _: say("fig"), Settings(otlp_traces_endpoint=endpoint)) as house:
-            await house.http.post(COMPLETIONS, json={"prompt": "apple"})
+        async with running_server(lambda _: say("fig"), Settings(otlp_traces_endpoint=endpoint)) as server:
+            await server.http.post(COMPLETIONS, json={"prompt": "apple"})
         written = b"".join(request.SerializeToString() for request in received)
     assert b"decode" in written
     assert not any(word in written for word in (b"apple", b"fig"))
@@ -104,26 +104,26 @@ async def test_no_span_tells_what_was_said() -> None:
 
 async def test_a_refused_request_has_a_span_with_its_status() -> None:
     with collector() as (endpoint, received):
-        async with open_house(lambda _: say("x"), Settings(otlp_traces_endpoint=endpoint)) as house:
-            await house.http.post(COMPLETIONS, json={"prompt": 5})
+        async with running_server(lambda _: say("x"), Settings(otlp_traces_endpoint=endpoint)) as server:
+            await server.http.post(COMPLETIONS, json={"prompt": 5})
         (span,) = spans(received)
     assert told(span)["http.response.status_code"] == 400
 
 
 async def test_a_context_that_asks_for_no_samples_gets_none() -> None:
     with collector() as (endpoint, received):
-        async with open_house(lambda _: say("x"), Settings(otlp_traces_endpoint=endpoint)) as house:
+        async with running_server(lambda _: say("x"), Settings(otlp_traces_endpoint=endpoint)) as server:
             headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"}
-            await house.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
+            await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
     assert spans(received) == []
 
 
 async def test_a_collector_that_is_not_there_harms_nobody() -> None:
     begun = time.monotonic()
-    async with open_house(
+    async with running_server(
         lambda _: say("x"), Settings(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
-    ) as house:
-        answers = [await house.http.post(COMPLETIONS, json={"prompt": "a"}) for _ in range(3)]
+    ) as server:
+        answers = [await server.http.post(COMPLETIONS, json={"prompt": "a"}) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200] * 3
     assert time.monotonic() - begun < 10
 

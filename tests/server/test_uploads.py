@@ -11,7 +11,7 @@ from ssd_serve.server.bodies.uploads import Uploads
 from ssd_serve.server.limits import Limits
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
-from tests.server.played_servers import House, open_house, post
+from tests.server.running_server import RunningServer, running_server, post
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -95,11 +95,11 @@ def body(length: int) -> bytes:
 async def test_a_slow_client_is_told_to_send_again_when_others_need_its_room() -> None:
     limits = Limits(max_bodies_bytes=50_000, inline_body_bytes=1_000, body_grace_s=0.1)
     go = asyncio.Event()
-    async with open_house(lambda _: say("x"), limits=limits) as house:
+    async with running_server(lambda _: say("x"), limits=limits) as server:
         start = b'{"prompt": "' + b"a" * 40_000
-        slow = asyncio.ensure_future(house.http.post(PATH, content=slowly(start, go), headers=JSON))
+        slow = asyncio.ensure_future(server.http.post(PATH, content=slowly(start, go), headers=JSON))
         await asyncio.sleep(0.15)
-        quick = await house.http.post(PATH, content=body(30_000), headers=JSON)
+        quick = await server.http.post(PATH, content=body(30_000), headers=JSON)
         assert quick.status_code == 200
         answer = await slow
     assert answer.status_code == 503
@@ -109,9 +109,9 @@ async def test_a_slow_client_is_told_to_send_again_when_others_need_its_room() -
 
 async def test_without_room_for_long_a_client_is_told_to_try_again() -> None:
     limits = Limits(max_bodies_bytes=10_000, inline_body_bytes=1_000, body_timeout_s=0.2)
-    async with open_house(lambda _: say("x"), limits=limits) as house:
-        answer = await house.http.post(PATH, content=body(20_000), headers=JSON)
-        assert (await post(house, PATH, prompt="a"))["choices"]
+    async with running_server(lambda _: say("x"), limits=limits) as server:
+        answer = await server.http.post(PATH, content=body(20_000), headers=JSON)
+        assert (await post(server, PATH, prompt="a"))["choices"]
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "bodies_full")
 
 
@@ -123,17 +123,17 @@ async def test_a_full_queue_is_told_before_the_body_is_read() -> None:
         yield b"{}"
 
     settings = Settings(max_running=1, max_waiting=0)
-    async with open_house(lambda _: say("abc", hold_after=0), settings) as house:
-        held = asyncio.ensure_future(post(house, PATH, prompt="a"))
-        await until_busy(house)
+    async with running_server(lambda _: say("abc", hold_after=0), settings) as server:
+        held = asyncio.ensure_future(post(server, PATH, prompt="a"))
+        await until_busy(server)
         for path in (PATH, "/v1/chat/completions"):
-            answer = await house.http.post(path, content=content(), headers=JSON)
+            answer = await server.http.post(path, content=content(), headers=JSON)
             assert answer.status_code == 429
-        house.engine.released.set()
+        server.engine.released.set()
         await held
     assert read == []
 
 
-async def until_busy(house: House) -> None:
-    while house.client.active < 1:
+async def until_busy(server: RunningServer) -> None:
+    while server.client.active < 1:
         await asyncio.sleep(0.002)

@@ -22,7 +22,7 @@ from ssd_serve.base.labels import LONGEST_LABEL, as_label, is_label
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.verifier.drafts.admission import OTHERS, Admission, Bans
 from tests.fakes import HELLO, FakeClock
-from tests.verifier.drafter_house import OTHER, House, growth, of
+from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
 
 ELSEWHERE = "10.0.0.7"
 
@@ -126,8 +126,8 @@ def test_a_long_model_name_becomes_a_label_that_stays_its_own() -> None:
     assert all(is_label(as_label(path)) for path in paths)
 
 
-class Hostile(House):
-    """A house with an honest drafter of its own, and strangers."""
+class Hostile(DrafterHarness):
+    """A harness with an honest drafter of its own, and strangers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,80 +162,80 @@ STRANGE = replace(HELLO, name="strange", source="another model")
     ],
 )
 def test_who_breaks_a_rule_is_told_why_and_kept_out_for_a_while(offence: Message) -> None:
-    house = Hostile()
-    its = house.strange(STRANGE, offence)
+    harness = Hostile()
+    its = harness.strange(STRANGE, offence)
     assert len(of(Refusal, its.receive())) == 1
     assert its.closed
-    assert house.drafters.alive == 1
-    assert house.still_works()
-    assert house.strange(STRANGE).closed
-    house.strange(STRANGE, peer="10.0.0.8")
-    assert house.drafters.alive == 2
+    assert harness.drafters.alive == 1
+    assert harness.still_works()
+    assert harness.strange(STRANGE).closed
+    harness.strange(STRANGE, peer="10.0.0.8")
+    assert harness.drafters.alive == 2
 
 
 def test_one_of_this_server_is_kept_out_by_its_name_and_told_nothing_more() -> None:
-    house = House()
-    house.join(HELLO).send(Heartbeat(step_ms=-1.0))
-    house.drain()
-    again = house.join(HELLO)
+    harness = DrafterHarness()
+    harness.join(HELLO).send(Heartbeat(step_ms=-1.0))
+    harness.drain()
+    again = harness.join(HELLO)
     assert again.closed
     assert again.receive() == [], "a refusal would end its process for good"
-    house.join(OTHER)
-    assert house.drafters.alive == 1
-    house.clock.now += 1.0
-    house.join(HELLO)
-    assert house.drafters.alive == 2
+    harness.join(OTHER)
+    assert harness.drafters.alive == 1
+    harness.clock.now += 1.0
+    harness.join(HELLO)
+    assert harness.drafters.alive == 2
 
 
 def test_good_behaviour_is_rewarded() -> None:
-    house = House()
+    harness = DrafterHarness()
     for _ in range(3):
-        house.clock.now += 10.0
-        house.join(HELLO).send(Heartbeat(step_ms=-1.0))
-        house.drain()
-    house.clock.now += 10.0
-    its = house.join(HELLO)
-    house.clock.now += 61.0
-    house.drafters.beat()
+        harness.clock.now += 10.0
+        harness.join(HELLO).send(Heartbeat(step_ms=-1.0))
+        harness.drain()
+    harness.clock.now += 10.0
+    its = harness.join(HELLO)
+    harness.clock.now += 61.0
+    harness.drafters.beat()
     its.send(Heartbeat(step_ms=-1.0))
-    house.drain()
-    house.clock.now += 1.0
-    house.join(HELLO)
-    assert house.drafters.alive == 1
+    harness.drain()
+    harness.clock.now += 1.0
+    harness.join(HELLO)
+    assert harness.drafters.alive == 1
 
 
 def test_who_does_not_say_who_it_is_is_hung_up_on() -> None:
-    house = Hostile()
-    silent = house.strange()
-    house.clock.now += 9.0
-    house.drafters.beat()
-    house.drain()
+    harness = Hostile()
+    silent = harness.strange()
+    harness.clock.now += 9.0
+    harness.drafters.beat()
+    harness.drain()
     assert not silent.closed
-    house.clock.now += 2.0
-    house.drafters.beat()
-    house.drain()
+    harness.clock.now += 2.0
+    harness.drafters.beat()
+    harness.drain()
     assert silent.closed
-    assert len(house.drafters.channels) == 1
+    assert len(harness.drafters.channels) == 1
 
 
 def test_a_mismatch_is_refused_but_no_offence() -> None:
-    house = Hostile()
-    its = house.strange(replace(STRANGE, tokenizer="other"))
+    harness = Hostile()
+    its = harness.strange(replace(STRANGE, tokenizer="other"))
     assert len(of(Refusal, its.receive())) == 1
-    house.strange(STRANGE)
-    assert house.drafters.alive == 2
+    harness.strange(STRANGE)
+    assert harness.drafters.alive == 2
 
 
 def test_a_stranger_cannot_have_the_name_of_an_own_drafter() -> None:
-    house = Hostile()
-    house.clock.now += 60.0  # the honest one has long been silent
-    its = house.strange(replace(STRANGE, name=HELLO.name, instance=9))
+    harness = Hostile()
+    harness.clock.now += 60.0  # the honest one has long been silent
+    its = harness.strange(replace(STRANGE, name=HELLO.name, instance=9))
     assert len(of(Refusal, its.receive())) == 1
-    assert house.drafters.alive == 1
-    taken = house.strange(replace(STRANGE, name=OTHER.name))
-    house.join(OTHER)
+    assert harness.drafters.alive == 1
+    taken = harness.strange(replace(STRANGE, name=OTHER.name))
+    harness.join(OTHER)
     assert taken.closed
-    assert house.drafters.alive == 2
+    assert harness.drafters.alive == 2
 
 
 class Failing:
@@ -255,75 +255,75 @@ class Failing:
 @pytest.mark.parametrize("what", ["receive", "send", "post", "flush", "close"])
 @pytest.mark.parametrize("error", [RecursionError(), MemoryError(), OSError(24, "files"), KeyError("x")])
 def test_whatever_fails_about_a_link_ends_that_link_alone(what: str, error: Exception) -> None:
-    house = Hostile()
+    harness = Hostile()
     mine, its = memory_pair()
     channel = Failing(mine, what, error)
-    house.drafters.connect(cast(Channel, channel), stranger=True, peer=ELSEWHERE)
+    harness.drafters.connect(cast(Channel, channel), stranger=True, peer=ELSEWHERE)
     its.send(STRANGE)
-    house.drain()
-    assert house.drafters.alive == 2
+    harness.drain()
+    assert harness.drafters.alive == 2
     channel.broken = True
     if what == "close":
         its.send(Refusal("I leave"))
     for _ in range(3):
-        house.commit(0, 5)
-        house.drafters.open(house.requests[1])
-        house.clock.now += 3.0
-        house.drafters.beat()
-        house.end_round()
-    assert house.drafters.alive == 1
-    assert house.still_works()
-    house.drafters.close(house.requests[0])
+        harness.commit(0, 5)
+        harness.drafters.open(harness.requests[1])
+        harness.clock.now += 3.0
+        harness.drafters.beat()
+        harness.end_round()
+    assert harness.drafters.alive == 1
+    assert harness.still_works()
+    harness.drafters.close(harness.requests[0])
 
 
 def test_a_flood_is_taken_in_portions_and_holds_nobody_up() -> None:
-    house = Hostile()
-    request = house.requests[0]
-    its = house.strange(STRANGE)
+    harness = Hostile()
+    request = harness.requests[0]
+    its = harness.strange(STRANGE)
     taken: list[int] = []
     flood = [growth(request, sequence) for sequence in range(10_000)]
     for each in flood:
         its.send(each)
     for _ in range(30):
-        before = house.drafters.expansions
-        house.drain()
-        taken.append(house.drafters.expansions - before)
-        assert house.still_works()
+        before = harness.drafters.expansions
+        harness.drain()
+        taken.append(harness.drafters.expansions - before)
+        assert harness.still_works()
     assert 0 < max(taken) <= 1024
     assert sum(taken) == 10_000
-    assert house.drafters.alive == 2
+    assert harness.drafters.alive == 2
 
 
 def test_who_talks_without_end_about_nothing_is_banned() -> None:
-    house = Hostile()
-    its = house.strange(STRANGE)
+    harness = Hostile()
+    its = harness.strange(STRANGE)
     for number in range(30_000):
-        its.send(replace(growth(house.requests[0]), request=number + 100))
+        its.send(replace(growth(harness.requests[0]), request=number + 100))
     for _ in range(40):
-        house.drain()
+        harness.drain()
     assert its.closed
-    assert house.drafters.alive == 1
+    assert harness.drafters.alive == 1
 
 
 def test_growth_of_a_request_that_another_one_drafts_is_not_taken() -> None:
-    house = Hostile()
-    request = house.requests[0]
+    harness = Hostile()
+    request = harness.requests[0]
     assert request.replica is not None
-    its = house.strange(replace(STRANGE, source=HELLO.source))
+    its = harness.strange(replace(STRANGE, source=HELLO.source))
     its.send(growth(request))
-    house.drain()
+    harness.drain()
     assert len(request.replica.tree) == 0
-    house.honest.send(growth(request))
-    house.drain()
+    harness.honest.send(growth(request))
+    harness.drain()
     assert len(request.replica.tree) == 2
 
 
 def test_a_resync_of_a_request_that_is_not_its_own_changes_nothing() -> None:
-    house = Hostile()
-    its = house.strange(replace(STRANGE, source=HELLO.source))
+    harness = Hostile()
+    its = harness.strange(replace(STRANGE, source=HELLO.source))
     its.receive()
-    house.honest.receive()
-    its.send(Resync(0, house.requests[0].epoch))
-    house.drain()
+    harness.honest.receive()
+    its.send(Resync(0, harness.requests[0].epoch))
+    harness.drain()
     assert its.receive() == []
-    assert house.honest.receive() == []
+    assert harness.honest.receive() == []

@@ -17,29 +17,29 @@ from ssd_serve.base.draft_messages import (
 from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.verifier.drafts.admission import check_hello
 from tests.fakes import HELLO
-from tests.verifier.drafter_house import OTHER, House, growth, of
+from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
 
 
 def test_who_joins_is_told_of_every_running_request() -> None:
-    house = House()
-    its = house.join()
+    harness = DrafterHarness()
+    its = harness.join()
     heard = its.receive()
     assert heard[0] == HELLO
     assert [message.request for message in heard[1:] if isinstance(message, Open)] == [0, 1]
-    assert house.drafters.alive == 1
-    assert house.drafters.step_s == pytest.approx(HELLO.step_ms / 1e3)
+    assert harness.drafters.alive == 1
+    assert harness.drafters.step_s == pytest.approx(HELLO.step_ms / 1e3)
 
 
 def test_a_drafter_inline_does_not_hide_that_the_other_has_left() -> None:
-    house = House()
-    house.join(synchronous=True)
-    its = house.join()
-    assert (house.drafters.alive, house.drafters.beside, house.drafters.rejoins) == (2, 1, 0)
+    harness = DrafterHarness()
+    harness.join(synchronous=True)
+    its = harness.join()
+    assert (harness.drafters.alive, harness.drafters.beside, harness.drafters.rejoins) == (2, 1, 0)
     its.close()
-    house.drain()
-    assert (house.drafters.alive, house.drafters.beside) == (1, 0)
-    house.join()
-    assert (house.drafters.beside, house.drafters.rejoins) == (1, 1)
+    harness.drain()
+    assert (harness.drafters.alive, harness.drafters.beside) == (1, 0)
+    harness.join()
+    assert (harness.drafters.beside, harness.drafters.rejoins) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,22 @@ def test_a_mismatch_is_refused_clearly(change: dict[str, object], word: str) -> 
     theirs = replace(HELLO, **change)
     with pytest.raises(PairMismatchError, match=word):
         check_hello(HELLO, theirs)
-    house = House()
-    its = house.join(theirs)
+    harness = DrafterHarness()
+    its = harness.join(theirs)
     refusals = of(Refusal, its.receive())
     assert len(refusals) == 1
     assert isinstance(refusals[0], Refusal)
     assert word in refusals[0].message
     assert its.closed
-    assert house.drafters.alive == 0
-    assert house.drafters.channels == []
+    assert harness.drafters.alive == 0
+    assert harness.drafters.channels == []
 
 
 def test_a_hello_of_another_version_is_read_far_enough_to_be_refused() -> None:
     """Another version may lack fields that this one has, and have others."""
-    house = House()
+    harness = DrafterHarness()
     body = msgspec.msgpack.encode({"type": "Hello", "protocol": 999, "colour": "red"})
-    its = house.join(msgspec.msgpack.decode(body, type=Hello))
+    its = harness.join(msgspec.msgpack.decode(body, type=Hello))
     (refusal,) = of(Refusal, its.receive())
     assert isinstance(refusal, Refusal)
     assert f"verifier {HELLO.protocol}, drafter 999" in refusal.message
@@ -77,166 +77,166 @@ def test_a_hello_of_another_version_is_read_far_enough_to_be_refused() -> None:
 
 
 def test_growth_is_drained_into_the_replica_of_its_epoch() -> None:
-    house = House()
-    its = house.join()
-    request = house.requests[0]
+    harness = DrafterHarness()
+    its = harness.join()
+    request = harness.requests[0]
     assert request.replica is not None
     its.send(growth(request, epoch=request.epoch + 1))
-    house.drain()
+    harness.drain()
     assert len(request.replica.tree) == 0
     its.send(growth(request))
     its.send(replace(growth(request), request=99))
-    assert house.drain() == 2
+    assert harness.drain() == 2
     assert len(request.replica.tree) == 2
 
 
 def test_nobody_is_heard_before_the_check() -> None:
-    house = House()
+    harness = DrafterHarness()
     mine, its = memory_pair()
-    house.drafters.connect(mine)
-    for request in house.requests.values():
-        house.drafters.open(request)
-    its.send(growth(house.requests[0]))
-    its.send(Resync(0, house.requests[0].epoch))
-    house.drain()
-    replica = house.requests[0].replica
+    harness.drafters.connect(mine)
+    for request in harness.requests.values():
+        harness.drafters.open(request)
+    its.send(growth(harness.requests[0]))
+    its.send(Resync(0, harness.requests[0].epoch))
+    harness.drain()
+    replica = harness.requests[0].replica
     assert replica is not None
     assert len(replica.tree) == 0
     assert its.receive() == []
 
 
 def test_a_gap_in_growth_is_answered_by_asking_for_a_snapshot() -> None:
-    house = House()
-    its = house.join()
+    harness = DrafterHarness()
+    its = harness.join()
     its.receive()
-    its.send(growth(house.requests[0], sequence=3))
-    house.drain()
-    assert its.receive() == [Resync(0, house.requests[0].epoch)]
+    its.send(growth(harness.requests[0], sequence=3))
+    harness.drain()
+    assert its.receive() == [Resync(0, harness.requests[0].epoch)]
 
 
 def test_a_resync_is_answered_with_the_tokens_so_far_and_not_without_end() -> None:
-    house = House()
-    its = house.join()
+    harness = DrafterHarness()
+    its = harness.join()
     its.receive()
-    house.commit(0, 8, 9)
-    epoch = house.requests[0].epoch
+    harness.commit(0, 8, 9)
+    epoch = harness.requests[0].epoch
     its.receive()
-    other = house.join(replace(OTHER, source="another model"))
+    other = harness.join(replace(OTHER, source="another model"))
     other.receive()
     for _ in range(3):
         for _ in range(50):
             its.send(Resync(0, epoch))
-        house.drain()
+        harness.drain()
         heard = its.receive()
         assert len(heard) == 8
         for opened in heard:
             assert isinstance(opened, Open)
             assert (opened.epoch, opened.prompt, opened.output) == (epoch, (1, 2, 3), (8, 9))
-        house.clock.now += 8.0
+        harness.clock.now += 8.0
     assert other.receive() == [], "other drafters keep their trees"
 
 
 def test_an_outcome_says_where_it_stands() -> None:
-    house = House()
-    its = house.join()
+    harness = DrafterHarness()
+    its = harness.join()
     its.receive()
-    house.commit(1, 8, 9)
+    harness.commit(1, 8, 9)
     (outcome,) = its.receive()
-    replica = house.requests[1].replica
+    replica = harness.requests[1].replica
     assert replica is not None
-    assert outcome == Outcome(1, house.requests[1].epoch, 3, (8, 9), replica.tree.root.name)
+    assert outcome == Outcome(1, harness.requests[1].epoch, 3, (8, 9), replica.tree.root.name)
 
 
 def test_behind_a_full_queue_waits_one_open() -> None:
-    house = House()
-    its = house.join(capacity=4)  # its hello's answer and two openings stand in it
+    harness = DrafterHarness()
+    its = harness.join(capacity=4)  # its hello's answer and two openings stand in it
     for token in range(1, 9):
-        house.commit(0, token)
+        harness.commit(0, token)
     assert len(of(Outcome, its.receive())) == 1
-    house.commit(0, 9)  # there is room again, but what came before is missing
+    harness.commit(0, 9)  # there is room again, but what came before is missing
     assert its.receive() == []
-    house.drain()
+    harness.drain()
     opened = of(Open, its.receive())
     assert len(opened) == 1
     assert isinstance(opened[0], Open)
     assert opened[0].output == tuple(range(1, 10))
-    assert opened[0].epoch == house.requests[0].epoch
-    house.commit(0, 20)
+    assert opened[0].epoch == harness.requests[0].epoch
+    harness.commit(0, 20)
     assert len(of(Outcome, its.receive())) == 1
 
 
 def test_a_full_queue_of_one_drafter_does_not_reach_the_other() -> None:
-    house = House()
-    stuck, well = house.join(capacity=3), house.join(replace(OTHER, source="another model"))
+    harness = DrafterHarness()
+    stuck, well = harness.join(capacity=3), harness.join(replace(OTHER, source="another model"))
     well.receive()
-    house.commit(0, 5)
+    harness.commit(0, 5)
     assert len(of(Outcome, well.receive())) == 1
     assert of(Outcome, stuck.receive()) == []
 
 
 def test_a_close_that_did_not_fit_is_said_later() -> None:
-    house = House()
-    its = house.join(capacity=3)
-    request = house.requests.pop(0)
-    house.drafters.close(request)
+    harness = DrafterHarness()
+    its = harness.join(capacity=3)
+    request = harness.requests.pop(0)
+    harness.drafters.close(request)
     assert of(Close, its.receive()) == []
-    house.drain()
+    harness.drain()
     assert its.receive() == [Close(0, request.epoch)]
-    house.drain()
+    harness.drain()
     assert its.receive() == []
 
 
 def test_a_silent_drafter_is_not_waited_for() -> None:
-    house = House()
-    its = house.join()
-    house.clock.now += 1.0
-    house.commit(0, 5)
-    assert house.drafters.worth_waiting()
-    house.clock.now += 0.022
-    assert house.drafters.worth_waiting()
-    house.clock.now += 0.002  # 3 of its steps of 1 ms + 20 ms
-    assert not house.drafters.worth_waiting()
+    harness = DrafterHarness()
+    its = harness.join()
+    harness.clock.now += 1.0
+    harness.commit(0, 5)
+    assert harness.drafters.worth_waiting()
+    harness.clock.now += 0.022
+    assert harness.drafters.worth_waiting()
+    harness.clock.now += 0.002  # 3 of its steps of 1 ms + 20 ms
+    assert not harness.drafters.worth_waiting()
     its.send(Heartbeat(step_ms=5.0))
-    house.drain()
-    assert house.drafters.worth_waiting()
-    assert house.drafters.step_s == pytest.approx(0.005)
+    harness.drain()
+    assert harness.drafters.worth_waiting()
+    assert harness.drafters.step_s == pytest.approx(0.005)
 
 
 def test_asking_again_does_not_excuse_silence() -> None:
-    house = House()
-    house.join()
+    harness = DrafterHarness()
+    harness.join()
     for token in range(1, 5):
-        house.clock.now += 0.01
-        house.commit(0, token)
-    assert not house.drafters.worth_waiting()
+        harness.clock.now += 0.01
+        harness.commit(0, token)
+    assert not harness.drafters.worth_waiting()
 
 
 def test_a_synchronous_drafter_is_never_silent_and_nobody_is_not_waited_for() -> None:
-    house = House()
-    assert not house.drafters.worth_waiting()
-    house.join(synchronous=True)
-    house.commit(0, 5)
-    house.clock.now += 1000.0
-    assert house.drafters.worth_waiting()
+    harness = DrafterHarness()
+    assert not harness.drafters.worth_waiting()
+    harness.join(synchronous=True)
+    harness.commit(0, 5)
+    harness.clock.now += 1000.0
+    assert harness.drafters.worth_waiting()
 
 
 def test_who_talks_nonsense_or_leaves_is_forgotten() -> None:
-    house = House()
-    first, second, third = (house.join(replace(HELLO, name=name)) for name in ("a", "b", "c"))
+    harness = DrafterHarness()
+    first, second, third = (harness.join(replace(HELLO, name=name)) for name in ("a", "b", "c"))
     first.send_raw(b"\xff" * 64)
     second.close()
     third.send(Refusal("I leave"))
-    house.drain()
-    assert house.drafters.channels == []
-    assert house.drafters.alive == 0
-    house.commit(0, 5)
+    harness.drain()
+    assert harness.drafters.channels == []
+    assert harness.drafters.alive == 0
+    harness.commit(0, 5)
 
 
 def test_heartbeats_come_when_due() -> None:
-    house = House()
-    its = house.join()
+    harness = DrafterHarness()
+    its = harness.join()
     its.receive()
     for _ in range(5):
-        house.drafters.beat()
-        house.clock.now += 1.0
+        harness.drafters.beat()
+        harness.clock.now += 1.0
     assert its.receive() == [Heartbeat()] * 3

@@ -33,7 +33,7 @@ from ssd_serve.verifier.drafts.liveness import Liveness
 from ssd_serve.verifier.request import Request
 from tests.examples import examples
 from tests.fakes import HELLO
-from tests.verifier.drafter_house import make_request
+from tests.verifier.drafter_factory import make_request
 
 Pair = tuple[SocketChannel, SocketChannel]
 LAYERS = (0, 1)

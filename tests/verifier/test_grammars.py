@@ -10,7 +10,7 @@ from tests.counting_grammar import TIRED, Counting, CountingGrammars
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
 
 
-def house(drafted: bool, case: Case | None = None) -> Engine:
+def harness(drafted: bool, case: Case | None = None) -> Engine:
     engine, _ = make_engine(case or Case())
     engine.grammars = CountingGrammars()
     if drafted:
@@ -38,7 +38,7 @@ def asked(grammar: str = "any", count: int = 12) -> list[Submit]:
 
 @pytest.mark.parametrize("case", [Case(), Case(slots=160)], ids=["roomy", "preempted"])
 def test_speculation_changes_nothing_and_every_output_matches(case: Case) -> None:
-    plain, drafted = run(house(False), asked()), run(house(True, case), asked())
+    plain, drafted = run(harness(False), asked()), run(harness(True, case), asked())
     assert {number: each.tokens for number, each in drafted.items()} == {
         number: each.tokens for number, each in plain.items()
     }
@@ -56,7 +56,7 @@ def test_thoughts_end_in_time_with_any_drafts() -> None:
         replace(each, parameters=replace(each.parameters, thinking_budget=ThinkingBudget(place % 9, (), end)))
         for place, each in enumerate(asked(""))
     ]
-    plain, drafted = run(house(False), submits), run(house(True), submits)
+    plain, drafted = run(harness(False), submits), run(harness(True), submits)
     assert {number: each.tokens for number, each in drafted.items()} == {
         number: each.tokens for number, each in plain.items()
     }
@@ -73,7 +73,7 @@ def test_thoughts_end_in_time_with_any_drafts() -> None:
 
 def test_for_a_request_without_drafts_nothing_is_verified() -> None:
     submits = [replace(each, options=RequestOptions(max_nodes=0 if place % 2 else None)) for place, each in enumerate(asked(""))]
-    plain, some = run(house(False), asked("")), run(house(True), submits)
+    plain, some = run(harness(False), asked("")), run(harness(True), submits)
     for submit in submits:
         assert some[submit.request].tokens == plain[submit.request].tokens
         assert not (submit.options.max_nodes == 0 and some[submit.request].figures.drafted)
@@ -83,14 +83,14 @@ def test_for_a_request_without_drafts_nothing_is_verified() -> None:
 
 def test_an_output_goes_on_in_its_grammar() -> None:
     submit = asked()[1]
-    whole = run(house(False), [submit])[submit.request].tokens
-    rest = run(house(True), [replace(submit, output=whole[:4])])[submit.request].tokens
+    whole = run(harness(False), [submit])[submit.request].tokens
+    rest = run(harness(True), [replace(submit, output=whole[:4])])[submit.request].tokens
     assert (*whole[:4], *rest) == whole
 
 
 def test_what_cannot_be_followed_is_refused() -> None:
     submit = asked()[1]
-    engine = house(False)
+    engine = harness(False)
     wrong = replace(submit, parameters=replace(submit.parameters, grammar="wrong"))
     assert engine.submit(wrong) == Refused(submit.request, "structured output: this is no grammar", "grammar")
     other = replace(submit, output=(EOS,))
@@ -103,9 +103,9 @@ def test_what_cannot_be_followed_is_refused() -> None:
 def test_a_grammar_that_becomes_too_much_work_ends_its_text_alone() -> None:
     """The others go on; nothing is left of it."""
     submits = [each for each in asked(TIRED) if each.parameters.max_tokens > 20]
-    engine = house(True)
+    engine = harness(True)
     outputs = run(engine, submits)
-    plain = run(house(False), submits)
+    plain = run(harness(False), submits)
     tired = [each.request for each in submits if each.parameters.grammar]
     assert "error" in {outputs[number].reason for number in tired}
     for number, output in plain.items():

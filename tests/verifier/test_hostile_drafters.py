@@ -11,7 +11,7 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.planning.growth import WhenItPays
 from tests.examples import examples
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
-from tests.verifier.hostile_speech import Heard, Speech, joining, sharing, speeches
+from tests.verifier.malformed_messages import Heard, Speech, joining, sharing, speeches
 
 CASE = Case(slots=1024, policy=WhenItPays)
 REQUESTS, TOKENS = 4, 16

@@ -25,7 +25,7 @@ from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.request import Request, accept, share
 from tests.examples import examples
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
-from tests.verifier.drafter_house import make_request
+from tests.verifier.drafter_factory import make_request
 
 NUMBERS = range(3)
 

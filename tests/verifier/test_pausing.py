@@ -6,161 +6,161 @@ from msgspec.structs import replace
 from ssd_serve.base.draft_messages import Open, Outcome, Pause
 from ssd_serve.verifier.planning.layout import Layout
 from tests.fakes import HELLO, VOCABULARY
-from tests.verifier.drafter_house import House, growth, make_request, of
+from tests.verifier.drafter_factory import DrafterHarness, growth, make_request, of
 
 
 def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() -> None:
-    house = House()
-    beside, inline = house.join(), house.join(synchronous=True)
+    harness = DrafterHarness()
+    beside, inline = harness.join(), harness.join(synchronous=True)
     for its in (beside, inline):
         its.receive()
-    house.drafters.use(Layout.SYNC)
+    harness.drafters.use(Layout.SYNC)
     assert beside.receive() == [Pause(paused=True)]
-    assert house.drafters.working
+    assert harness.drafters.working
     for token in (4, 5, 6):
-        house.commit(0, token)
+        harness.commit(0, token)
     assert [message.tokens for message in inline.receive() if isinstance(message, Outcome)] == [
         (4,),
         (5,),
         (6,),
     ]
     assert beside.receive() == []
-    house.drafters.use(Layout.ASYNC)
+    harness.drafters.use(Layout.ASYNC)
     heard = beside.receive()
-    request = house.requests[0]
+    request = harness.requests[0]
     assert request.replica is not None
     assert heard == [
         Outcome(0, request.epoch, 3, (4, 5, 6), request.replica.tree.root.name),
         Pause(paused=False),
     ]
     assert of(Pause, inline.receive()) == [Pause(paused=True)]
-    house.drafters.use(Layout.OFF)
-    assert not house.drafters.working
-    assert not house.drafters.worth_waiting()
-    assert house.drafters.step_s == 0.0
+    harness.drafters.use(Layout.OFF)
+    assert not harness.drafters.working
+    assert not harness.drafters.worth_waiting()
+    assert harness.drafters.step_s == 0.0
 
 
 def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
-    house = House()
-    its = house.join()
+    harness = DrafterHarness()
+    its = harness.join()
     its.receive()
-    house.drafters.use(Layout.OFF)
+    harness.drafters.use(Layout.OFF)
     for token in range(70):
-        house.commit(1, token % VOCABULARY)
+        harness.commit(1, token % VOCABULARY)
     pieces = [len(message.tokens) for message in its.receive() if isinstance(message, Outcome)]
     assert pieces == [64]
 
 
 def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
-    house = House()
-    its = house.join()
-    house.drafters.use(Layout.OFF)
+    harness = DrafterHarness()
+    its = harness.join()
+    harness.drafters.use(Layout.OFF)
     its.receive()
     for number in (0, 1):
-        house.commit(number, 4)
-    house.drafters.close(house.requests[0])
-    house.drafters.open(house.requests[1])
-    house.drafters.use(Layout.ASYNC)
+        harness.commit(number, 4)
+    harness.drafters.close(harness.requests[0])
+    harness.drafters.open(harness.requests[1])
+    harness.drafters.use(Layout.ASYNC)
     assert of(Outcome, its.receive()) == []
 
 
 def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_grows_long() -> None:
-    house = House()
-    house.requests[2] = make_request(2)
-    its = house.join()
-    house.drafters.use(Layout.OFF)
+    harness = DrafterHarness()
+    harness.requests[2] = make_request(2)
+    its = harness.join()
+    harness.drafters.use(Layout.OFF)
     its.receive()
     for number in (0, 1, 2):
-        house.drafters.close(house.requests[number])
+        harness.drafters.close(harness.requests[number])
         its.receive()
-        house.drafters.open(house.requests[number])
+        harness.drafters.open(harness.requests[number])
     for token in range(64):
-        house.commit(0, token % VOCABULARY)
+        harness.commit(0, token % VOCABULARY)
     opened = [message for message in its.receive() if isinstance(message, Open)]
     assert [(each.request, len(each.output)) for each in opened] == [(0, 64)]
-    house.drafters.close(house.requests[1])
+    harness.drafters.close(harness.requests[1])
     assert its.receive() == []
-    house.commit(2, 5)
-    house.drafters.use(Layout.ASYNC)
+    harness.commit(2, 5)
+    harness.drafters.use(Layout.ASYNC)
     heard = its.receive()
     opened = [message for message in heard if isinstance(message, Open)]
-    assert [(each.request, each.epoch) for each in opened] == [(2, house.requests[2].epoch)]
-    house.commit(2, 6)
+    assert [(each.request, each.epoch) for each in opened] == [(2, harness.requests[2].epoch)]
+    harness.commit(2, 6)
     assert [message.tokens for message in its.receive() if isinstance(message, Outcome)] == [(6,)]
 
 
 def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
-    house = House()
-    house.drafters.use(Layout.OFF)
-    assert Pause(paused=True) in house.join().receive()
-    assert not house.drafters.working
-    assert house.drafters.alive == 1
+    harness = DrafterHarness()
+    harness.drafters.use(Layout.OFF)
+    assert Pause(paused=True) in harness.join().receive()
+    assert not harness.drafters.working
+    assert harness.drafters.alive == 1
 
 
 def test_who_pauses_is_not_told_of_what_begins_and_later_costs_nobody_a_tree() -> None:
-    house = House()
-    beside, inline = house.join(), house.join(synchronous=True)
-    house.drafters.use(Layout.SYNC)
-    request = house.requests[2] = make_request(2)
+    harness = DrafterHarness()
+    beside, inline = harness.join(), harness.join(synchronous=True)
+    harness.drafters.use(Layout.SYNC)
+    request = harness.requests[2] = make_request(2)
     for its in (beside, inline):
         its.receive()
-    house.drafters.open(request)
+    harness.drafters.open(request)
     assert beside.receive() == []
     assert [message.request for message in inline.receive() if isinstance(message, Open)] == [2]
-    house.commit(2, 4, 5)
+    harness.commit(2, 4, 5)
     inline.receive()
-    house.drafters.use(Layout.ASYNC)
+    harness.drafters.use(Layout.ASYNC)
     assert of(Open, inline.receive()) == []
     (opened,) = (message for message in beside.receive() if isinstance(message, Open))
     assert request.replica is not None
     assert opened == request.opened()
     assert (opened.output, opened.root) == ((4, 5), request.replica.tree.root.name)
     beside.send(growth(request))
-    house.drain()
+    harness.drain()
     assert len(request.replica.tree) == 2
 
 
 def test_a_pause_that_did_not_fit_is_said_later() -> None:
-    house = House()
-    its = house.join(capacity=3)  # its hello's answer and two openings fill it
-    house.drafters.use(Layout.OFF)
+    harness = DrafterHarness()
+    its = harness.join(capacity=3)  # its hello's answer and two openings fill it
+    harness.drafters.use(Layout.OFF)
     assert of(Pause, its.receive()) == []
-    house.drain()
+    harness.drain()
     assert its.receive() == [Pause(paused=True)]
-    house.drain()
-    house.drafters.use(Layout.ASYNC)
+    harness.drain()
+    harness.drafters.use(Layout.ASYNC)
     assert of(Pause, its.receive()) == [Pause(paused=False)]
     assert its.receive() == []
 
 
 def test_a_layout_knows_how_long_its_drafters_beside_would_read_what_they_have_not_been_told() -> None:
-    house = House()
-    house.join(replace(HELLO, text_ms=2.0))
-    assert house.drafters.unread_s(Layout.ASYNC) == 0.0
-    assert house.drafters.text_s(Layout.ASYNC) == pytest.approx(0.002)
-    assert house.drafters.text_s(Layout.SYNC) == 0.0
-    house.drafters.use(Layout.OFF)
-    late = house.requests[2] = make_request(2)
-    house.drafters.open(late)
-    house.commit(0, 5, 6)
-    assert house.drafters.unread_s(Layout.ASYNC) == pytest.approx((3 + 2) * 0.002)
-    assert house.drafters.unread_s(Layout.SYNC) == 0.0
-    house.drafters.use(Layout.ASYNC)
-    assert house.drafters.unread_s(Layout.ASYNC) == 0.0
-    house.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, text_ms=2.0))
-    assert house.drafters.text_s(Layout.ASYNC) == pytest.approx(0.001), "each reads half of the texts"
+    harness = DrafterHarness()
+    harness.join(replace(HELLO, text_ms=2.0))
+    assert harness.drafters.unread_s(Layout.ASYNC) == 0.0
+    assert harness.drafters.text_s(Layout.ASYNC) == pytest.approx(0.002)
+    assert harness.drafters.text_s(Layout.SYNC) == 0.0
+    harness.drafters.use(Layout.OFF)
+    late = harness.requests[2] = make_request(2)
+    harness.drafters.open(late)
+    harness.commit(0, 5, 6)
+    assert harness.drafters.unread_s(Layout.ASYNC) == pytest.approx((3 + 2) * 0.002)
+    assert harness.drafters.unread_s(Layout.SYNC) == 0.0
+    harness.drafters.use(Layout.ASYNC)
+    assert harness.drafters.unread_s(Layout.ASYNC) == 0.0
+    harness.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, text_ms=2.0))
+    assert harness.drafters.text_s(Layout.ASYNC) == pytest.approx(0.001), "each reads half of the texts"
 
 
 def test_a_drafter_inline_has_read_what_it_has_grown_a_tree_below() -> None:
     """It works only while it is waited for: who pauses soon after a prompt has come has it still to read."""
-    house = House()
-    its = house.join(replace(HELLO, text_ms=2.0), synchronous=True)
-    house.drafters.use(Layout.OFF)
-    assert house.drafters.unread_s(Layout.SYNC) == pytest.approx((3 + 3) * 0.002)
-    house.drafters.use(Layout.SYNC)
-    its.send(growth(house.requests[0]))
-    house.drain()
-    house.drafters.use(Layout.OFF)
-    assert house.drafters.unread_s(Layout.SYNC) == pytest.approx(3 * 0.002)
-    house.commit(0, 5, 6)
-    assert house.drafters.unread_s(Layout.SYNC) == pytest.approx((2 + 3) * 0.002)
+    harness = DrafterHarness()
+    its = harness.join(replace(HELLO, text_ms=2.0), synchronous=True)
+    harness.drafters.use(Layout.OFF)
+    assert harness.drafters.unread_s(Layout.SYNC) == pytest.approx((3 + 3) * 0.002)
+    harness.drafters.use(Layout.SYNC)
+    its.send(growth(harness.requests[0]))
+    harness.drain()
+    harness.drafters.use(Layout.OFF)
+    assert harness.drafters.unread_s(Layout.SYNC) == pytest.approx(3 * 0.002)
+    harness.commit(0, 5, 6)
+    assert harness.drafters.unread_s(Layout.SYNC) == pytest.approx((2 + 3) * 0.002)

@@ -20,7 +20,7 @@ from ssd_serve.verifier.planning.placing import Governing
 from ssd_serve.verifier.planning.planner import DraftBounds, Round, RoundPlanner, cheapest_chunk
 from ssd_serve.verifier.scheduler import ScheduledChunk
 from tests.fakes import HELLO, StillCores
-from tests.verifier.scheduler_house import make_request
+from tests.verifier.scheduler_factory import make_request
 
 
 def planner(max_tpot_s: float) -> RoundPlanner:

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ssd_serve.base.messages import RequestOptions
 from ssd_serve.verifier.request import Request
 from tests.examples import examples
-from tests.verifier.scheduler_house import SLOTS, commit, make_request, make_scheduler, until_memory_is_short
+from tests.verifier.scheduler_factory import SLOTS, commit, make_request, make_scheduler, until_memory_is_short
 
 PROMPT = st.lists(st.integers(1, 3), min_size=1, max_size=30)
 

@@ -6,7 +6,7 @@ import pytest
 
 from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
 from ssd_serve.cache.slots import SlotPool
-from tests.verifier.scheduler_house import commit, make_request, make_scheduler, read_all, read_and_remove
+from tests.verifier.scheduler_factory import commit, make_request, make_scheduler, read_all, read_and_remove
 
 
 def test_cached_texts_make_room_for_tree_rows() -> None:

@@ -34,7 +34,7 @@ class Scarce(FakeModel):
         return super().forward(batch)
 
 
-def house(monkeypatch: pytest.MonkeyPatch, max_rows: int = 1_000_000) -> Engine:
+def harness(monkeypatch: pytest.MonkeyPatch, max_rows: int = 1_000_000) -> Engine:
     with monkeypatch.context() as patch:
         patch.setattr("tests.fakes.FakeModel", Scarce)
         engine, model = make_engine(Case(prefill_chunk=CHUNK, slots=1024, policy=lambda: FixedSteps(3)))
@@ -52,8 +52,8 @@ def test_a_round_that_finds_no_memory_is_run_again_smaller(monkeypatch: pytest.M
     released: list[bool] = []
     monkeypatch.setattr(engine_module, "release_memory", lambda: released.append(True))
     submits = mixed_requests(8)
-    expected = tokens(run(house(monkeypatch), submits))
-    engine = house(monkeypatch, max_rows=24)
+    expected = tokens(run(harness(monkeypatch), submits))
+    engine = harness(monkeypatch, max_rows=24)
     assert tokens(run(engine, submits)) == expected
     assert engine.shortage.count == len(released) > 0
     assert "rows" in engine.shortage.reason
@@ -64,8 +64,8 @@ def test_a_round_that_finds_no_memory_is_run_again_smaller(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     submits = mixed_requests(6)
-    expected = tokens(run(house(monkeypatch), submits))
-    engine, sample, calls = house(monkeypatch), sampling.sample, 0
+    expected = tokens(run(harness(monkeypatch), submits))
+    engine, sample, calls = harness(monkeypatch), sampling.sample, 0
 
     def scarce(logits: torch.Tensor, *more: Any, **named: Any) -> object:
         nonlocal calls
@@ -80,7 +80,7 @@ def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyP
 
 
 def test_where_less_is_too_much_too_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = house(monkeypatch, max_rows=0)
+    engine = harness(monkeypatch, max_rows=0)
     with pytest.raises(DeviceMemoryError, match="CUDA out of memory"):
         run(engine, mixed_requests(1))
 

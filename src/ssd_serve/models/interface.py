@@ -1,4 +1,4 @@
-"""What a model is to the rest of the house: sizes, and one forward.
+"""What a model is to the rest of the code: sizes, and one forward.
 
 The verifier, the drafter and the benchmarks see models only through this module; it knows no architecture,
 no checkpoint format and no request.

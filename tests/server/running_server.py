@@ -1,4 +1,4 @@
-"""A server with a scripted engine: `open_house` in this process, `open_server` on a real socket."""
+"""A server with a scripted engine: `running_server` in this process, `listening_server` on a real socket."""
 
 import asyncio
 import json
@@ -23,11 +23,11 @@ from ssd_serve.server.service import StopGate
 from ssd_serve.server.text.tokenizer import TextTokenizer
 from ssd_serve.base.settings import Settings
 from tests.server.contract import Contract
-from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, Playwright, channel_pair
+from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, ScriptOf, channel_pair
 
 
 @dataclass(frozen=True)
-class House:
+class RunningServer:
     """A running server and its engine."""
 
     http: httpx.AsyncClient
@@ -39,8 +39,8 @@ class House:
 
 
 @asynccontextmanager
-async def open_house(
-    playwright: Playwright,
+async def running_server(
+    script_of: ScriptOf,
     settings: Settings | None = None,
     limits: Limits | None = None,
     *,
@@ -48,10 +48,10 @@ async def open_house(
     model: Ready = READY,
     tokenizer: TextTokenizer | None = None,
     guards: Sequence[Middleware] = (),
-) -> AsyncGenerator[House, None]:
+) -> AsyncGenerator[RunningServer, None]:
     """The application in this process, its engine in a thread. Whatever it answers is in its document."""
     ours, theirs = channel_pair()
-    engine = FakeEngine(theirs, playwright)
+    engine = FakeEngine(theirs, script_of)
     if ready:
         engine.tell(model)
     engine.start()
@@ -61,16 +61,16 @@ async def open_house(
     contract = Contract(app, app.openapi(), settings.root_path)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=contract, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://house") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             while ready and client.ready is None:
                 await asyncio.sleep(0.002)
-            yield House(http, engine, client, app, gate, contract)
+            yield RunningServer(http, engine, client, app, gate, contract)
     engine.die()
     assert contract.broken == []
 
 
 @dataclass(frozen=True)
-class Address:
+class ListeningServer:
     """A server that listens on loopback."""
 
     url: str
@@ -81,18 +81,18 @@ class Address:
 
 
 @contextmanager
-def open_server(
-    playwright: Playwright,
+def listening_server(
+    script_of: ScriptOf,
     settings: Settings | None = None,
     limits: Limits | None = None,
     *,
     ready: bool = True,
-) -> Generator[Address, None, None]:
+) -> Generator[ListeningServer, None, None]:
     """uvicorn in a thread, on a socket of this machine. Where it is not `ready`, it loads for ever.
 
     Whatever it answers is in its document."""
     ours, theirs = channel_pair()
-    engine = FakeEngine(theirs, playwright)
+    engine = FakeEngine(theirs, script_of)
     if ready:
         engine.tell(READY)
     engine.start()
@@ -114,7 +114,7 @@ def open_server(
     url = f"{'http' if settings.tls_key is None else 'https'}://127.0.0.1:{port}"
     try:
         wait_until_healthy(url, 200 if ready else 503)
-        yield Address(url, engine, server.stop, stopped, contract)
+        yield ListeningServer(url, engine, server.stop, stopped, contract)
     finally:
         server.stop()
         thread.join(PATIENCE_S)
@@ -135,17 +135,17 @@ def wait_until_healthy(url: str, status: int = 200) -> None:
     raise AssertionError("the server did not become healthy")
 
 
-async def post(house: House, path: str, **body: object) -> dict[str, Any]:
+async def post(server: RunningServer, path: str, **body: object) -> dict[str, Any]:
     """The JSON of a successful POST."""
-    answer = await house.http.post(path, json=body)
+    answer = await server.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
-async def events(house: House, path: str, **body: object) -> list[dict[str, Any]]:
+async def events(server: RunningServer, path: str, **body: object) -> list[dict[str, Any]]:
     """The events of a stream that ends well."""
-    answer = await house.http.post(path, json={**body, "stream": True})
+    answer = await server.http.post(path, json={**body, "stream": True})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]

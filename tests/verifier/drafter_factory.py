@@ -13,7 +13,7 @@ from tests.fakes import HELLO, VOCABULARY, FakeClock
 OTHER = replace(HELLO, name="d1")
 
 
-class House:
+class DrafterHarness:
     """Drafters under test, some requests, and the far ends of the channels."""
 
     def __init__(self) -> None:

@@ -74,7 +74,7 @@ class Engine:
 
 
 @dataclass
-class House:
+class CrashingEngine:
     """A client whose engines die when the test says so."""
 
     source: random.Random = field(default_factory=lambda: random.Random(0))
@@ -148,17 +148,17 @@ class Heard:
         return bool(self.reports) and isinstance(self.reports[-1], Finished | EngineDeadError)
 
 
-async def begun(house: House, most: int = 1000) -> tuple[int, Heard]:
+async def begun(crashing: CrashingEngine, most: int = 1000) -> tuple[int, Heard]:
     """A request that has some tokens."""
     heard = Heard()
-    await house.until(lambda: house.client.ready is not None)
-    request = house.client.submit((1, 2), SamplingParameters(max_tokens=most), 5, heard.reports.append)
-    await some(house, heard)
+    await crashing.until(lambda: crashing.client.ready is not None)
+    request = crashing.client.submit((1, 2), SamplingParameters(max_tokens=most), 5, heard.reports.append)
+    await some(crashing, heard)
     return request, heard
 
 
-async def some(house: House, heard: Heard) -> None:
+async def some(crashing: CrashingEngine, heard: Heard) -> None:
     before = len(heard.tokens)
     while len(heard.tokens) == before:
-        house.engine.step()
+        crashing.engine.step()
         await asyncio.sleep(0.002)
