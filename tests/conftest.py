@@ -117,8 +117,7 @@ def _one_torch_thread() -> None:
 @pytest.fixture(scope="session")
 def served_kernels(tmp_path_factory: pytest.TempPathFactory) -> "NativeLibrary | None":
     """What a server computes with here: the compiled kernels, or None where there is no C compiler."""
-    from ssd_serve.kernels.native.build import COMPILERS, build
-    from ssd_serve.kernels.native.library import NativeLibrary
+    from ssd_serve.kernels.native.library import COMPILERS, NativeLibrary, build
 
     if not any(shutil.which(name) for name in COMPILERS):
         return None

@@ -12,7 +12,7 @@ from ssd_serve.app.plan.known_models import Computing, planned_model
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.bench.lossless.float64 import Float64Decoder
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.sizes import model_sizes
 from tests.adding_page import follow
 from tests.models import checkpoints
@@ -44,15 +44,17 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("page")
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_its_logits_are_those_of_transformers(folder: Path, batch_invariant: bool) -> None:
-    wish = ModelWish(device="cpu", dtype="fp32", slots=32, context=None, batch_invariant=batch_invariant)
+    options = ModelOptions(
+        device="cpu", dtype="fp32", slots=32, context=None, batch_invariant=batch_invariant
+    )
     rows = RequestRows(TOKENS, range(20), range(20), np.zeros(0, dtype=np.int32), range(20))
-    found = load_model(folder, wish).forward(build_batch([rows])).logits
+    found = load_model(folder, options).forward(build_batch([rows])).logits
     torch.testing.assert_close(found, torch.load(folder / "reference"), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("page")
 def test_what_it_holds_is_known_before_it_is_loaded(folder: Path) -> None:
-    loaded = load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=32, context=None)).facts
+    loaded = load_model(folder, ModelOptions(device="cpu", dtype="fp32", slots=32, context=None)).facts
     for device in ("cpu", "cuda:0"):
         sizes = model_sizes(folder, device=device, dtype="fp32")
         planned = planned_model(str(folder), "target", Computing(device, torch.float32), None)

@@ -27,16 +27,16 @@ CHOSEN = """
 from pathlib import Path
 import torch
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.attention.backends import AttentionWish, attention_for, candidates
+from ssd_serve.kernels.attention.backends import AttentionOptions, attention_for, candidates
 from ssd_serve.base.attention_backends import names
 from ssd_serve.base.settings import Settings
 
 cache = KVCache(KVLayout((LayerKV(2, 16), LayerKV(2, 16, 9)), torch.float32), 16, "cpu")
 asked = Settings(tree_decode_backend="masked").tree_decode_backend
-found = attention_for(AttentionWish(asked, Path("unused")), cache, 4, None)
+found = attention_for(AttentionOptions(asked, Path("unused")), cache, 4, None)
 print(found.name, type(found.backend).__name__, asked in names())
 told = Settings.model_fields["tree_decode_backend"].description or ""
-print(asked in told, attention_for(AttentionWish(folder=Path("unused")), cache, 4, None).name)
+print(asked in told, attention_for(AttentionOptions(folder=Path("unused")), cache, 4, None).name)
 """
 SERVES = """
 from ssd_serve import LLM, SamplingParams

@@ -19,7 +19,7 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.cache.kv import KVCache, KVLayout
 from ssd_serve.cluster.ray.view import RayView
 from ssd_serve.kernels.attention import backends
-from ssd_serve.kernels.attention.backends import AttentionWish, Candidate, ChosenAttention
+from ssd_serve.kernels.attention.backends import AttentionOptions, Candidate, ChosenAttention
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.attention.self_test import RATIOS, SMALL
@@ -126,7 +126,7 @@ def asked_of_attention(settings: Settings, monkeypatch: pytest.MonkeyPatch, kind
     """The cache that the target's attention was chosen for, all on the device that torch names `kind`."""
     caches: list[KVCache] = []
 
-    def choose(wish: AttentionWish, cache: KVCache, *rest: Any) -> ChosenAttention:
+    def choose(wish: AttentionOptions, cache: KVCache, *rest: Any) -> ChosenAttention:
         caches.append(cache)
         return ChosenAttention("sdpa", SdpaAttention(cache, 4))
 

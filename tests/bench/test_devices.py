@@ -29,11 +29,11 @@ from ssd_serve.bench.timed_request import Runner
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.kernels.attention.backends import AttentionWish, ChosenAttention
+from ssd_serve.kernels.attention.backends import AttentionOptions, ChosenAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.models import load
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 
 FIRST, SECOND = Device("cuda", (0,)), Device("cuda", (1,))
 SAMPLED = SamplingParameters(temperature=0.8, max_tokens=8)
@@ -95,7 +95,7 @@ def test_emulated_devices_are_refused_on_a_gpu(
 def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
     """torch's name of the stand-in."""
 
-    def choose(wish: AttentionWish, cache: KVCache, heads: int, *rest: object) -> ChosenAttention:
+    def choose(wish: AttentionOptions, cache: KVCache, heads: int, *rest: object) -> ChosenAttention:
         return ChosenAttention(
             "sdpa", SdpaAttention(cache, heads)
         )  # without its self-test, which reads numbers
@@ -151,7 +151,7 @@ def test_each_model_of_the_proof_computes_with_its_own_gpu_current(
         current.append(name)
         yield
 
-    def loaded(path: Path, wish: ModelWish) -> Model:
+    def loaded(path: Path, wish: ModelOptions) -> Model:
         current.append(f"loads on {wish.device}")
         return load_model(path, replace(wish, device=gpu))
 

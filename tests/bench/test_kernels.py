@@ -18,7 +18,7 @@ from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.backends import Candidate
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.attention.self_test import Heads, Trial, TriedRequest, largest_error, random_batch
+from ssd_serve.kernels.attention.self_test import Heads, RequestShape, Trial, largest_error, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
 
@@ -40,7 +40,7 @@ def small_suite(make: Maker, device: str, dtypes: Sequence[torch.dtype]) -> Iter
     for dtype in dtypes:
         for head_dim in (64, 96, 128):
             heads = Heads(4, 2, head_dim, dtype)
-            yield ConformanceRow("a", Trial(heads, largest_error(make, heads, (TriedRequest(5, 3),), device)))
+            yield ConformanceRow("a", Trial(heads, largest_error(make, heads, (RequestShape(5, 3),), device)))
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ class Breaks(SdpaAttention):
 def test_a_backend_that_raises_is_not_timed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     roof = Roof(1, "float32", {1: 1e-10}, 1e11)
     monkeypatch.setattr(timing, "measure_roof", lambda *_, **__: roof)
-    monkeypatch.setattr(timing, "SHAPES", {"a": (TriedRequest(0, 201, depth=0),)})
+    monkeypatch.setattr(timing, "SHAPES", {"a": (RequestShape(0, 201, depth=0),)})
     use(
         monkeypatch,
         Candidate("broken", "", raises),
@@ -136,7 +136,7 @@ def test_every_backend_and_shape_has_a_line(native: NativeLibrary, monkeypatch: 
     monkeypatch.setattr(
         timing,
         "SHAPES",
-        {"a": (TriedRequest(20, 5),), "b": (TriedRequest(3, 1), TriedRequest(0, 9, depth=0))},
+        {"a": (RequestShape(20, 5),), "b": (RequestShape(3, 1), RequestShape(0, 9, depth=0))},
     )
     result = run_kernels(KernelPlan(heads=4, kv_heads=2, head_dim=64, repeats=3), native, lambda text: None)
     lines = table(result).splitlines()
@@ -152,7 +152,7 @@ def test_every_backend_and_shape_has_a_line(native: NativeLibrary, monkeypatch: 
 def test_the_roof_is_reading_once_or_computing() -> None:
     plan = KernelPlan(heads=32, kv_heads=8, head_dim=128)
     reading = Roof(1, "float32", {1: 1e-9}, 1e15)
-    asked = (TriedRequest(100, 4, depth=0), TriedRequest(28, 4, depth=0))
+    asked = (RequestShape(100, 4, depth=0), RequestShape(28, 4, depth=0))
     batch = random_batch(random.Random(0), 200, asked)
     size = 136 * 2 * 8 * 128 * 4
     assert timing.min_seconds(plan, torch.float32, asked, batch, reading) == pytest.approx(size * 1e-9)

@@ -11,7 +11,7 @@ import torch
 from ssd_serve.base.errors import UserError
 from ssd_serve.bench.quality import measurement
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 
 
 def text(length: int, first: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -32,7 +32,7 @@ def test_it_ends_when_there_are_enough_positions() -> None:
 
 def test_scores_are_those_of_the_model(tmp_path: Path) -> None:
     folder = resolve_model("embedded", "draft")
-    model = load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=64, context=64))
+    model = load_model(folder, ModelOptions(device="cpu", dtype="fp32", slots=64, context=64))
     tokens = text(40, 100)
     whole = measurement.score(model, tokens)
     part = measurement.score(model, tokens[:21])

@@ -16,17 +16,17 @@ from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.kernels.attention import backends
-from ssd_serve.kernels.attention.backends import AttentionWish
+from ssd_serve.kernels.attention.backends import AttentionOptions
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.base.settings import Settings
 from tests.end_to_end.tiny_pair import write_model
 from tests.pretended_device import DEVICE, pretended_device
 
 PROMPT = tuple(range(5, 40))
-SDPA = AttentionWish("sdpa")
+SDPA = AttentionOptions("sdpa")
 There = Callable[[], AbstractContextManager[object]]
 PLACES: tuple[tuple[str, There], ...] = (("cpu", nullcontext), (DEVICE, pretended_device))
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder: Path) -> None:
     def candidates(device: str) -> Sequence[Candidates | None]:
         model = load_model(
-            folder, ModelWish(device=device, dtype="fp32", slots=128, context=None, attention=SDPA)
+            folder, ModelOptions(device=device, dtype="fp32", slots=128, context=None, attention=SDPA)
         )
         source = ModelSource(model, SlotPool(128), NoiseRows(model.facts.vocabulary, 64, device), 4)
         for request, temperature in enumerate(temperatures):

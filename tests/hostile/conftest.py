@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.kernels.native.build import NativeError, build
+from ssd_serve.kernels.native.library import NativeError, build
 from tests.hostile.guarded import PLANTED, Guarded, open_guarded
 from tests.hostile.victim import Victim, open_victim
 

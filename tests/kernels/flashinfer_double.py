@@ -265,9 +265,7 @@ class WrapperDouble:
 def slots_first(cache: KVCache) -> KVCache:
     """A copy of a cache, in the order of memory that pages need."""
     layout = cache.layout
-    copy = KVCache(
-        KVLayout(layout.layers, layout.dtype, order="slots"), cache.slots, str(cache.keys(0).device)
-    )
+    copy = KVCache(KVLayout(layout.layers, layout.dtype, order="slots"), cache.slots, str(cache.device))
     for layer in range(len(layout.layers)):
         rows = torch.cat((cache.keys(layer), cache.values(layer))).transpose(0, 1)
         copy.write(layer, torch.arange(cache.slots), rows)

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.kernels.native.int8 import NativeInt8Matrix
-from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.products import NativeMatrix, has_bf16_products
+from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix, has_bf16_products
+from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.products.int8 import quantise
 from ssd_serve.kernels.rows.fixed_rows import (
     BlockForm,

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention import self_test
-from ssd_serve.kernels.attention.invariance import depends_on_batch
+from ssd_serve.kernels.attention.invariance import UnrolledAttention, depends_on_batch
 from ssd_serve.kernels.attention.reference import visible_slots
 from ssd_serve.kernels.attention.self_test import Heads, first_failure
-from ssd_serve.kernels.attention.unrolled import UnrolledAttention
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan
 from tests.examples import examples

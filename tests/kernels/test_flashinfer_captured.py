@@ -12,7 +12,7 @@ from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.contract import Capturable
 from ssd_serve.kernels.attention.reference import ReferenceAttention
 from ssd_serve.kernels.batch import Batch, build_batch, padded
-from ssd_serve.kernels.capture import captured_rows
+from ssd_serve.kernels.device import captured_rows
 from ssd_serve.kernels.flashinfer import captured as module
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
 from ssd_serve.kernels.flashinfer.captured import MAX_CAPTURED_ROWS

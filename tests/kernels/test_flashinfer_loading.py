@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.kernels.flashinfer import loading
-from ssd_serve.kernels.flashinfer.loading import load_package
+from ssd_serve.kernels.flashinfer import factory
+from ssd_serve.kernels.flashinfer.factory import load_package
 from tests.kernels.flashinfer_signatures import PORT, UPSTREAM, Recorded
 
 GPU = torch.device("cuda", 0)
@@ -35,8 +35,8 @@ def test_the_folder_is_chosen_before_the_import(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(torch.version, "hip", "7.2" if on_rocm else None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(loading, "architecture", lambda device: architecture)
-    monkeypatch.setattr(loading, "installed_versions", lambda: {recorded.name: recorded.version})
+    monkeypatch.setattr(factory, "architecture", lambda device: architecture)
+    monkeypatch.setattr(factory, "installed_versions", lambda: {recorded.name: recorded.version})
     package = load_package(GPU, tmp_path / "kernels")
     module = sys.modules["flashinfer"]
     monkeypatch.delitem(sys.modules, "flashinfer")
@@ -50,7 +50,7 @@ def test_the_folder_is_chosen_before_the_import(
 def test_nothing_is_touched_where_it_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "installed_versions", dict)
+    monkeypatch.setattr(factory, "installed_versions", dict)
     before = dict(os.environ)
     with pytest.raises(UserError, match="needs the package"):
         load_package(GPU, tmp_path / "kernels")

@@ -12,8 +12,8 @@ from ssd_serve.base.logs import Logger
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import candidates
 from ssd_serve.kernels.batch import build_batch
-from ssd_serve.kernels.flashinfer import loading, page_size
-from ssd_serve.kernels.flashinfer.page_size import PAGE_SIZES, UNMEASURED, fastest_page_size, long_batch
+from ssd_serve.kernels.flashinfer import factory
+from ssd_serve.kernels.flashinfer.factory import PAGE_SIZES, UNMEASURED, fastest_page_size, long_batch
 from ssd_serve.kernels.flashinfer.tables import leading_pages
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles, WrapperDouble
 from tests.kernels.flashinfer_signatures import UPSTREAM
@@ -150,9 +150,9 @@ def test_the_backend_that_serves_reads_pages_of_that_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubles = Doubles(UPSTREAM)
-    monkeypatch.setattr(loading, "load_package", lambda *given: doubles.package())
+    monkeypatch.setattr(factory, "load_package", lambda *given: doubles.package())
     cache = KVCache(KVLayout((LayerKV(2, 16),), torch.float32, order="slots"), 640, "cpu")
     [candidate] = [each for each in candidates(cache, None, tmp_path) if each.name == "flashinfer"]
-    monkeypatch.setattr(page_size, "UNMEASURED", 8)
+    monkeypatch.setattr(factory, "UNMEASURED", 8)
     candidate.make(cache, 4).plan(build_batch([chunk(range(16), [70])]))
     assert [plan["page_size"] for plan in doubles.planned(masked=False)] == [1, 8]

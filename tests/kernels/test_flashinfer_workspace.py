@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ssd_serve.cache.kv import LayerKV
-from ssd_serve.kernels.flashinfer.workspace import processors_of, workspace_for
+from ssd_serve.kernels.flashinfer.attention import processors_of, workspace_for
 
 H100, MI300X = 132, 304
 

@@ -14,11 +14,10 @@ from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import candidates, choose_attention
 from ssd_serve.kernels.attention.contract import Maker
-from ssd_serve.kernels.attention.invariance import depends_on_batch
+from ssd_serve.kernels.attention.invariance import UnrolledAttention, depends_on_batch, single, unrolled
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
 from ssd_serve.kernels.attention.self_test import Heads
-from ssd_serve.kernels.attention.unrolled import UnrolledAttention, single, unrolled
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
@@ -45,7 +44,7 @@ def unrolling(make: Maker) -> Maker:
 def test_a_row_of_torchs_attention_is_its_own_to_the_bit(
     seed: int, shape: tuple[int, int, int], ordered: bool, dtype: torch.dtype
 ) -> None:
-    """Alone after its context was committed, in a mixed batch, and with another number of threads."""
+    """SingleRank after its context was committed, in a mixed batch, and with another number of threads."""
     rng = random.Random(seed)
     slots = list(reversed(range(SLOTS))) if ordered else rng.sample(range(SLOTS), SLOTS)
     batch = build_batch([random_request(rng, slots) for _ in range(3)])

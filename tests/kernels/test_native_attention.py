@@ -18,8 +18,7 @@ from ssd_serve.kernels.attention.reference import ReferenceAttention
 from ssd_serve.kernels.attention.self_test import first_failure
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
-from ssd_serve.kernels.native.build import SOURCES
-from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.library import SOURCES, NativeLibrary
 from tests.examples import examples
 
 SLOTS = 512

@@ -11,8 +11,15 @@ import pytest
 
 from ssd_serve.base.settings import Settings
 from ssd_serve.kernels.native import library
-from ssd_serve.kernels.native.build import SOURCES, NativeError, build
-from ssd_serve.kernels.native.library import INT, NativeLibrary, load_native, native_library
+from ssd_serve.kernels.native.library import (
+    INT,
+    SOURCES,
+    NativeError,
+    NativeLibrary,
+    build,
+    load_native,
+    native_library,
+)
 
 
 @pytest.mark.slow

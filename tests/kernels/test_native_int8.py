@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.kernels.native.int8 import NativeInt8Matrix, can_multiply_int8, has_int8_products
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import NativeInt8Matrix, can_multiply_int8, has_int8_products
 from ssd_serve.kernels.products import int8
 
 SHAPES = ((32, 4), (200, 136), (33, 70), (1, 15), (96, 1029), (40, 512))

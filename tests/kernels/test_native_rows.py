@@ -5,8 +5,7 @@ import torch
 
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.rows import NativeRows, can_operate
-from ssd_serve.kernels.rows.norm import RmsNorm
-from ssd_serve.kernels.rows.operations import RowOperations, TorchRows
+from ssd_serve.kernels.rows.operations import RmsNorm, RowOperations, TorchRows
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -11,8 +11,7 @@ from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import Candidate, choose_attention
 from ssd_serve.kernels.attention.contract import Capturable, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.attention.self_test import RATIOS, first_failure, self_test
-from ssd_serve.kernels.attention.timing import attention_seconds
+from ssd_serve.kernels.attention.self_test import RATIOS, attention_seconds, first_failure, self_test
 from ssd_serve.kernels.batch import Batch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

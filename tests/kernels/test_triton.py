@@ -8,7 +8,7 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.batch import build_batch, padded
-from ssd_serve.kernels.capture import captured_rows
+from ssd_serve.kernels.device import captured_rows
 from ssd_serve.kernels.triton.attention import TritonAttention
 from ssd_serve.kernels.triton.shapes import SPLIT, TILES, tile_of
 from ssd_serve.models.warmup import one_tree, single_rows

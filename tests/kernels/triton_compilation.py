@@ -22,8 +22,7 @@ from triton.compiler import ASTSource
 
 from ssd_serve.base.errors import SsdError
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
-from ssd_serve.kernels.triton.noise import BLOCKS
-from ssd_serve.kernels.triton.noise_kernel import fill_noise
+from ssd_serve.kernels.triton.noise import BLOCKS, fill_noise
 from ssd_serve.kernels.triton.shapes import SPLIT, WARPS, block_n, merged, tiles_of
 
 HEAD_DIMS = (64, 96, 128, 256)

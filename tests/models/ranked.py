@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
-from ssd_serve.models.ranks.lockstep import LeadingModel, follow
-from ssd_serve.models.ranks.parallel import Group, Parallel
-from ssd_serve.models.ranks.torch_group import join_group
+from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.models.parallel import Group, Parallel
+from ssd_serve.models.torch_group import join_group
+from ssd_serve.models.wrapped import LeaderModel, follow
 
 T = TypeVar("T")
 SLOTS = 256
@@ -39,7 +39,7 @@ def ranked(folder: Path, store: Path, size: int, **options: Any) -> Generator[Mo
     options = {"slots": SLOTS, "context": None, **options}
 
     def load(group: Group) -> Model:
-        return load_model(folder, ModelWish(device="cpu", **options), group=group)
+        return load_model(folder, ModelOptions(device="cpu", **options), group=group)
 
     models = in_ranks(store, size, load, ordered=ordered)
     told: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in models[1:]]
@@ -56,7 +56,7 @@ def ranked(folder: Path, store: Path, size: int, **options: Any) -> Generator[Mo
             pool.submit(follow, model, hear(queue)) for model, queue in zip(models[1:], told, strict=True)
         ]
         try:
-            yield LeadingModel(models[0], tell)
+            yield LeaderModel(models[0], tell)
         finally:
             for queue in told:
                 queue.put(None)

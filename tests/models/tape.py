@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from ssd_serve.base.errors import CaptureError
-from ssd_serve.kernels.capture import CapturedGraph
+from ssd_serve.kernels.device import CapturedGraph
 
 T = TypeVar("T")
 Step = Callable[[], object]

@@ -11,16 +11,16 @@ import torch
 
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.kernels.attention.unrolled import UnrolledAttention
+from ssd_serve.kernels.attention.invariance import UnrolledAttention
 from ssd_serve.kernels.batch import Batch, build_batch
-from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, captured_rows
+from ssd_serve.kernels.device import MAX_CAPTURED_ROWS, CapturedGraph, captured_rows
 from ssd_serve.kernels.rows.operations import TorchRows
 from ssd_serve.kernels.triton.attention import TritonAttention
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.captured import CapturedModel
 from ssd_serve.models.interface import CapturableModel, ModelFacts
-from ssd_serve.models.ranks.parallel import Alone, Parallel
+from ssd_serve.models.parallel import Parallel, SingleRank
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import LinearFactory
 from tests.kernels.test_attention import rows_of
@@ -141,7 +141,7 @@ def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
     assert (pair.captured.graphs, pair.captured.captured_bytes > 0) == (1, True)
 
 
-class Diary(Tape, Alone):
+class Diary(Tape, SingleRank):
     """A capture and a group that write down what happens."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ def test_a_forward_that_fails_when_padded_runs_unpadded_where_nobody_else_waits(
     torch.testing.assert_close(captured.forward(batch).logits, plain.forward(batch).logits)
 
 
-class Contradicted(Alone):
+class Contradicted(SingleRank):
     """Another rank says no."""
 
     def agree(self, yes: bool) -> bool:
@@ -227,10 +227,10 @@ def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> N
 
 
 def test_a_forward_that_was_recorded_first_says_so(pair: Pair) -> None:
-    said = [pair.captured.forward(batch_of(seed, (9, 3))).captured_now for seed in (1, 2, 3)]
+    said = [pair.captured.forward(batch_of(seed, (9, 3))).includes_capture for seed in (1, 2, 3)]
     assert said == [True, False, False]
     pair.tape.refuses = "no"
-    said = [pair.captured.forward(batch_of(seed, (9, 9))).captured_now for seed in (4, 5)]
+    said = [pair.captured.forward(batch_of(seed, (9, 9))).includes_capture for seed in (4, 5)]
     assert said == [True, False]
 
 
@@ -246,7 +246,7 @@ def test_what_one_tree_and_single_rows_need_can_be_captured_ahead(pair: Pair) ->
     pair.captured.capture_ahead(8)
     assert pair.captured.graphs == pair.tape.runs == 4, "1, 2, 4 and 8 rows, all with the same tiles"
     for batch in (batch_of(4, (9, 1)), batch_of(5, (60, 5)), batch_of(6, *[(5, 1)] * 7)):
-        assert not pair.captured.forward(batch).captured_now
+        assert not pair.captured.forward(batch).includes_capture
     assert pair.captured.graphs == 4
 
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_captured_ahead_is_tried_again_when_it_is_met(pair: Pair)
     pair.captured.capture_ahead(2)
     assert pair.captured.graphs == 0
     pair.tape.refuses = ""
-    assert pair.captured.forward(batch_of(4, (9, 1))).captured_now
+    assert pair.captured.forward(batch_of(4, (9, 1))).includes_capture
     assert pair.captured.row_counts == {1}
 
 

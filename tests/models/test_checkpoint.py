@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from ssd_serve.base.errors import CheckpointError, UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import LinearFactory, MatrixShare
 from tests.models import checkpoints
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 def load(folder: Path, *, allow_pickle: bool = False) -> Model:
     """Load with a small cache."""
     return load_model(
-        folder, ModelWish(device="cpu", dtype="fp32", slots=8, context=8, allow_pickle=allow_pickle)
+        folder, ModelOptions(device="cpu", dtype="fp32", slots=8, context=8, allow_pickle=allow_pickle)
     )
 
 

@@ -10,10 +10,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ssd_serve.kernels.batch import build_batch
-from ssd_serve.models.load import ModelWish, load_model
-from ssd_serve.models.mapped import MappedModel
-from ssd_serve.models.text.common_tokens import CommonTokens, common_tokens
-from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.models.text.tokenizer import CommonTokens, Tokenizer, common_tokens
+from ssd_serve.models.wrapped import MappedModel
 from tests.end_to_end.tiny_pair import write_model
 from tests.models.test_decoder import chunk
 
@@ -78,7 +77,7 @@ def test_what_is_missing_is_read_as_the_end_of_its_text(tmp_path: Path) -> None:
 
 def test_a_mapped_draft_computes_what_it_computes_in_its_own_tokens(tmp_path: Path) -> None:
     write_model(tmp_path / "draft", seed=1, noise=0.0)
-    own = load_model(tmp_path / "draft", ModelWish(device="cpu", dtype="fp32", slots=64, context=None))
+    own = load_model(tmp_path / "draft", ModelOptions(device="cpu", dtype="fp32", slots=64, context=None))
     vocabulary = own.facts.vocabulary
     order = np.array(random.Random(1).sample(range(vocabulary), vocabulary))
     ids = np.concatenate((order, [-1]))  # the target has one more

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ssd_serve.base.errors import DeviceHangError
-from ssd_serve.models.completion import wait_until
+from ssd_serve.kernels.device import wait_until
 
 
 def test_it_ends_when_the_device_is_ready_and_takes_little_of_a_core() -> None:
@@ -16,5 +16,5 @@ def test_it_ends_when_the_device_is_ready_and_takes_little_of_a_core() -> None:
 
 
 def test_a_device_that_hangs_is_an_error() -> None:
-    with pytest.raises(DeviceHangError, match=r"not ended a forward within 0 s: it seems to hang"):
-        wait_until(lambda: False, patience_s=0.05)
+    with pytest.raises(DeviceHangError, match=r"not finished a forward within 0 s: it seems to hang"):
+        wait_until(lambda: False, timeout_s=0.05)

@@ -13,7 +13,7 @@ import torch
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.weights import linear
 from tests.models import checkpoints
 
@@ -32,7 +32,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = checkpoints.save(theirs, tmp_path_factory.mktemp("model"))
     compiled = request.getfixturevalue("native") if kernels == "native" else None
     return theirs, load_model(
-        folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None, native=compiled)
+        folder, ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None, native=compiled)
     )
 
 
@@ -159,7 +159,7 @@ def test_layouts_and_formats_agree(
         monkeypatch.setattr(linear, "can_pack", lambda _dtype: False)
     theirs = checkpoints.make("llama")
     folder = checkpoints.save(theirs, tmp_path, **options)
-    ours = load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=32, context=32))
+    ours = load_model(folder, ModelOptions(device="cpu", dtype="fp32", slots=32, context=32))
     tokens = numbers(20, 9)
     batch = build_batch([chunk(tokens, 0, 20, range(20))])
     close(ours.forward(batch).logits, checkpoints.logits(theirs, tokens))
@@ -170,8 +170,8 @@ def test_hidden_states_on_request(tmp_path: Path) -> None:
     """Of all rows, whichever logits are wanted; the final one is what the head reads."""
     theirs = checkpoints.make("llama")
     folder = checkpoints.save(theirs, tmp_path)
-    wish = ModelWish(device="cpu", dtype="fp32", slots=32, context=None, features=(0, 2, FINAL))
-    ours = load_model(folder, wish)
+    options = ModelOptions(device="cpu", dtype="fp32", slots=32, context=None, features=(0, 2, FINAL))
+    ours = load_model(folder, options)
     tokens = numbers(10, 10)
     with torch.inference_mode():
         told = theirs.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
@@ -199,7 +199,9 @@ def test_half_precision_is_near(
     theirs = checkpoints.make("qwen3-qk-norm", initializer_range=0.05)
     folder = checkpoints.save(theirs, tmp_path)
     compiled = request.getfixturevalue("native") if kernels == "native" else None
-    ours = load_model(folder, ModelWish(device="cpu", dtype=dtype, slots=32, context=None, native=compiled))
+    ours = load_model(
+        folder, ModelOptions(device="cpu", dtype=dtype, slots=32, context=None, native=compiled)
+    )
     tokens = numbers(20, 11)
     result = ours.forward(build_batch([chunk(tokens, 0, 20, range(20))])).logits
     expected = checkpoints.logits(theirs, tokens)

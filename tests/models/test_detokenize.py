@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ssd_serve.models.text.detokenize import DetokenizeStream
 from ssd_serve.models.text.sentencepiece_bpe import convert
+from ssd_serve.models.text.tokenizer import DetokenizeStream
 
 TEXT = "naïve 日本語の文字列 👩‍👩‍👧 emoji 🎉🎉, Ελληνικά; عربى\n\tend  of text — 你好，世界! "
 CORPUS = ["the quick brown fox jumps over the lazy dog " * 5, "def function(value): return value\n" * 5]

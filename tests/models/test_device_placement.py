@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ssd_serve.kernels.attention import backends
-from ssd_serve.kernels.attention.backends import AttentionWish
+from ssd_serve.kernels.attention.backends import AttentionOptions
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products import fp8
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
-from ssd_serve.models.ranks.parallel import Alone, Parallel
+from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.models.parallel import Parallel, SingleRank
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
 from tests.pretended_device import DEVICE, pretended_device
@@ -46,10 +46,12 @@ def _without_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, device: str, backend: str) -> Model:
-    wish = AttentionWish(backend)
+    options = AttentionOptions(backend)
     return load_model(
         folder,
-        ModelWish(device=device, dtype="fp32", slots=SLOTS, context=None, attention=wish, features=(1,)),
+        ModelOptions(
+            device=device, dtype="fp32", slots=SLOTS, context=None, attention=options, features=(1,)
+        ),
     )
 
 
@@ -74,7 +76,7 @@ def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
                 torch.testing.assert_close(mine.cpu(), right, atol=1e-4, rtol=0)
 
 
-class HalfAlone(Alone):
+class HalfAlone(SingleRank):
     """Rank 0 of two, whose other half gives nothing."""
 
     @property
@@ -92,12 +94,14 @@ def test_a_rank_computes_its_share_on_its_device_and_the_host_waits_for_nothing(
     folder = checkpoints.save(checkpoints.make("qwen3-qk-norm"), tmp_path)
     options: dict[str, Any] = {"dtype": "fp32", "slots": SLOTS, "context": None}
     on_cpu = load_model(
-        folder, ModelWish(device="cpu", attention=AttentionWish("sdpa"), **options), group=HalfAlone()
+        folder, ModelOptions(device="cpu", attention=AttentionOptions("sdpa"), **options), group=HalfAlone()
     )
     expected = [on_cpu.forward(batch).logits for batch in batches()]
     with pretended_device() as reads:
         model = load_model(
-            folder, ModelWish(device=DEVICE, attention=AttentionWish("sdpa"), **options), group=HalfAlone()
+            folder,
+            ModelOptions(device=DEVICE, attention=AttentionOptions("sdpa"), **options),
+            group=HalfAlone(),
         )
         reads.clear()
         found = [model.forward(batch).logits for batch in batches()]
@@ -111,9 +115,9 @@ def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("mistral-window"), tmp_path)
     differences: list[object] = []
     with pretended_device():
-        wish = AttentionWish("triton", check="sdpa", report=differences.append)
+        options = AttentionOptions("triton", check="sdpa", report=differences.append)
         model = load_model(
-            folder, ModelWish(device=DEVICE, dtype="fp32", slots=SLOTS, context=None, attention=wish)
+            folder, ModelOptions(device=DEVICE, dtype="fp32", slots=SLOTS, context=None, attention=options)
         )
         for batch in batches():
             model.forward(batch)
@@ -122,11 +126,13 @@ def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:
 
 def test_what_is_compiled_for_the_cpu_is_not_used(native: NativeLibrary, tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
-    wish = AttentionWish("sdpa")  # measuring which is fastest would take long here
+    options = AttentionOptions("sdpa")  # measuring which is fastest would take long here
     with pretended_device():
         model = load_model(
             folder,
-            ModelWish(device=DEVICE, dtype="fp32", slots=SLOTS, context=None, attention=wish, native=native),
+            ModelOptions(
+                device=DEVICE, dtype="fp32", slots=SLOTS, context=None, attention=options, native=native
+            ),
         )
         assert model.facts.kernels == "torch"
         assert model.facts.attention != "native"
@@ -152,13 +158,13 @@ def test_fp8_weights_and_their_products_lie_on_the_device(
         return a.float() @ b.float() * scales[0] * scales[1]
 
     write(FORMS["compressed-tensor-static"], tmp_path)
-    wide = load_model(tmp_path, ModelWish(device="cpu", dtype="bf16", slots=SLOTS, context=None))
+    wide = load_model(tmp_path, ModelOptions(device="cpu", dtype="bf16", slots=SLOTS, context=None))
     expected = [wide.forward(batch).logits for batch in batches()[:2]]
     monkeypatch.setattr(torch.ops.aten, "_scaled_mm", product)
     with pretended_device() as reads:
-        wish = AttentionWish("sdpa")
+        options = AttentionOptions("sdpa")
         model = load_model(
-            tmp_path, ModelWish(device=DEVICE, dtype="bf16", slots=SLOTS, context=None, attention=wish)
+            tmp_path, ModelOptions(device=DEVICE, dtype="bf16", slots=SLOTS, context=None, attention=options)
         )
         assert model.facts.weight_bytes < (1.01 if native is None else 0.6) * wide.facts.weight_bytes
         reads.clear()

@@ -6,8 +6,8 @@ import pytest
 
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.load import ModelWish, load_model
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.models.parallel import Parallel
 from tests.models import checkpoints
 from tests.models.test_decoder import SLOTS, chunk, close, numbers
 
@@ -17,8 +17,8 @@ from tests.models.test_decoder import SLOTS, chunk, close, numbers
 def test_it_computes_what_a_model_of_so_many_layers_does(case: str, layers: int, tmp_path: Path) -> None:
     theirs = checkpoints.make(case)
     folder = checkpoints.save(theirs, tmp_path)
-    wish = ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None, layers=layers)
-    ours = load_model(folder, wish)
+    options = ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None, layers=layers)
+    ours = load_model(folder, options)
     assert ours.facts.layers == layers < len(load_description(folder).sizes(Parallel()).kv)
     del theirs.model.layers[layers:]
     theirs.config.num_hidden_layers = layers

@@ -13,7 +13,7 @@ from ssd_serve.kernels.products import fp8
 from ssd_serve.models import load
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights import linear
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import DenseLinear, Linear, LinearFactory, MatrixShare
@@ -29,7 +29,7 @@ FN, FNUZ = fp8.FORMATS
 
 def load_model(folder: Path, dtype: str = "fp32") -> Model:
     return load.load_model(
-        folder, load.ModelWish(device="cpu", dtype=dtype, slots=64, context=64, allow_pickle=True)
+        folder, load.ModelOptions(device="cpu", dtype=dtype, slots=64, context=64, allow_pickle=True)
     )
 
 

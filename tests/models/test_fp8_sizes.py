@@ -50,7 +50,7 @@ def test_they_are_what_a_loaded_model_holds(
     for module in (linear, sizes):
         monkeypatch.setattr(module, "multiplied_format", lambda *_: native)
     write(form, tmp_path)
-    model = load.load_model(tmp_path, load.ModelWish(device="cpu", dtype="bf16", slots=16, context=64))
+    model = load.load_model(tmp_path, load.ModelOptions(device="cpu", dtype="bf16", slots=16, context=64))
     assert len(held) == 3 * 4 + 1
     assert model.facts.weight_bytes == sum(held) == sizes_on(tmp_path, "cpu").matrix_bytes
     blocks = form.kind("") == "block"

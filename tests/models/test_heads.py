@@ -18,7 +18,7 @@ from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.models.heads.load import head_config, head_sizes, load_head, target_head
-from ssd_serve.models.load import ModelWish
+from ssd_serve.models.load import ModelOptions
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, Form, change_config, change_tensors, is_quantised, quantise
 from tests.models.fp8_checkpoints import write as write_fp8
@@ -52,7 +52,7 @@ def target(folder: Path, case: str = "llama") -> Path:
 
 def loaded(folder: Path, theirs: Path, **changes: Any) -> EagleHead:
     sizes = head_sizes(folder, theirs, device="cpu", dtype="fp32", **changes)
-    return load_head(folder, ModelWish(device="cpu", dtype="fp32", slots=128, context=None), sizes)
+    return load_head(folder, ModelOptions(device="cpu", dtype="fp32", slots=128, context=None), sizes)
 
 
 @pytest.fixture(scope="module", params=[*CASES, *FIRST_CASES])
@@ -273,10 +273,10 @@ def test_a_head_in_a_bin_file_is_read_where_that_is_allowed(tmp_path: Path) -> N
     torch.save(load_file(head / "model.safetensors"), head / "pytorch_model.bin")
     (head / "model.safetensors").unlink()
     sizes = head_sizes(head, theirs, device="cpu", dtype="fp32", allow_pickle=True)
-    wish = ModelWish(device="cpu", dtype="fp32", slots=8, context=None)
+    options = ModelOptions(device="cpu", dtype="fp32", slots=8, context=None)
     with pytest.raises(CheckpointError, match="is not safetensors"):
-        load_head(head, wish, sizes)
-    assert load_head(head, replace(wish, allow_pickle=True), sizes).width == HIDDEN
+        load_head(head, options, sizes)
+    assert load_head(head, replace(options, allow_pickle=True), sizes).width == HIDDEN
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -285,7 +285,7 @@ def test_a_target_s_head_is_stored_as_the_head_s_matrices_are(dtype: str, tmp_pa
     folder = oracle.save(tmp_path / "head", FLAT)
     oracle.adopt(load_file(theirs / "model.safetensors"))
     sizes = head_sizes(folder, theirs, device="cpu", dtype=dtype)
-    head = load_head(folder, ModelWish(device="cpu", dtype=dtype, slots=128, context=None), sizes)
+    head = load_head(folder, ModelOptions(device="cpu", dtype=dtype, slots=128, context=None), sizes)
     tokens, vectors = random_rows(8, 4)
     found = head.forward(replace(build_batch([chunk(tokens.tolist(), 0, 8, range(8))]), vectors=vectors))
     expected, _ = oracle(tokens, vectors)

@@ -16,7 +16,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import has_bf16_products
 from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.weights.linear import DenseLinear, Linear
 from ssd_serve.verifier.planning.startup_benchmark import identity
 from tests.examples import examples
@@ -37,7 +37,7 @@ CASES = (
 def load(folder: Path, dtype: str, native: NativeLibrary | None, batch_invariant: bool) -> Model:
     return load_model(
         folder,
-        ModelWish(
+        ModelOptions(
             device="cpu",
             dtype=dtype,
             slots=SLOTS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssd_serve.base.errors import MemoryShortError, UserError
-from ssd_serve.kernels.attention.backends import AttentionWish
+from ssd_serve.kernels.attention.backends import AttentionOptions
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.products import packed
 from ssd_serve.models import load, memory, sizes
@@ -47,7 +47,7 @@ def test_sizes_from_the_configuration_alone(folder: Path) -> None:
     before = sizes.model_sizes(folder, device="cpu", dtype="bf16")
     model = load.load_model(
         folder,
-        load.ModelWish(device="cpu:0", dtype="bf16", slots=16, context=64),
+        load.ModelOptions(device="cpu:0", dtype="bf16", slots=16, context=64),
     )
     facts = model.facts
     assert before.kv_bytes_per_slot == facts.kv_bytes_per_slot
@@ -59,9 +59,9 @@ def test_sizes_from_the_configuration_alone(folder: Path) -> None:
 
 def test_memory_is_checked_before_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "available_memory", lambda device: 300 << 20)
-    load.load_model(folder, load.ModelWish(device="cpu", dtype="fp32", slots=16, context=64))
+    load.load_model(folder, load.ModelOptions(device="cpu", dtype="fp32", slots=16, context=64))
     with pytest.raises(MemoryShortError, match="GiB are free"):
-        load.load_model(folder, load.ModelWish(device="cpu", dtype="fp32", slots=1 << 20, context=64))
+        load.load_model(folder, load.ModelOptions(device="cpu", dtype="fp32", slots=1 << 20, context=64))
 
 
 def test_container_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_container_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_forward_does_not_depend_on_who_set_the_threads(folder: Path) -> None:
     before = torch.get_num_threads()
-    load.load_model(folder, load.ModelWish(device="cpu", dtype="fp32", slots=16, context=64))
+    load.load_model(folder, load.ModelOptions(device="cpu", dtype="fp32", slots=16, context=64))
     assert torch.get_num_threads() == before
 
 
@@ -86,13 +86,13 @@ def test_the_tree_attention_that_was_asked_for(folder: Path, native: NativeLibra
     def kernels(backend: str, library: NativeLibrary | None) -> str:
         model = load.load_model(
             folder,
-            load.ModelWish(
+            load.ModelOptions(
                 device="cpu",
                 dtype="fp32",
                 slots=16,
                 context=64,
                 native=library,
-                attention=AttentionWish(backend),
+                attention=AttentionOptions(backend),
             ),
         )
         assert isinstance(model, DenseDecoder)

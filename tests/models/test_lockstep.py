@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from ssd_serve.base.errors import DeviceHangError
-from ssd_serve.kernels.batch import Batch, build_batch
-from ssd_serve.kernels.batch_bytes import pack
+from ssd_serve.kernels.batch import Batch, build_batch, pack
 from ssd_serve.models.interface import ForwardResult
-from ssd_serve.models.ranks.lockstep import follow
+from ssd_serve.models.wrapped import follow
 from tests.fakes import FakeModel
 from tests.kernels.test_attention import rows_of
 

@@ -12,16 +12,15 @@ import torch
 
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.errors import ProtocolError, RankLostError, UserError
-from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
-from ssd_serve.kernels.batch_bytes import pack, unpack
+from ssd_serve.kernels.batch import Batch, RequestRows, build_batch, pack, unpack
 from ssd_serve.models import load
-from ssd_serve.models.architectures.dense.sizes import rank_config
+from ssd_serve.models.architectures.dense.config import rank_config
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
-from ssd_serve.models.ranks.parallel import Alone, Group, Parallel
-from ssd_serve.models.ranks.torch_group import join_group
+from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.models.parallel import Group, Parallel, SingleRank
 from ssd_serve.models.sizes import model_sizes
+from ssd_serve.models.torch_group import join_group
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
@@ -49,7 +48,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case, size, changes = request.param
     folder = checkpoints.save(checkpoints.make(case, **changes), tmp_path_factory.mktemp("model"))
     alone = load_model(
-        folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None, features=(0, 2, FINAL))
+        folder, ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None, features=(0, 2, FINAL))
     )
     store = tmp_path_factory.mktemp("store") / "store"
     with ranked(folder, store, size, dtype="fp32", features=(0, 2, FINAL)) as several:
@@ -125,7 +124,7 @@ def test_a_rank_reads_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest
             opened.append(self)
 
     monkeypatch.setattr(load, "Checkpoint", Counted)
-    load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None))
+    load_model(folder, ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None))
     whole = opened.pop().bytes_read
     for size in (2, 4):
         with ranked(folder, tmp_path / f"store{size}", size, dtype="fp32"):
@@ -140,7 +139,7 @@ def test_a_rank_reads_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_narrow_dtypes_stay_close(dtype: str, tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path / "model")
-    alone = load_model(folder, ModelWish(device="cpu", dtype=dtype, slots=SLOTS, context=None))
+    alone = load_model(folder, ModelOptions(device="cpu", dtype=dtype, slots=SLOTS, context=None))
     batch = build_batch([chunk(0, 30)])
     with ranked(folder, tmp_path / "store", 2, dtype=dtype) as several:
         found, expected = several.forward(batch).logits, alone.forward(batch).logits
@@ -150,7 +149,9 @@ def test_narrow_dtypes_stay_close(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_fp8_weights_are_split_with_their_scales_or_the_split_is_refused(form: str, tmp_path: Path) -> None:
     write(FORMS[form], tmp_path / "model")
-    alone = load_model(tmp_path / "model", ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None))
+    alone = load_model(
+        tmp_path / "model", ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None)
+    )
     batch = build_batch([chunk(0, 30)])
     several = ranked(tmp_path / "model", tmp_path / "store", 2, dtype="fp32")
     if "block" in form:
@@ -229,7 +230,7 @@ def test_ranks_that_load_at_different_speeds_meet_in_spite_of_that(tmp_path: Pat
     assert in_ranks(tmp_path / "store", 2, work, patience_s=0.5) == [True, True]
 
 
-class Meeting(Alone):
+class Meeting(SingleRank):
     """Writes down in which order ranks meet and vote."""
 
     def __init__(self) -> None:
@@ -245,7 +246,7 @@ class Meeting(Alone):
 
 def test_ranks_that_load_meet_before_anything_that_has_to_be_quick(tmp_path: Path) -> None:
     folder, group = checkpoints.save(checkpoints.make("llama"), tmp_path), Meeting()
-    load_model(folder, ModelWish(device="cpu", dtype="fp32", slots=SLOTS, context=None), group=group)
+    load_model(folder, ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None), group=group)
     assert group.happened[:2] == ["met", "voted"]
 
 

@@ -12,9 +12,9 @@ from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.native.int8 import NativeInt8Matrix
-from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import NativeInt8Matrix
+from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.products.int8 import can_multiply_int8
 from ssd_serve.models import load, sizes
 from ssd_serve.models.interface import Model
@@ -31,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load_model(folder: Path, dtype: str) -> Model:
-    return load.load_model(folder, load.ModelWish(device="cpu:0", dtype=dtype, slots=64, context=64))
+    return load.load_model(folder, load.ModelOptions(device="cpu:0", dtype=dtype, slots=64, context=64))
 
 
 def logits(model: Model) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_compiled_kernels_compute_the_same_function(
 
     monkeypatch.setattr(linear, "NativeInt8Matrix", make)
     found = load.load_model(
-        folder, load.ModelWish(device="cpu:0", dtype="int8", slots=64, context=64, native=native)
+        folder, load.ModelOptions(device="cpu:0", dtype="int8", slots=64, context=64, native=native)
     )
     exact = logits(load_model(folder, "fp32"))
     assert distance(logits(found), exact) < 0.06
@@ -102,7 +102,7 @@ def test_int8_is_not_built_for_gpus(folder: Path, device: str) -> None:
     with pytest.raises(UserError, match=f"int8 is not built for {device}"):
         sizes.model_sizes(folder, device=device, dtype="int8")
     with pytest.raises(UserError, match=f"int8 is not built for {device}"):
-        load.load_model(folder, load.ModelWish(device=device, dtype="int8", slots=16, context=64))
+        load.load_model(folder, load.ModelOptions(device=device, dtype="int8", slots=16, context=64))
 
 
 @pytest.mark.parametrize("batch", [1, 4])

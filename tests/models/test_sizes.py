@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ssd_serve.models.architectures.registry import ARCHITECTURES, architecture, load_description
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 from tests.models import checkpoints
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ssd_serve.kernels.attention import backends
-from ssd_serve.kernels.attention.backends import AttentionWish
-from ssd_serve.models.load import ModelWish
+from ssd_serve.kernels.attention.backends import AttentionOptions
+from ssd_serve.models.load import ModelOptions
 from ssd_serve.recipes import teacher
 from ssd_serve.recipes.teacher import Teacher, embedding_of, head_shape
 from tests.end_to_end.tiny_pair import write_model
@@ -24,7 +24,7 @@ PLACES: tuple[tuple[str, AbstractContextManager[object]], ...] = (
 @torch.inference_mode()
 def test_what_is_learned_from_lies_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "first_failure", lambda *_: "")  # tried elsewhere
-    monkeypatch.setattr(teacher, "ModelWish", partial(ModelWish, attention=AttentionWish("sdpa")))
+    monkeypatch.setattr(teacher, "ModelOptions", partial(ModelOptions, attention=AttentionOptions("sdpa")))
     folder = tmp_path / "target"
     write_model(folder, seed=1, noise=0.0, layers=2)
     said = list[torch.Tensor]()

@@ -13,7 +13,7 @@ from ssd_serve.kernels.batch import build_batch
 from ssd_serve.models.heads.eagle import OWN
 from ssd_serve.models.heads.load import head_config
 from ssd_serve.models.interface import feature_name
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.recipes.ballast import add_ballast
 from ssd_serve.recipes.commands import run_ballast
 from ssd_serve.recipes.head_ballast import add_head_ballast, is_head
@@ -52,7 +52,9 @@ def drafted(head: Path, theirs: Path) -> tuple[torch.Tensor, list[int]]:
     tokens that it chose."""
     read = head_config(head, theirs).features
     assert read is not None
-    model = load_model(theirs, ModelWish(device="cpu", dtype="fp32", slots=64, context=None, features=read))
+    model = load_model(
+        theirs, ModelOptions(device="cpu", dtype="fp32", slots=64, context=None, features=read)
+    )
     reader = loaded(head, theirs)
     tokens = torch.randint(0, VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(3)).tolist()
     features = model.forward(build_batch([chunk(tokens, 0, PROMPT, range(PROMPT))])).features

@@ -13,7 +13,7 @@ from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.batch import build_batch
 from ssd_serve.models.heads.eagle import OWN
 from ssd_serve.models.heads.load import head_sizes, load_head
-from ssd_serve.models.load import ModelWish
+from ssd_serve.models.load import ModelOptions
 from ssd_serve.recipes.checkpoint import read_decoder
 from ssd_serve.recipes.decoder import Decoder, Shape, initialise, rotary_tables
 from ssd_serve.recipes.eagle3 import TrainedHead, steps_of
@@ -199,7 +199,7 @@ def test_a_head_learns_goes_on_and_is_served(workspace: Workspace, tmp_path: Pat
 
     served = load_head(
         tmp_path / "head",
-        ModelWish(device="cpu", dtype="fp32", slots=64, context=None),
+        ModelOptions(device="cpu", dtype="fp32", slots=64, context=None),
         head_sizes(tmp_path / "head", target, device="cpu", dtype="fp32"),
     )
     teacher = read_decoder(target)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.models.text.detokenize import DetokenizeStream
+from ssd_serve.models.text.tokenizer import DetokenizeStream
 from ssd_serve.server.text.output import TextAssembler, TextRules
 from ssd_serve.server.text.stops import StopStrings
 from tests.server.fakes import END, ByteDetokenizer

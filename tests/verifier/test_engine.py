@@ -47,7 +47,7 @@ class Preparing(FakeModel):
     """Every forward is recorded first."""
 
     def forward(self, batch: Batch) -> ForwardResult:
-        return dataclasses.replace(super().forward(batch), captured_now=True)
+        return dataclasses.replace(super().forward(batch), includes_capture=True)
 
 
 @pytest.mark.parametrize(("kind", "learns"), [(FakeModel, True), (Preparing, False)])

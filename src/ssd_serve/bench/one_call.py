@@ -10,7 +10,8 @@ from ssd_serve.base.draft_messages import Growth, Hello
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.models.interface import Done, ForwardEnd, ForwardResult, Model
+from ssd_serve.kernels.device import Done, ForwardEnd
+from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 
 

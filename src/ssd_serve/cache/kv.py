@@ -53,6 +53,7 @@ class KVCache:
     def __init__(self, layout: KVLayout, slots: int, device: str) -> None:
         self.layout = layout
         self.slots = slots
+        self.device = torch.device(device)
         self._slot_axis = 1 if layout.order == "heads" else 0
         # Keys and values of a layer share one tensor, so that one operator writes both.
         self._layers = [

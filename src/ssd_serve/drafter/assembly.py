@@ -19,7 +19,7 @@ from ssd_serve.base.labels import as_label
 from ssd_serve.base.logs import Logger, get_logger
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.hub import find_model
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.base.settings import Settings
 

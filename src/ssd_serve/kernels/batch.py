@@ -5,6 +5,7 @@ attends to its request's committed prefix, whole, and to those of the request's 
 in the row's ancestry. A batch knows nothing of requests' parameters, of models or of devices.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from ssd_serve.base.errors import ProtocolError
 
 if TYPE_CHECKING:
     import torch
@@ -165,3 +168,47 @@ def offsets_of(lengths: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:
 def _masks(part: RequestRows, count: int) -> Sequence[int]:
     """The ancestry of a part's rows."""
     return [(2 << row) - 1 for row in range(count)] if part.ancestry is None else part.ancestry
+
+
+_FIELDS = (
+    ("tokens", np.int64),
+    ("positions", np.int64),
+    ("write_slots", np.int64),
+    ("tree_positions", np.int64),
+    ("rows_wanted", np.int64),
+    ("ancestry", np.uint64),
+    ("request_offsets", np.int32),
+    ("prefix_slots", np.int32),
+    ("prefix_offsets", np.int32),
+    ("tree_slots", np.int32),
+    ("tree_offsets", np.int32),
+)
+"""The wider numbers first: all of them are aligned then."""
+_SIZES = struct.Struct(f"<{len(_FIELDS)}Q")
+
+
+def pack(batch: Batch) -> bytes:
+    """The batch in one message, in this machine's byte order."""
+    arrays = [np.ascontiguousarray(getattr(batch, name), dtype=kind) for name, kind in _FIELDS]
+    sizes = _SIZES.pack(*(array.size for array in arrays))
+    return b"".join((sizes, *(array.data.cast("B") for array in arrays if array.size)))
+
+
+def unpack(message: bytearray) -> Batch:
+    """The batch again, its arrays in the message's memory. Raises `ProtocolError`."""
+    if len(message) < _SIZES.size:
+        raise ProtocolError(f"a batch of {len(message)} bytes is cut off")
+    sizes = _SIZES.unpack_from(message)
+    widths = [np.dtype(kind).itemsize for _, kind in _FIELDS]
+    needed = _SIZES.size + sum(size * width for size, width in zip(sizes, widths, strict=True))
+    if needed != len(message):
+        raise ProtocolError(f"a batch of {len(message)} bytes says that it has {needed}")
+    arrays: dict[str, np.ndarray] = {}
+    start = _SIZES.size
+    for (name, kind), size, width in zip(_FIELDS, sizes, widths, strict=True):
+        arrays[name] = np.frombuffer(message, kind, size, start)
+        start += size * width
+    rows = len(arrays["tokens"])
+    ancestry = arrays.pop("ancestry")
+    words = ancestry.size // max(rows, 1)
+    return Batch(**arrays, ancestry=ancestry.reshape(rows, words), vectors=None)

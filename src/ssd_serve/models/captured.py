@@ -15,10 +15,9 @@ from ssd_serve.base.errors import CaptureError, in_a_line
 from ssd_serve.base.logs import Logger
 from ssd_serve.kernels.attention.contract import Capturable
 from ssd_serve.kernels.batch import Batch, padded
-from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, CapturedGraph, GraphCapture, captured_rows
-from ssd_serve.models.completion import completion
+from ssd_serve.kernels.device import MAX_CAPTURED_ROWS, CapturedGraph, GraphCapture, captured_rows, completion
 from ssd_serve.models.interface import CapturableModel, ForwardResult, Inputs
-from ssd_serve.models.ranks.parallel import Alone, Group
+from ssd_serve.models.parallel import Group, SingleRank
 from ssd_serve.models.warmup import one_tree, single_rows
 from ssd_serve.models.wrapped import WrappedModel
 
@@ -58,7 +57,7 @@ class CapturedModel(WrappedModel):
         self._capturable = capturable
         self._graphs = capture
         self._padding_slot = padding_slot
-        self._group = group or Alone()
+        self._group = group or SingleRank()
         self._log = log
         self._device = torch.device(model.facts.device)
         # Tokens, then positions.
@@ -128,9 +127,9 @@ class CapturedModel(WrappedModel):
             return self._model.forward(batch)
         inputs = self._inputs(padded(batch, rows, self._padding_slot))
         key = self._key(inputs)
-        forward, captured_now = (None, False) if key is None else self._captured(inputs, key)
+        forward, includes_capture = (None, False) if key is None else self._captured(inputs, key)
         if forward is None:
-            return replace(self._model.forward(batch), captured_now=captured_now)
+            return replace(self._model.forward(batch), includes_capture=includes_capture)
         # Before the replay: the host would wait for it, on ROCm whether the copy is to block or not.
         wanted = None
         if len(batch.rows_wanted) < batch.rows:
@@ -140,7 +139,7 @@ class CapturedModel(WrappedModel):
         if wanted is not None:
             logits = logits.index_select(0, wanted)
         features = {name: values[: batch.rows] for name, values in forward.features.items()}
-        return ForwardResult(logits, features, completion(self._device), captured_now)
+        return ForwardResult(logits, features, completion(self._device), includes_capture)
 
     def _inputs(self, batch: Batch) -> Inputs:
         """The batch in fixed memory, all logits wanted; without a plan where it cannot be captured."""

@@ -4,6 +4,7 @@ Before anything is downloaded its size is compared with the free disk and memory
 names of files that matter; knows nothing of what is in them.
 """
 
+import hashlib
 import json
 import re
 import shutil
@@ -82,7 +83,7 @@ def resolve_model(
         raise CheckpointError(f"{name} is neither a folder nor a hub id such as owner/name")
     if wanted.commit and not ask_hub and _is_whole(folder := _snapshot(wanted)):
         return folder
-    return _from_hub(wanted, _Wishes(token, allow_pickle, free_memory), report, warn)
+    return _from_hub(wanted, _DownloadOptions(token, allow_pickle, free_memory), report, warn)
 
 
 def find_model(
@@ -123,17 +124,17 @@ def embedded_folder(role: Role | Literal["head"]) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wishes:
+class _DownloadOptions:
     token: str | None
     allow_pickle: bool
     free_memory: int | None
 
 
 def _from_hub(
-    model: HubId, wishes: _Wishes, report: Callable[[str], None], warn: Callable[[str], None]
+    model: HubId, options: _DownloadOptions, report: Callable[[str], None], warn: Callable[[str], None]
 ) -> Path:
     try:
-        plan = _look_up(model, wishes)
+        plan = _look_up(model, options)
     except HfHubHTTPError as error:
         raise HubError(_explain(model, error)) from error
     except HubError:
@@ -142,12 +143,12 @@ def _from_hub(
         folder = _cached(model, error)
         warn(f"the hub cannot be reached ({in_a_line(error)}): {model} is the cached revision {folder.name}")
         return folder
-    _check_room(model, plan, wishes.free_memory)
+    _check_space(model, plan, options.free_memory)
     report(f"fetching {model} ({plan.download_bytes / 1e9:.2f} GB, unless cached)")
     try:
         return Path(
             snapshot_download(
-                model.name, revision=plan.revision, allow_patterns=plan.files, token=wishes.token
+                model.name, revision=plan.revision, allow_patterns=plan.files, token=options.token
             )
         )
     except HfHubHTTPError as error:
@@ -156,9 +157,9 @@ def _from_hub(
         raise HubError(f"the download of {model} failed: {error}; start again to resume it") from error
 
 
-def _look_up(model: HubId, wishes: _Wishes) -> _Plan:
+def _look_up(model: HubId, options: _DownloadOptions) -> _Plan:
     """Ask the hub which files there are, and choose those that are needed."""
-    info = HfApi(token=wishes.token).model_info(model.name, revision=model.revision, files_metadata=True)
+    info = HfApi(token=options.token).model_info(model.name, revision=model.revision, files_metadata=True)
     sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
     weights = [file for file in sizes if _SAFETENSORS.fullmatch(file)]
     pickles = [] if weights else [file for file in sizes if _TORCH.fullmatch(file)]
@@ -167,7 +168,7 @@ def _look_up(model: HubId, wishes: _Wishes) -> _Plan:
             f"{model} on the hub has no config.json with model.safetensors or pytorch_model.bin beside it; "
             "other formats (GGUF, original checkpoints, adapters) are not supported"
         )
-    if pickles and not wishes.allow_pickle:
+    if pickles and not options.allow_pickle:
         raise HubError(f"{model} on the hub has no safetensors, only .bin files; {PICKLES}")
     weights = weights or pickles
     stored = sum(sizes[file] for file in weights)
@@ -180,7 +181,7 @@ def _look_up(model: HubId, wishes: _Wishes) -> _Plan:
     )
 
 
-def _check_room(model: HubId, plan: _Plan, free_memory: int | None) -> None:
+def _check_space(model: HubId, plan: _Plan, free_memory: int | None) -> None:
     if free_memory is not None and plan.min_memory > free_memory:
         raise MemoryShortError(
             f"{model} needs at least {plan.min_memory / 1e9:.1f} GB of memory and "
@@ -247,3 +248,22 @@ def _explain(model: HubId, error: HfHubHTTPError) -> str:
             "HF_TOKEN is missing or has no right to it"
         )
     return f"the hub answered {status} for {model}: {error}"
+
+
+_ENDS_BYTES = 1 << 20
+
+
+def fingerprint(folder: Path) -> str:
+    """16 hexadecimal digits, from `config.json` and the names, sizes and both ends of the weights' files."""
+    digest = hashlib.sha256()
+    config = folder / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ENDS_BYTES))
+            file.seek(max(0, size - _ENDS_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]

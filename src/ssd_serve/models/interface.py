@@ -4,7 +4,6 @@ The verifier, the drafter and the benchmarks see models only through this module
 no checkpoint format and no request.
 """
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import torch
 
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.kernels.batch import Batch
+from ssd_serve.kernels.device import Done, ForwardEnd
 
 
 def feature_name(layer: int) -> str:
@@ -50,33 +50,6 @@ class ModelFacts:
     """How many share the model; weights and KV are what each of them holds."""
 
 
-class ForwardEnd(Protocol):
-    """The end of a forward that the device may still be computing."""
-
-    def ready(self) -> bool:
-        """Whether the device is done."""
-        ...
-
-    def wait(self) -> float:
-        """Wait until it is; returns when it was, as `time.perf_counter` counts. Raises `DeviceHangError`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A forward that was over when it returned."""
-
-    at: float = field(default_factory=time.perf_counter)
-
-    def ready(self) -> bool:
-        """Always."""
-        return True
-
-    def wait(self) -> float:
-        """When it was over."""
-        return self.at
-
-
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
     """Logits of the wanted rows, on the model's device, and named hidden states when they were asked for.
@@ -88,7 +61,7 @@ class ForwardResult:
     logits: torch.Tensor  # [wanted, vocabulary], float32
     features: Mapping[str, torch.Tensor] = field(default_factory=dict)
     completion: ForwardEnd = field(default_factory=Done)
-    captured_now: bool = False
+    includes_capture: bool = False
     """Whether it was recorded first, so that its time says nothing of later ones like it."""
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd_serve.kernels.native.int8 import NativeInt8Matrix
-from ssd_serve.kernels.native.products import NativeMatrix
+from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix
 from ssd_serve.kernels.native.rows import NativeRows
 from ssd_serve.kernels.rows.fixed_rows import (
     BlockForm,
@@ -20,10 +19,9 @@ from ssd_serve.kernels.rows.fixed_rows import (
     settle,
     trial_product,
 )
-from ssd_serve.kernels.rows.norm import RmsNorm
-from ssd_serve.kernels.rows.operations import RowOperations
+from ssd_serve.kernels.rows.operations import RmsNorm, RowOperations
 from ssd_serve.models.architectures.contract import RowShapes
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare
 
 _INDEPENDENT = (NativeMatrix, NativeInt8Matrix)

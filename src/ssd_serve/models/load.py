@@ -17,14 +17,13 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.backends import (
     DEVICE_SCRATCH_BYTES,
-    AttentionWish,
+    AttentionOptions,
     ChosenAttention,
     attention_for,
 )
 from ssd_serve.kernels.attention.checked import Difference
 from ssd_serve.kernels.attention.contract import Capturable
-from ssd_serve.kernels.attention.self_test import layout_order
-from ssd_serve.kernels.capture import DeviceGraphCapture
+from ssd_serve.kernels.device import DeviceGraphCapture, layout_order
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.rows import NativeRows, can_operate
 from ssd_serve.kernels.rows.operations import RowOperations, TorchRows
@@ -34,7 +33,7 @@ from ssd_serve.models.config import model_name
 from ssd_serve.models.interface import CapturableModel, Model, ModelFacts
 from ssd_serve.models.invariant import InvariantLinears, invariant_operations
 from ssd_serve.models.memory import available_memory, require_memory
-from ssd_serve.models.ranks.parallel import Alone, Group
+from ssd_serve.models.parallel import Group, SingleRank
 from ssd_serve.models.sizes import (
     DTYPES,
     INT8,
@@ -52,7 +51,7 @@ _PADDING_SLOTS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelWish:
+class ModelOptions:
     """What is asked of a model. `context` limits the positions (None: the checkpoint's). `native` are the
     kernels compiled for this CPU, without them torch's are used; `attention` says which tree attention.
     `batch_invariant`: a row's result is the same to the bit in any batch, at some cost; `layers`: only so
@@ -65,7 +64,7 @@ class ModelWish:
     slots: int
     context: int | None
     native: NativeLibrary | None = None
-    attention: AttentionWish = field(default_factory=AttentionWish)
+    attention: AttentionOptions = field(default_factory=AttentionOptions)
     batch_invariant: bool = False
     layers: int | None = None
     features: tuple[int, ...] = ()
@@ -74,41 +73,46 @@ class ModelWish:
 
 
 def load_model(
-    path: Path, wish: ModelWish, *, group: Group | None = None, log: Logger | None = None
+    path: Path, options: ModelOptions, *, group: Group | None = None, log: Logger | None = None
 ) -> Model:
     """Load a model folder, or the share of one rank of a `group`, with its KV cache. Raises `CheckpointError`
     and `MemoryShortError`."""
-    group = group or Alone()
+    group = group or SingleRank()
     sizes = model_sizes(
         path,
-        device=wish.device,
-        dtype=wish.dtype,
+        device=options.device,
+        dtype=options.dtype,
         ranks=group.parallel.size,
-        allow_pickle=wish.allow_pickle,
-        layers=wish.layers,
-        native=wish.native,
+        allow_pickle=options.allow_pickle,
+        layers=options.layers,
+        native=options.native,
     )
-    return load_sized(path, wish, sizes, group=group, log=log)
+    return load_sized(path, options, sizes, group=group, log=log)
 
 
 def load_sized(
-    path: Path, wish: ModelWish, sizes: ModelSizes, *, group: Group | None = None, log: Logger | None = None
+    path: Path,
+    options: ModelOptions,
+    sizes: ModelSizes,
+    *,
+    group: Group | None = None,
+    log: Logger | None = None,
 ) -> Model:
     """Load what these are the sizes of."""
-    return _Loading(path, wish, sizes, group or Alone(), log).model()
+    return _Loading(path, options, sizes, group or SingleRank(), log).model()
 
 
 class _Loading:
     """One rank's share of a model on its way into memory."""
 
     def __init__(
-        self, path: Path, wish: ModelWish, sizes: ModelSizes, group: Group, log: Logger | None
+        self, path: Path, options: ModelOptions, sizes: ModelSizes, group: Group, log: Logger | None
     ) -> None:
-        self._path, self._wish, self._sizes = path, wish, sizes
+        self._path, self._options, self._sizes = path, options, sizes
         self._group, self._log = group, log
-        self._place = torch_device(wish.device)
-        self._native = wish.native if self._place == "cpu" else None
-        self._kind = resolve_dtype(wish.dtype, wish.device, wish.native)
+        self._place = torch_device(options.device)
+        self._native = options.native if self._place == "cpu" else None
+        self._kind = resolve_dtype(options.dtype, options.device, options.native)
         self._dtype = DTYPES[self._kind]
         self._architecture, self._config = sizes.description.architecture, sizes.description.config
         self._own: Sizes = sizes.description.sizes(group.parallel)
@@ -117,41 +121,42 @@ class _Loading:
         """Memory, weights, attention, and what they are made into."""
         self._require_room()
         layout = replace(
-            self._own.layout(attention_dtype(self._wish.device, self._dtype)), order=layout_order(self._place)
+            self._own.layout(attention_dtype(self._options.device, self._dtype)),
+            order=layout_order(self._place),
         )
         with torch.inference_mode():
             weights = self._weights()
-            more = _PADDING_SLOTS if self._wish.graphs else 0
-            cache = KVCache(layout, self._wish.slots + more, self._place)
+            more = _PADDING_SLOTS if self._options.graphs else 0
+            cache = KVCache(layout, self._options.slots + more, self._place)
         attention = self._attention(cache)
         parts = ModelParts(
             attention=attention.backend,
             operations=self._operations(layout.dtype),
             facts=self._facts(attention.name, layout.bytes_per_slot),
-            slots=self._wish.slots,
-            features=self._wish.features,
+            slots=self._options.slots,
+            features=self._options.features,
             group=self._group,
         )
         return self._captured(self._architecture.build(self._config, weights, parts), attention)
 
     def _require_room(self) -> None:
         """Raise `MemoryShortError` where there is too little memory for weights and KV cache."""
-        wish, sizes = self._wish, self._sizes
+        options, sizes = self._options, self._sizes
         # While a matrix is packed its dense copy exists too: as read, and as int8 where it becomes that.
         width = self._dtype.itemsize
         if self._kind == INT8:
             width = torch.float32.itemsize + torch.int8.itemsize
-        need = sizes.resident_bytes + self._own.largest * width + wish.slots * sizes.kv_bytes_per_slot
+        need = sizes.resident_bytes + self._own.largest * width + options.slots * sizes.kv_bytes_per_slot
         if self._place != "cpu":
             need += DEVICE_SCRATCH_BYTES
-        elif wish.batch_invariant:  # a matrix of every shape is tried
+        elif options.batch_invariant:  # a matrix of every shape is tried
             need += 2 * self._own.largest * width
         require_memory(model_name(self._path), need, available_memory(self._place))
 
     def _weights(self) -> Any:
         """What the architecture reads."""
-        partly = self._wish.layers is not None
-        with Checkpoint(self._path, allow_pickle=self._wish.allow_pickle, partly=partly) as checkpoint:
+        partly = self._options.layers is not None
+        with Checkpoint(self._path, allow_pickle=self._options.allow_pickle, partly=partly) as checkpoint:
             linears: Linears = LinearFactory(
                 checkpoint,
                 parallel=self._group.parallel,
@@ -161,15 +166,15 @@ class _Loading:
                 native=self._native,
                 fp8=self._config.fp8,
             )
-            if self._wish.batch_invariant:
+            if self._options.batch_invariant:
                 linears = InvariantLinears(linears, self._place, self._dtype)
             return self._architecture.read_weights(self._config, checkpoint, linears)
 
     def _attention(self, cache: KVCache) -> ChosenAttention:
         """The tree attention that was asked for, the same on all ranks."""
-        invariant, alone = self._wish.batch_invariant, self._group.parallel.size == 1
-        wish = replace(self._wish.attention, invariant=invariant, measured=alone)
-        chosen = attention_for(wish, cache, self._own.rows.heads, self._native, self._log)
+        invariant, alone = self._options.batch_invariant, self._group.parallel.size == 1
+        options = replace(self._options.attention, invariant=invariant, measured=alone)
+        chosen = attention_for(options, cache, self._own.rows.heads, self._native, self._log)
         self._group.meet()
         if not any(self._group.agree(chosen.name == name) for name in names()):
             raise UserError(
@@ -185,7 +190,7 @@ class _Loading:
         if native is not None and attention is torch.float32 and can_operate(native, self._dtype):
             operations = NativeRows(native, self._dtype)
         operations = self._architecture.operations(operations)
-        if not self._wish.batch_invariant:
+        if not self._options.batch_invariant:
             return operations
         fixed = invariant_operations(self._own.rows, operations, self._place, self._dtype)
         if self._log is not None:
@@ -197,7 +202,7 @@ class _Loading:
         return ModelFacts(
             name=model_name(self._path),
             vocabulary=config.vocabulary,
-            context=min(self._wish.context or config.context, config.context),
+            context=min(self._options.context or config.context, config.context),
             layers=len(self._own.kv),
             hidden=config.hidden,
             eos_token_ids=config.eos_token_ids,
@@ -207,24 +212,26 @@ class _Loading:
             dtype=self._kind,
             kernels="torch" if native is None else native.path.stem,
             attention=attention,
-            batch_invariant=self._wish.batch_invariant,
+            batch_invariant=self._options.batch_invariant,
             ranks=self._group.parallel.size,
         )
 
     def _captured(self, model: CapturableModel, attention: ChosenAttention) -> Model:
         """The model as it is, or captured where that is asked for and can be."""
-        wish, log = self._wish, self._log
-        if not wish.graphs or self._place == "cpu":
+        options, log = self._options, self._log
+        if not options.graphs or self._place == "cpu":
             return model
         if not isinstance(attention.backend, Capturable):
             if log is not None:
                 log.info(
-                    "forwards are not captured", attention=attention.name, checked=bool(wish.attention.check)
+                    "forwards are not captured",
+                    attention=attention.name,
+                    checked=bool(options.attention.check),
                 )
             return model
         capture = DeviceGraphCapture(torch.device(self._place))
         captured = CapturedModel(
-            model, attention.backend, capture, padding_slot=wish.slots, group=self._group, log=log
+            model, attention.backend, capture, padding_slot=options.slots, group=self._group, log=log
         )
         if self._group.parallel.size == 1:  # ranks forward when the first one says so
             captured.capture_ahead()
@@ -247,30 +254,30 @@ def load_served(
 ) -> Model:
     """A model as the settings want it served; see `load_model`. Drafts decide nothing: of `batch_invariant`
     only targets have to be."""
-    wish = replace(
-        served_wish(settings, device, slots, native, report),
+    options = replace(
+        served_options(settings, device, slots, native, report),
         batch_invariant=batch_invariant,
         layers=layers,
         features=features,
     )
-    return load_model(path, wish, group=group, log=log)
+    return load_model(path, options, group=group, log=log)
 
 
-def served_wish(
+def served_options(
     settings: Settings,
     device: str,
     slots: int,
     native: NativeLibrary | None,
     report: Callable[[Difference], None] | None = None,
-) -> ModelWish:
+) -> ModelOptions:
     """What the settings ask of any model."""
-    return ModelWish(
+    return ModelOptions(
         device=device,
         dtype=settings.dtype,
         slots=slots,
         context=settings.context,
         native=native,
-        attention=AttentionWish(
+        attention=AttentionOptions(
             settings.tree_decode_backend, settings.cache_dir, settings.tree_decode_check, report
         ),
         graphs=settings.graphs,

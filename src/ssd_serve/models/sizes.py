@@ -15,7 +15,7 @@ from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.kernels.products.packed import cpu_has_fast_bf16
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import multiplied_format, multiplies_int8
 from ssd_serve.models.weights.matrices import MatrixReader

@@ -1,11 +1,18 @@
 """Models that stand before others: what they have in common, and the seam by which whoever starts a process
 puts one before each model that it loads."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Literal
 
+import numpy as np
+import torch
+
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.models.interface import Model, ModelFacts
+from ssd_serve.kernels.batch import Batch, pack, unpack
+from ssd_serve.models.interface import ForwardResult, Model, ModelFacts
+from ssd_serve.models.text.tokenizer import CommonTokens
 
 
 class WrappedModel:
@@ -44,3 +51,47 @@ def wrap_model(model: Model, role: Literal["target", "draft"], wrapper: str | No
         ) from error
     wrapped: Model = function(model, role, argument)
     return wrapped
+
+
+class MappedModel(WrappedModel):
+    """Its vocabulary and the tokens that end a text are the target's; what the draft does not have it never
+    proposes."""
+
+    def __init__(self, model: Model, tokens: CommonTokens, ends: tuple[int, ...]) -> None:
+        super().__init__(model)
+        self._read = tokens.read
+        missing = tokens.ids < 0
+        self._columns = torch.from_numpy(np.where(missing, 0, tokens.ids)).to(model.facts.device)
+        self._missing = torch.from_numpy(missing).to(model.facts.device)  # [vocabulary], bool
+        self._facts = replace(model.facts, vocabulary=len(tokens.ids), eos_token_ids=ends)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        """`batch` has the target's tokens."""
+        result = self._model.forward(replace(batch, tokens=self._read[batch.tokens]))
+        logits = result.logits.index_select(1, self._columns).masked_fill_(self._missing, -torch.inf)
+        return replace(result, logits=logits)
+
+
+class LeaderModel(WrappedModel):
+    """The whole model as rank 0 has it: `model` is its own share, `tell` sends a message to all others."""
+
+    def __init__(self, model: Model, tell: Callable[[bytes], None]) -> None:
+        super().__init__(model)
+        self._tell = tell
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        self._tell(pack(batch))
+        return self._model.forward(batch)
+
+
+def follow(model: Model, hear: Callable[[], bytearray | None]) -> None:
+    """Run the forwards of rank 0 with another rank's share, until `hear` says that there will be none.
+
+    Each is waited for: who only listened would not notice that its GPU has failed.
+    """
+    while (message := hear()) is not None:
+        model.forward(unpack(message)).completion.wait()

@@ -14,7 +14,7 @@ from torch import Tensor
 from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.recipes.data import evaluation_windows
 from ssd_serve.recipes.decoder import Shape
 from ssd_serve.recipes.eagle3 import TrainedHead, agreement_by_step, head_loss

@@ -18,7 +18,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.heads.load import target_embedding
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.recipes.decoder import Shape
 
 
@@ -45,7 +45,7 @@ class Teacher:
     ) -> None:
         self.device = torch.device(device)
         self._layers = tuple(layers)
-        wish = ModelWish(
+        wish = ModelOptions(
             device=device, dtype=dtype, slots=places, context=None, native=native, features=self._layers
         )
         self._model = load_model(folder, wish)

@@ -76,8 +76,8 @@ def _filler(device: torch.device, native: NativeLibrary | None) -> NoiseKernel |
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     try:
+        from ssd_serve.kernels.triton.factory import keep_private
         from ssd_serve.kernels.triton.noise import TritonNoise
-        from ssd_serve.kernels.triton.private import keep_private
 
         keep_private()
         return _trusted(TritonNoise(), device)

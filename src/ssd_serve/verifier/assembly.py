@@ -30,7 +30,7 @@ from ssd_serve.models.hub import find_model, model_here
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.ranks.parallel import Alone, Group
+from ssd_serve.models.parallel import SingleRank, Group
 from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
@@ -128,7 +128,7 @@ def assemble_verifier(
             group=group,
         )
 
-    model = share(Alone()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
+    model = share(SingleRank()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
     model = wrap_model(model, "target", settings.model_wrapper)
     say("measuring step times")
     folder = cache_folder(settings.cache_dir, log.warning)

@@ -328,7 +328,7 @@ class Engine:
         decoding = [walk for walk in walks if walk.decoded]
         if decoding:
             self.watch.judge(self.drafters.working)
-        if flight.result.captured_now:
+        if flight.result.includes_capture:
             return  # what it took is not what the next one takes
         slots = sum(len(walk.work.part.slots) for walk in walks)
         self.planner.learn(

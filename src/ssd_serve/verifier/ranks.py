@@ -19,9 +19,9 @@ from ssd_serve.base.memory import Heap, settle_memory
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.ranks.lockstep import LeadingModel, follow
-from ssd_serve.models.ranks.parallel import Group, Parallel
-from ssd_serve.models.ranks.torch_group import TorchGroup, join_group
+from ssd_serve.models.wrapped import LeaderModel, follow
+from ssd_serve.models.parallel import Group, Parallel
+from ssd_serve.models.torch_group import TorchGroup, join_group
 from ssd_serve.models.sizes import torch_device
 from ssd_serve.base.settings import Settings
 
@@ -54,7 +54,7 @@ class LeadingRank:
         leader.tell(msgspec.json.encode(Beginning(str(path), slots)))
         model = share(_join(self._settings, 0, self._files))
         leader.await_ready()
-        return LeadingModel(model, leader.tell)
+        return LeaderModel(model, leader.tell)
 
 
 def run(settings: Settings, rank: int, files: RankFiles) -> None:

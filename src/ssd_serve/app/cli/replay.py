@@ -13,8 +13,7 @@ from ssd_serve.base.devices import parse_device, pin, this_machine
 from ssd_serve.base.errors import RecordingError, SettingsError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
-from ssd_serve.models.fingerprint import fingerprint
-from ssd_serve.models.hub import find_model
+from ssd_serve.models.hub import find_model, fingerprint
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.verifier.assembly import AssembledVerifier, assemble_verifier
 from ssd_serve.verifier.replay.recording import Header, versions

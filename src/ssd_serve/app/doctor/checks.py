@@ -18,9 +18,8 @@ from ssd_serve.base.devices import parse_device, this_machine
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.ray.view import ray_view
-from ssd_serve.kernels.native.build import NativeError, build
-from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.models.ranks.parallel import MAX_RANKS
+from ssd_serve.kernels.native.library import NativeError, NativeLibrary, build
+from ssd_serve.models.parallel import MAX_RANKS
 
 _ARCHITECTURES = ("gfx942", "gfx950")
 _KFD = Path("/dev/kfd")

@@ -14,9 +14,9 @@ from ssd_serve.base.devices import Device, check_device, parse_device, pin, this
 from ssd_serve.base.errors import SsdError, UserError, in_a_line
 from ssd_serve.base.settings import Settings
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.attention.backends import AttentionWish, Candidate, attention_for, candidates
-from ssd_serve.kernels.attention.self_test import RATIOS, layout_order, self_test
-from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.attention.backends import AttentionOptions, Candidate, attention_for, candidates
+from ssd_serve.kernels.attention.self_test import RATIOS, self_test
+from ssd_serve.kernels.device import dtype_name, layout_order
 from ssd_serve.kernels.native.library import NativeLibrary, load_native
 from ssd_serve.models.sizes import attention_dtype, resolve_dtype
 
@@ -110,7 +110,7 @@ def _tried(candidate: Candidate, dtype: torch.dtype, device: str) -> Check:
 def _chosen(settings: Settings, cache: KVCache, native: NativeLibrary | None) -> Check:
     """What serves with these settings, and what watches it."""
     asked, second = settings.tree_decode_backend, settings.tree_decode_check
-    wish = AttentionWish(
+    wish = AttentionOptions(
         asked, settings.cache_dir, second, report=lambda _: None, invariant=settings.batch_invariant
     )
     try:
@@ -118,7 +118,7 @@ def _chosen(settings: Settings, cache: KVCache, native: NativeLibrary | None) ->
     except SsdError as error:
         return Check("would serve", State.PROBLEM, "nothing", str(error))
     checked = f", checked by {second}" if second else ""
-    where = f"in {dtype_name(cache.layout.dtype)} on {cache.keys(0).device}"
+    where = f"in {dtype_name(cache.layout.dtype)} on {cache.device}"
     found = f"{chosen.name} {where}{checked} (SSD_TREE_DECODE_BACKEND={asked})"
     return Check("would serve", State.OK, found)
 

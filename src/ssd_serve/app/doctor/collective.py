@@ -52,8 +52,8 @@ def sums(device: str, rank: int, size: int, store: Path, captured: bool = False)
     """Whether one rank gets the sum over all of them. Raises whatever the library raises."""
     import torch
 
-    from ssd_serve.models.ranks.parallel import Parallel
-    from ssd_serve.models.ranks.torch_group import join_group
+    from ssd_serve.models.parallel import Parallel
+    from ssd_serve.models.torch_group import join_group
 
     group = join_group(store, Parallel(rank, size), device)
     numbers = torch.empty(4, device=device)
@@ -64,7 +64,7 @@ def sums(device: str, rank: int, size: int, store: Path, captured: bool = False)
     expected = [float(size * number + sum(range(size))) for number in range(4)]
     if not captured:
         return bool(work().tolist() == expected)
-    from ssd_serve.kernels.capture import DeviceGraphCapture
+    from ssd_serve.kernels.device import DeviceGraphCapture
 
     capture = DeviceGraphCapture(torch.device(device))
     capture.warm_up(work)

@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     from ssd_serve.app.plan.page import as_json, page
     from ssd_serve.app.plan.plan import PlanOptions, best_draft, make_plan
-    from ssd_serve.kernels.dtypes import dtype_name
+    from ssd_serve.kernels.device import dtype_name
 
     drafts: list[str] = args.drafts or ([EMBEDDED] if args.target == EMBEDDED else [])
     acceptances: list[float] = args.acceptance

@@ -16,14 +16,14 @@ from ssd_serve.base.devices import this_machine
 from ssd_serve.base.errors import CheckpointError, HubError
 from ssd_serve.base.hub_id import HubId, hub_id
 from ssd_serve.base.settings import Settings
-from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.device import dtype_name
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.kernels.products.fp8 import FORMATS, can_multiply, native_format
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name, read_json
 from ssd_serve.models.hub import Role, embedded_model
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import attention_dtype, bytes_saved, resolve_dtype, separate_embedding
 from ssd_serve.models.weights.quantization import Fp8Scheme
 

@@ -10,26 +10,26 @@ from dataclasses import dataclass
 import torch
 
 from ssd_serve.kernels.attention.contract import Maker
-from ssd_serve.kernels.attention.self_test import RATIOS, SMALL, Heads, Trial, TriedRequest, largest_error
+from ssd_serve.kernels.attention.self_test import RATIOS, SMALL, Heads, RequestShape, Trial, largest_error
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BATCHES: dict[str, tuple[TriedRequest, ...]] = {
+BATCHES: dict[str, tuple[RequestShape, ...]] = {
     "trees beside a chunk": SMALL[0],
     "single rows": SMALL[1],
     "more than is read at once": SMALL[2],
-    "parts of a long prefix": (TriedRequest(1100, 6), TriedRequest(513, 1), TriedRequest(512, 2)),
-    "one row, nothing before it": (TriedRequest(0, 1),),
-    "a root without nodes beside a deep tree": (TriedRequest(300, 1), TriedRequest(40, 17, depth=16)),
-    "128 nodes": (TriedRequest(200, 128, in_order=True),),
-    "a crowd": tuple(TriedRequest(7 * index, 1 + index % 4) for index in range(64)),
+    "parts of a long prefix": (RequestShape(1100, 6), RequestShape(513, 1), RequestShape(512, 2)),
+    "one row, nothing before it": (RequestShape(0, 1),),
+    "a root without nodes beside a deep tree": (RequestShape(300, 1), RequestShape(40, 17, depth=16)),
+    "128 nodes": (RequestShape(200, 128, in_order=True),),
+    "a crowd": tuple(RequestShape(7 * index, 1 + index % 4) for index in range(64)),
     "prompts": (
-        TriedRequest(0, 128, depth=0),
-        TriedRequest(130, 65, depth=0, in_order=True),
-        TriedRequest(31, 12),
+        RequestShape(0, 128, depth=0),
+        RequestShape(130, 65, depth=0, in_order=True),
+        RequestShape(31, 12),
     ),
-    "8,192 tokens": (TriedRequest(8192 - 16, 16), TriedRequest(3, 4)),
-    "padding rows": (TriedRequest(90, 8), *(TriedRequest(0, 1),) * 7),
+    "8,192 tokens": (RequestShape(8192 - 16, 16), RequestShape(3, 4)),
+    "padding rows": (RequestShape(90, 8), *(RequestShape(0, 1),) * 7),
 }
 """What is asked of one forward, by name. A padding row is a request that sees only itself."""
 LARGE = ("a crowd", "8,192 tokens")

@@ -24,21 +24,21 @@ from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import Candidate, candidates
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.kernels.attention.self_test import TriedRequest, first_failure, layout_order, random_batch
+from ssd_serve.kernels.attention.self_test import RequestShape, first_failure, random_batch
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.device import dtype_name, layout_order
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.models.sizes import attention_dtype
 
-SHAPES: dict[str, tuple[TriedRequest, ...]] = {
-    "1 row after 512": (TriedRequest(512, 1),),
-    "1 row after 4,096": (TriedRequest(4096, 1),),
-    "16 nodes after 512": (TriedRequest(512, 17),),
-    "16 nodes after 4,096": (TriedRequest(4096, 17),),
-    "64 nodes after 4,096": (TriedRequest(4096, 65),),
-    "8 x 8 nodes after 1,024": (TriedRequest(1024, 9),) * 8,
-    "32 x 1 row after 1,024": (TriedRequest(1024, 1),) * 32,
-    "512 rows of a prompt": (TriedRequest(0, 512, depth=0),),
+SHAPES: dict[str, tuple[RequestShape, ...]] = {
+    "1 row after 512": (RequestShape(512, 1),),
+    "1 row after 4,096": (RequestShape(4096, 1),),
+    "16 nodes after 512": (RequestShape(512, 17),),
+    "16 nodes after 4,096": (RequestShape(4096, 17),),
+    "64 nodes after 4,096": (RequestShape(4096, 65),),
+    "8 x 8 nodes after 1,024": (RequestShape(1024, 9),) * 8,
+    "32 x 1 row after 1,024": (RequestShape(1024, 1),) * 32,
+    "512 rows of a prompt": (RequestShape(0, 512, depth=0),),
 }
 _MIN_LAYERS = 8
 _MAX_LAYERS = 256
@@ -185,7 +185,7 @@ def table(result: Mapping[str, Any]) -> str:
 def _shape(
     plan: KernelPlan,
     dtype: torch.dtype,
-    asked: Sequence[TriedRequest],
+    asked: Sequence[RequestShape],
     native: NativeLibrary | None,
     roof: Roof,
 ) -> tuple[list[dict[str, object]], dict[str, str]]:
@@ -258,14 +258,14 @@ def _forward(backend: AttentionBackend[Any], batch: Batch, queries: torch.Tensor
     return time.perf_counter() - started
 
 
-def _bytes(plan: KernelPlan, dtype: torch.dtype, asked: Sequence[TriedRequest]) -> int:
+def _bytes(plan: KernelPlan, dtype: torch.dtype, asked: Sequence[RequestShape]) -> int:
     """Keys and values of all requests, each read once."""
     entries = sum(each.prefix + each.rows for each in asked)
     return entries * 2 * plan.kv_heads * plan.head_dim * dtype.itemsize
 
 
 def min_seconds(
-    plan: KernelPlan, dtype: torch.dtype, asked: Sequence[TriedRequest], batch: Batch, roof: Roof
+    plan: KernelPlan, dtype: torch.dtype, asked: Sequence[RequestShape], batch: Batch, roof: Roof
 ) -> float:
     """What the device cannot beat: only entries that a row sees need products."""
     products = sum(each.rows * each.prefix for each in asked) + int(batch.ancestry_bits().sum())

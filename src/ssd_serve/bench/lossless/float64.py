@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.architectures.dense.config import DecoderConfig
-from ssd_serve.models.architectures.dense.family import is_dense
+from ssd_serve.models.architectures.dense.decoder import is_dense
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.rope import rotation_table
 

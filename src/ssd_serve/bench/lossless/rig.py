@@ -28,7 +28,7 @@ from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
@@ -175,9 +175,9 @@ def wish(
     native: NativeLibrary | None,
     batch_invariant: bool = False,
     features: tuple[int, ...] = (),
-) -> ModelWish:
+) -> ModelOptions:
     """What is asked of a model on the CPU."""
-    return ModelWish(
+    return ModelOptions(
         device="cpu",
         dtype=dtype,
         slots=_SLOTS,
@@ -188,7 +188,7 @@ def wish(
     )
 
 
-def load_on(path: Path, device: Device, wished: ModelWish) -> Model:
+def load_on(path: Path, device: Device, wished: ModelOptions) -> Model:
     """Load a model for a device; forwards of a GPU are captured, as in serving."""
     wished = replace(wished, device=device.torch_name, graphs=device.kind != "cpu")
     if device.kind == "cpu":

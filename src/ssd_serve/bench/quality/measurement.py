@@ -18,7 +18,7 @@ from ssd_serve.bench.tables import text_table
 from ssd_serve.kernels.batch import Int64Array, RequestRows, build_batch
 from ssd_serve.kernels.products.int8 import can_multiply_int8
 from ssd_serve.models.interface import Model
-from ssd_serve.models.load import ModelWish, load_model
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.recipes.corpus import standard_library
 from ssd_serve.recipes.data import encode
 from ssd_serve.recipes.evaluation import held_out_files
@@ -44,7 +44,7 @@ def measure_quality(
     documents = encode(held.files, load_tokenizer(folder))
     chunks = list(chosen_chunks([document.ids for document in documents], positions))
     models = {
-        dtype: load_model(folder, ModelWish(device="cpu", dtype=dtype, slots=CHUNK, context=None))
+        dtype: load_model(folder, ModelOptions(device="cpu", dtype=dtype, slots=CHUNK, context=None))
         for dtype in dtypes
     }
     found: dict[str, list[Scores]] = {dtype: [] for dtype in dtypes}

@@ -163,7 +163,7 @@ class ModelSource:
         self._keep(groups)
         result.completion.wait()
         read = max(len(group.fed) for _, group, _ in groups)
-        self._exceptional_step = result.captured_now or read > _TOKENS_OF_ROUNDS
+        self._exceptional_step = result.includes_capture or read > _TOKENS_OF_ROUNDS
         self.computed(result, groups)
         if not wish.scales:
             return []

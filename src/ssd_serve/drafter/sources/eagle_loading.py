@@ -14,7 +14,7 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.heads.load import head_sizes, load_head
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.models.load import served_wish
+from ssd_serve.models.load import served_options
 from ssd_serve.models.wrapped import WrappedModel, wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.ranking import trusted_ranking
@@ -44,7 +44,7 @@ def load_eagle(order: SourceOrder) -> LoadedSource:
         native=order.native,
     )
     slots = draft_slots(settings, sizes, device)
-    wish = replace(served_wish(settings, device, slots, order.native), graphs=False)
+    wish = replace(served_options(settings, device, slots, order.native), graphs=False)
     head = load_head(folder, wish, sizes, order.log)
     model: Model = wrap_model(head, "draft", settings.model_wrapper)
     seconds, text_s = measure_draft(_WithoutFeatures(model), order.widths)

@@ -13,9 +13,9 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import model_here
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
-from ssd_serve.models.mapped import MappedModel
+from ssd_serve.models.wrapped import MappedModel
 from ssd_serve.models.sizes import model_sizes
-from ssd_serve.models.text.common_tokens import common_tokens
+from ssd_serve.models.text.tokenizer import common_tokens
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for

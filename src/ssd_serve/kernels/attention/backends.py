@@ -24,11 +24,9 @@ from ssd_serve.base.logs import Logger
 from ssd_serve.base.owned import cache_folder
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.checked import CheckedAttention, Difference
-from ssd_serve.kernels.attention.contract import AttentionBackend, AttentionFactory, Maker, Means
-from ssd_serve.kernels.attention.invariance import depends_on_batch
-from ssd_serve.kernels.attention.self_test import Heads, first_failure
-from ssd_serve.kernels.attention.timing import attention_seconds
-from ssd_serve.kernels.attention.unrolled import UnrolledAttention
+from ssd_serve.kernels.attention.contract import AttentionBackend, AttentionFactory, BackendContext, Maker
+from ssd_serve.kernels.attention.invariance import UnrolledAttention, depends_on_batch
+from ssd_serve.kernels.attention.self_test import Heads, attention_seconds, first_failure
 from ssd_serve.kernels.native.library import NativeLibrary
 
 DEVICE_SCRATCH_BYTES = 1536 << 20
@@ -56,7 +54,7 @@ class ChosenAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionWish:
+class AttentionOptions:
     """What is asked of the tree attention. `folder` keeps kernels that are compiled at their first use;
     `check` names a backend that recomputes some batches (empty: none), and `report` hears what differs.
     `invariant`: a row's result must be the same to the bit in any batch, tree or chunk. `measured`: on GPUs
@@ -71,22 +69,26 @@ class AttentionWish:
 
 
 def attention_for(
-    wish: AttentionWish, cache: KVCache, heads: int, native: NativeLibrary | None, log: Logger | None = None
+    options: AttentionOptions,
+    cache: KVCache,
+    heads: int,
+    native: NativeLibrary | None,
+    log: Logger | None = None,
 ) -> ChosenAttention:
     """The backend that serves, watched by another where that is wished. Raises `UserError`."""
-    folder = cache_folder(wish.folder, log.warning if log is not None else lambda _line: None)
-    found = candidates(cache, native, folder, log, invariant=wish.invariant)
-    device = cache.keys(0).device
+    folder = cache_folder(options.folder, log.warning if log is not None else lambda _line: None)
+    found = candidates(cache, native, folder, log, invariant=options.invariant)
+    device = cache.device
 
     def seconds(make: Maker) -> float:
         return attention_seconds(make, cache.layout, heads, str(device))
 
-    measure = seconds if wish.measured and device.type != "cpu" else None  # on CPUs the order is known
-    chosen = choose_attention(wish.backend, cache, heads, found, log, measure)
-    if not wish.check or wish.report is None:
+    measure = seconds if options.measured and device.type != "cpu" else None  # on CPUs the order is known
+    chosen = choose_attention(options.backend, cache, heads, found, log, measure)
+    if not options.check or options.report is None:
         return chosen
-    second = choose_attention(wish.check, cache, heads, candidates(cache, native, folder)).backend
-    return ChosenAttention(chosen.name, CheckedAttention(chosen.backend, second, wish.report))
+    second = choose_attention(options.check, cache, heads, candidates(cache, native, folder)).backend
+    return ChosenAttention(chosen.name, CheckedAttention(chosen.backend, second, options.report))
 
 
 def candidates(
@@ -97,15 +99,15 @@ def candidates(
     *,
     invariant: bool = False,
 ) -> list[Candidate]:
-    """All backends of the table, in its order; see `Means`."""
-    means = Means(native, folder, log, invariant)
+    """All backends of the table, in its order; see `BackendContext`."""
+    context = BackendContext(native, folder, log, invariant)
     found: list[Candidate] = []
     for name, row in BACKENDS.items():
         factory: AttentionFactory = resolve_name(row.factory)
-        make = factory.maker(means)
+        make = factory.maker(context)
         if invariant and not factory.rows_alone:
             make = _unrolling(make)
-        found.append(Candidate(name, _missing(row, factory, cache, means), make, invariant))
+        found.append(Candidate(name, _missing(row, factory, cache, context), make, invariant))
     return found
 
 
@@ -176,7 +178,7 @@ def _measured(candidate: Candidate, seconds: Callable[[Maker], float], log: Logg
 def _failure(candidate: Candidate, cache: KVCache, heads: int) -> str:
     """What is wrong with its results for every shape of heads that this cache has."""
     layout = cache.layout
-    device = str(cache.keys(0).device)
+    device = str(cache.device)
     shapes = sorted({(layer.heads, layer.head_dim) for layer in layout.layers})
     failures = (
         first_failure(candidate.make, layout.dtype, head_dim, device, ((heads, kv_heads),))
@@ -190,9 +192,11 @@ def _failure(candidate: Candidate, cache: KVCache, heads: int) -> str:
     return wrong and f"its self-test failed ({wrong}); use {VARIABLE}=auto or sdpa"
 
 
-def _missing(row: RegisteredBackend, factory: AttentionFactory, cache: KVCache, means: Means) -> str:
-    lacks = factory.missing(cache, means)
-    on_cpu = cache.keys(0).device.type == "cpu"
+def _missing(
+    row: RegisteredBackend, factory: AttentionFactory, cache: KVCache, context: BackendContext
+) -> str:
+    lacks = factory.missing(cache, context)
+    on_cpu = cache.device.type == "cpu"
     if not lacks and row.where is (Where.GPUS if on_cpu else Where.CPUS):
         needed, here = ("GPU", Where.CPUS) if on_cpu else ("CPU", Where.GPUS)
         lacks = f"it needs a {needed}; use {VARIABLE}={choices(here)}"

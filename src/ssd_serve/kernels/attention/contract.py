@@ -83,7 +83,7 @@ Maker = Callable[[KVCache, int], AttentionBackend[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class BackendContext:
     """What a backend is made with, beside the cache and the heads.
 
     `native` are the kernels compiled for this CPU; kernels that are compiled at their first use are kept in
@@ -96,7 +96,7 @@ class Means:
     invariant: bool = False
 
 
-def _nothing(_cache: KVCache, _means: Means) -> str:
+def _nothing(_cache: KVCache, _means: BackendContext) -> str:
     return ""
 
 
@@ -104,8 +104,8 @@ def _nothing(_cache: KVCache, _means: Means) -> str:
 class AttentionFactory:
     """How a backend is made; `base/attention_backends.py` names it."""
 
-    maker: Callable[[Means], Maker]
-    missing: Callable[[KVCache, Means], str] = _nothing
+    maker: Callable[[BackendContext], Maker]
+    missing: Callable[[KVCache, BackendContext], str] = _nothing
     """What it lacks here beside its device and its package, and what to do about it; empty: nothing."""
     rows_alone: bool = False
     """A row's result never depends on its batch. Other backends get rows one by one where that is asked."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.kernels.attention.contract import AttentionFactory, Maker, Means
+from ssd_serve.kernels.attention.contract import AttentionFactory, BackendContext, Maker
 from ssd_serve.kernels.batch import Batch, BoolArray, Int32Array
 
 _FOLD_ROWS = 32
@@ -44,7 +44,7 @@ class SdpaAttention:
 
     def __init__(self, cache: KVCache, heads: int) -> None:
         self._cache = cache
-        self._device = cache.keys(0).device
+        self._device = cache.device
         self._dtype = cache.layout.dtype
         self._group = heads // cache.layout.layers[0].heads
         self._layer_windows = [layer.window for layer in cache.layout.layers]
@@ -167,8 +167,8 @@ def _span(prefix: Int32Array, tree: Int32Array) -> tuple[int, int, bool]:
     return low, number, False
 
 
-def _maker(means: Means) -> Maker:
-    if not means.invariant:
+def _maker(context: BackendContext) -> Maker:
+    if not context.invariant:
         return SdpaAttention
     from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
 

@@ -42,7 +42,7 @@ class SdpaRows:
 
     def __init__(self, cache: KVCache, heads: int) -> None:
         self._cache = cache
-        self._device = cache.keys(0).device
+        self._device = cache.device
         self._heads = heads
         self._layer_windows = [layer.window for layer in cache.layout.layers]
 

@@ -8,7 +8,7 @@ compared with the obvious reference, for every shape of heads. Knows no model.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from ssd_serve.kernels.attention.contract import AttentionBackend, Capturable, M
 from ssd_serve.kernels.attention.reference import ReferenceAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch, padded
-from ssd_serve.kernels.capture import captured_rows
-from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.device import Clock, captured_rows, device_clock, dtype_name, layout_order
 
 RATIOS = ((4, 4), (16, 4), (32, 4))
 """Query heads and KV heads: alone, and groups of four and eight."""
@@ -32,7 +31,7 @@ _OBVIOUS = 200_000
 to the obvious reference below that, stands in for it."""
 
 
-class TriedRequest(NamedTuple):
+class RequestShape(NamedTuple):
     """One request of a batch: `prefix` committed tokens, `rows` rows, a random tree no deeper than `depth`;
     depth 0: a causal chunk. `in_order`: the prefix lies in slots one after the other, as prompts do."""
 
@@ -43,9 +42,9 @@ class TriedRequest(NamedTuple):
 
 
 SMALL = (
-    (TriedRequest(37, 24), TriedRequest(0, 9, depth=0), TriedRequest(1, 3), TriedRequest(70, 1)),
-    (TriedRequest(0, 1), TriedRequest(5, 1), TriedRequest(64, 1)),
-    (TriedRequest(1100, 1, in_order=True), TriedRequest(3, 70)),
+    (RequestShape(37, 24), RequestShape(0, 9, depth=0), RequestShape(1, 3), RequestShape(70, 1)),
+    (RequestShape(0, 1), RequestShape(5, 1), RequestShape(64, 1)),
+    (RequestShape(1100, 1, in_order=True), RequestShape(3, 70)),
 )
 """Trees beside a chunk; single rows, as in plain decoding; more context than a kernel reads at once, and more
 nodes than a word has bits."""
@@ -99,7 +98,7 @@ def first_failure(
     return next((str(trial) for trial in trials if not trial.right), "")
 
 
-def largest_error(make: Maker, form: Heads, asked: Sequence[TriedRequest], device: str) -> float:
+def largest_error(make: Maker, form: Heads, asked: Sequence[RequestShape], device: str) -> float:
     """Run one batch through a layer without a window and one with, and compare outputs and log-sum-exps.
 
     Where forwards can be captured, the batch is padded and planned as for a capture.
@@ -144,18 +143,13 @@ def _plan_of(backend: AttentionBackend[Any], batch: Batch) -> Any:
     return backend.plan(batch) if fixed is None else fixed
 
 
-def layout_order(device: str) -> Literal["heads", "slots"]:
-    """How keys and values lie where this device reads them best, and its backends expect them."""
-    return "heads" if device == "cpu" else "slots"
-
-
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest one; what is no number is infinitely wrong."""
     return float(torch.nan_to_num((found.float().cpu() - expected).abs(), nan=torch.inf).max())
 
 
 def random_batch(
-    chance: random.Random, slots: int, asked: Sequence[TriedRequest], scattered: bool = True
+    chance: random.Random, slots: int, asked: Sequence[RequestShape], scattered: bool = True
 ) -> Batch:
     """The requests with random trees, in scattered slots (but `in_order`), or one after the other."""
     first = sum(each.prefix for each in asked if each.in_order) if scattered else slots
@@ -165,7 +159,7 @@ def random_batch(
 
 
 def _request(
-    chance: random.Random, asked: TriedRequest, free: Iterator[int], before: Iterator[int]
+    chance: random.Random, asked: RequestShape, free: Iterator[int], before: Iterator[int]
 ) -> RequestRows:
     """A chunk, or a random tree, each row below a random earlier one; the prefix in slots from `before`."""
     prefix = np.array([next(before) for _ in range(asked.prefix)], dtype=np.int32)
@@ -180,3 +174,45 @@ def _request(
     return RequestRows(
         [0] * asked.rows, [asked.prefix + depth for depth in depths], own, prefix, [], ancestry
     )
+
+
+_BATCH = (RequestShape(1024, 8),) * 8
+"""Requests with trees behind prefixes of the usual length."""
+_REPEATS = 5
+
+
+def attention_seconds(make: Maker, layout: KVLayout, heads: int, device: str) -> float:
+    """Seconds of a forward's attention in a model with this layout.
+
+    Runs in memory of its own, some megabytes for each layer of another shape. Raises what the backend raises.
+    """
+    slots = sum(each.prefix + each.rows for each in _BATCH)
+    kinds = tuple(dict.fromkeys(layout.layers))
+    cache = KVCache(KVLayout(kinds, layout.dtype, order=layout_order(device)), slots, device)
+    order = [kinds.index(layer) for layer in layout.layers]
+    batch = random_batch(random.Random(0), slots, _BATCH)
+    return forward_seconds(make(cache, heads), cache, heads, batch, order, device_clock(cache.device))
+
+
+def forward_seconds(
+    backend: AttentionBackend[Any],
+    cache: KVCache,
+    heads: int,
+    batch: Batch,
+    order: Sequence[int],
+    now: Clock,
+) -> float:
+    """Seconds of a plan, and of attention in the cache's layers in this order: the least of some."""
+    kinds = dict.fromkeys(cache.layout.layers)
+    shape, device = (batch.rows, heads), cache.device
+    queries = {
+        kind: torch.zeros((*shape, kind.head_dim), dtype=backend.dtype, device=device) for kind in kinds
+    }
+    times: list[float] = []
+    for _ in range(1 + _REPEATS):
+        started = now()
+        plan = backend.plan(batch)
+        for layer in order:
+            backend.run(layer, queries[cache.layout.layers[layer]], plan)
+        times.append(now() - started)
+    return min(times[1:])  # the first one may compile

@@ -9,7 +9,7 @@ Upstream's package conforms on an H100, the port has not run; both are tested on
 what they document. Not built: cascades over prefixes that requests share. Knows no model and no request.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, LayerKV
 from ssd_serve.kernels.batch import Batch, Int64Array
-from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.device import dtype_name
 from ssd_serve.kernels.flashinfer.adapter import Package, Tables, Wrapper, natural
 from ssd_serve.kernels.flashinfer.captured import MAX_CAPTURED_ROWS, CapturedWrappers
 from ssd_serve.kernels.flashinfer.tables import (
@@ -29,7 +29,6 @@ from ssd_serve.kernels.flashinfer.tables import (
     make_tables,
     rows_of,
 )
-from ssd_serve.kernels.flashinfer.workspace import processors_of, workspace_for
 
 
 class _Key(NamedTuple):
@@ -97,7 +96,7 @@ class FlashInferAttention:
         layers = range(len(self._layers))
         self._slots = [cache.pages(layer, 1) for layer in layers]
         self._pages = [cache.pages(layer, self._page_size) for layer in layers]
-        self._device = cache.keys(0).device
+        self._device = cache.device
         # Wrappers run one after the other and keep nothing in it.
         if workspace_bytes is None:
             workspace_bytes = workspace_for(self._kinds, heads, processors_of(self._device))
@@ -275,3 +274,32 @@ def _check(cache: KVCache, package: Package, split_pages: int | None) -> None:
 
 def _listed(sizes: set[int] | frozenset[int]) -> str:
     return ", ".join(str(size) for size in sorted(sizes))
+
+
+_LEAST = 128 << 20
+_TILE_ROWS = 128
+"""Of the largest tiles."""
+_TILES_AT_ONCE = 2
+"""On each of a GPU's processors."""
+_SUMS = torch.float32.itemsize
+
+
+def workspace_for(kinds: Iterable[LayerKV], heads: int, processors: int) -> int:
+    """Bytes for layers of these kinds with `heads` query heads, on a GPU of so many `processors`.
+
+    A long context is divided until every processor has work: each part keeps a result in float32 and a sum
+    for every head of each row of its tile (upstream's PrefillPlan). What does not fit makes a plan fail, in
+    the first long prompt.
+    """
+    largest = max(
+        heads * max(1, _TILES_AT_ONCE * processors // kind.heads) * _TILE_ROWS * (kind.head_dim + 1) * _SUMS
+        for kind in kinds
+    )
+    return max(_LEAST, largest + (1 << 20))
+
+
+def processors_of(device: torch.device) -> int:
+    """A GPU's; 1 where none computes."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -16,7 +16,7 @@ import torch
 
 from ssd_serve.cache.kv import KVCache, LayerKV
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.kernels.capture import captured_rows
+from ssd_serve.kernels.device import captured_rows
 from ssd_serve.kernels.flashinfer.adapter import FixedBuffers, Package, Wrapper
 from ssd_serve.kernels.flashinfer.tables import causal_requests, make_tables, with_empty_requests
 
@@ -39,7 +39,7 @@ class _Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedPart:
+class CapturedPart:
     """The wrappers that a batch was planned with."""
 
     wrappers: dict[LayerKV, Wrapper]
@@ -65,7 +65,7 @@ class CapturedWrappers:
         self._buffers: dict[LayerKV, FixedBuffers] = {}
         self._wrappers: dict[_Key, Wrapper] = {}
 
-    def plan(self, batch: Batch) -> RecordedPart | None:
+    def plan(self, batch: Batch) -> CapturedPart | None:
         """Plan a forward; None, and nothing is changed, where it cannot be captured.
 
         That is so for other row counts than `captured_rows` names, for more than 64, and where contexts or
@@ -95,7 +95,7 @@ class CapturedWrappers:
                 device=self._workspace.device,
                 split_pages=None,
             )
-        return RecordedPart(wrappers, masked)
+        return CapturedPart(wrappers, masked)
 
     def _wrapper(self, key: _Key) -> Wrapper:
         found = self._wrappers.get(key)

@@ -12,7 +12,7 @@ import torch
 
 from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.kernels.attention.contract import AttentionFactory, Maker, Means
+from ssd_serve.kernels.attention.contract import AttentionFactory, BackendContext, Maker
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import POINTER, SIZE, NativeLibrary
 
@@ -160,19 +160,19 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     return heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()
 
 
-def _maker(means: Means) -> Maker:
+def _maker(context: BackendContext) -> Maker:
     def make(cache: KVCache, heads: int) -> NativeAttention:
-        if means.native is None:
+        if context.native is None:
             raise UserError("there are no compiled kernels")
-        return NativeAttention(means.native, cache, heads)
+        return NativeAttention(context.native, cache, heads)
 
     return make
 
 
-def _missing(cache: KVCache, means: Means) -> str:
+def _missing(cache: KVCache, context: BackendContext) -> str:
     shapes = {(layer.heads, layer.head_dim) for layer in cache.layout.layers}
-    on_cpu = cache.keys(0).device.type == "cpu" and cache.layout.dtype is torch.float32
-    if means.native is not None and on_cpu and len(shapes) == 1 and cache.layout.order == "heads":
+    on_cpu = cache.device.type == "cpu" and cache.layout.dtype is torch.float32
+    if context.native is not None and on_cpu and len(shapes) == 1 and cache.layout.order == "heads":
         return ""
     return (
         "it needs a CPU, a C compiler on the PATH and SSD_NATIVE_KERNELS=true; "

@@ -1,16 +1,58 @@
 """The compiled kernels as Python functions. Knows how C functions are called, not what they compute."""
 
 import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.owned import cache_folder
+from ssd_serve.base.owned import cache_folder, is_own_file, make_folder, open_lock, weakness
 from ssd_serve.base.settings import Settings
-from ssd_serve.kernels.native.build import COMPILERS, NativeError, build
 
 POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+
+
+SOURCES = Path(__file__).parent
+
+
+COMPILERS = ("cc", "gcc", "clang")
+
+
+_SHARED = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+
+
+_FUSED = "--param=avoid-fma-max-bits=0"
+"""GCC fuses multiplications with additions, but for some processors (Zen) not in every loop, as it takes that
+to be slower there: the same sum would be rounded otherwise in another tile."""
+
+
+_FLAGS = (
+    ("-march=native", "-fopenmp", _FUSED),
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-fopenmp",),
+    ("-march=native",),
+    (),
+)
+"""Tried in turn: not every compiler has OpenMP, and processors are named differently on ARM."""
+
+
+_CPU = Path("/proc/cpuinfo")
+
+
+_LONGEST_S = 120.0
+
+
+class NativeError(SsdError):
+    """The kernels could not be compiled or loaded; slower ones are used."""
 
 
 class NativeLibrary:
@@ -48,3 +90,71 @@ def load_native(
         if log is not None:
             log.info("slower kernels are used", reason=str(error))
         return None
+
+
+def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
+    """The compiled library in `folder`, compiled now if it is not there. Raises `NativeError`."""
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeError(f"no C compiler ({', '.join(compilers)}) is on the PATH")
+    sources = sorted(SOURCES.glob("*.c"))
+    path = folder / f"native-{_digest(sources, compiler)}.so"
+    try:
+        make_folder(folder)
+        if why := weakness(folder):
+            raise NativeError(f"compiled kernels are not loaded from where others can put theirs: {why}")
+        with os.fdopen(open_lock(folder / "native.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of one server start together
+            if not is_own_file(path):
+                _compile(sources, compiler, path)
+    except OSError as error:
+        raise NativeError(f"compiled kernels cannot be kept in {folder}: {error}") from error
+    return path
+
+
+def _compile(sources: Sequence[Path], compiler: str, path: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    complaint = ""
+    try:
+        for flags in _FLAGS:
+            words = [compiler, *_SHARED, *flags, *map(str, sources), "-o", name, "-lm"]
+            complaint = _run(words)
+            if not complaint:
+                os.chmod(name, 0o700)  # linkers go by the umask
+                os.replace(name, path)
+                return
+    finally:
+        Path(name).unlink(missing_ok=True)
+    raise NativeError(f"{compiler} could not compile the kernels: {complaint}")
+
+
+def _run(words: Sequence[str]) -> str:
+    """The last line of what the compiler complained about; empty when it succeeded."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def _digest(sources: Sequence[Path], compiler: str) -> str:
+    digest = hashlib.sha256()
+    for source in [*sources, *sorted(SOURCES.glob("*.h"))]:
+        digest.update(source.read_bytes())
+    known = os.stat(compiler)
+    digest.update(f"{os.path.realpath(compiler)} {known.st_size} {known.st_mtime_ns}".encode())
+    digest.update(f"{platform.machine()} {_SHARED} {_FLAGS} {_processor()}".encode())
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What the processor can do: the same folder may be used by several machines."""
+    try:
+        lines = _CPU.read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features")
+    return str(sorted({line for line in lines if line.startswith(wanted)}))

@@ -6,8 +6,7 @@ Knows rows and heads in float32 or bf16 on CPUs; other dtypes are torch's busine
 import torch
 
 from ssd_serve.kernels.native.library import FLOAT, INT, POINTER, SIZE, NativeLibrary
-from ssd_serve.kernels.rows.norm import RmsNorm
-from ssd_serve.kernels.rows.operations import TorchRows
+from ssd_serve.kernels.rows.operations import RmsNorm, TorchRows
 
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
 _ROTATE = (POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, SIZE, INT)

@@ -15,13 +15,14 @@ import triton
 
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.batch import Batch, Int32Array
-from ssd_serve.kernels.capture import MAX_CAPTURED_ROWS, captured_rows
+from ssd_serve.kernels.device import MAX_CAPTURED_ROWS, captured_rows
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
-from ssd_serve.kernels.triton.memory import BatchMemory, Room
 from ssd_serve.kernels.triton.shapes import (
     FEW_PARTS,
     SPLIT,
     WARPS,
+    BatchCapacity,
+    BatchMemory,
     ancestry_words,
     block_n,
     cut,
@@ -82,14 +83,16 @@ class TritonAttention:
         self, cache: KVCache, heads: int, widen: bool = False, scratch_bytes: int = SCRATCH_BYTES
     ) -> None:
         self._cache = cache
-        self._device = cache.keys(0).device
+        self._device = cache.device
         self._heads = heads
         self._widen = widen
         self._scratch_bytes = scratch_bytes
         self._largest_group = max(heads // layer.heads for layer in cache.layout.layers)
         self._largest_head = max(layer.head_dim for layer in cache.layout.layers)
-        room = Room(_FIXED_ROWS, _FIXED_ROWS * _FIXED_WORDS, cache.slots + _FIXED_ROWS, _SHARED * cache.slots)
-        self._memory = BatchMemory(room, self._device)
+        capacity = BatchCapacity(
+            _FIXED_ROWS, _FIXED_ROWS * _FIXED_WORDS, cache.slots + _FIXED_ROWS, _SHARED * cache.slots
+        )
+        self._memory = BatchMemory(capacity, self._device)
         self._write_slots = torch.zeros(_FIXED_ROWS, dtype=torch.int64, device=self._device)
 
     @property
@@ -110,9 +113,9 @@ class TritonAttention:
         tiles = cut(batch, max(1, tile // self._largest_group))
         parts = 1 + -(-np.diff(batch.prefix_offsets) // SPLIT)  # [requests]
         ancestry = ancestry_words(batch)  # [rows, words]
-        room = Room(batch.rows, ancestry.size, len(batch.tree_slots), len(batch.prefix_slots))
-        fixed = self._memory.room.holds(room)
-        memory = self._memory if fixed else BatchMemory(room, self._device)
+        capacity = BatchCapacity(batch.rows, ancestry.size, len(batch.tree_slots), len(batch.prefix_slots))
+        fixed = self._memory.capacity.holds(capacity)
+        memory = self._memory if fixed else BatchMemory(capacity, self._device)
         programs, most = batch.rows, int(parts.max())  # no row is in two tiles
         if batch.rows <= MAX_CAPTURED_ROWS:
             most = 1 + power_of_four(max(FEW_PARTS, most - 1))

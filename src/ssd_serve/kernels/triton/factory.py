@@ -1,17 +1,31 @@
-"""How tree attention in Triton is made. The package is imported with the first one."""
+"""Makes tree attention in Triton; the package is imported with the first one."""
 
+import logging
+from pathlib import Path
 from typing import Any
 
+from ssd_serve.base.owned import cache_folder
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.contract import AttentionBackend, AttentionFactory
+
+logger = logging.getLogger(__name__)
+
+
+def keep_private() -> None:
+    """Move Triton's cache of compiled kernels to a folder that only this user can write.
+
+    Must be called before anything is compiled; `TRITON_CACHE_DIR` names the folder.
+    """
+    from triton import knobs
+
+    knobs.cache.dir = str(cache_folder(Path(knobs.cache.dir), logger.warning, "TRITON_CACHE_DIR"))
 
 
 def _make(cache: KVCache, heads: int) -> AttentionBackend[Any]:
     from ssd_serve.kernels.triton.attention import TritonAttention
-    from ssd_serve.kernels.triton.private import keep_private
 
     keep_private()
     return TritonAttention(cache, heads)
 
 
-FACTORY = AttentionFactory(lambda _means: _make)
+FACTORY = AttentionFactory(lambda _context: _make)

@@ -3,9 +3,12 @@
 Numbers chosen on devices, and numpy: knows no kernel and no memory.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
@@ -16,7 +19,7 @@ SPLIT = 256
 fastest or nearly so of 64 to 512 for contexts of 512 to 4,096 tokens."""
 _BLOCK_N, _BLOCK_N_HALF = 16, 32
 _HALF_HEADS = 128
-"""The widest heads that leave room for more than the least."""
+"""The widest heads that leave capacity for more than the least."""
 _MERGED, _MERGED_WIDE = 8, 4
 TILES = (16, 32, 64)
 """Stacked rows of a program in half precision."""
@@ -77,3 +80,78 @@ def tile_of(stacked: int, dtype: torch.dtype, group: int = 1) -> int:
     tiles = tiles_of(dtype)
     fitting = next((tile for tile in tiles if tile >= stacked), tiles[-1])
     return max(fitting, int(triton.next_power_of_2(group)))
+
+
+_ALIGNED = 64
+"""Entries to a multiple of which every place is rounded up: kernels are compiled for aligned pointers."""
+_LONG = ("tree_slots", "tree_positions", "prefix_slots")
+"""Arrays with far more capacity than most batches need: only what is used of them is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCapacity:
+    """How much a block of memory holds."""
+
+    rows: int
+    words: int
+    """Ancestry words of 32 bits, all rows together."""
+    tree: int
+    prefix: int
+
+    def holds(self, other: "BatchCapacity") -> bool:
+        """Whether a batch of this size fits."""
+        return (
+            other.rows <= self.rows
+            and other.words <= self.words
+            and other.tree <= self.tree
+            and other.prefix <= self.prefix
+        )
+
+
+class BatchMemory:
+    """BatchCapacity for the arrays of one batch on `device`, all int32."""
+
+    def __init__(self, capacity: BatchCapacity, device: torch.device) -> None:
+        self.capacity = capacity
+        sizes = {
+            "tile_requests": capacity.rows,
+            "tile_rows": capacity.rows,
+            "tile_counts": capacity.rows,
+            "positions": capacity.rows,
+            "prefix_offsets": capacity.rows + 1,
+            "tree_offsets": capacity.rows + 1,
+            "row_parts": capacity.rows,
+            "write_slots": capacity.rows,
+            "ancestry": capacity.words,
+            "tree_slots": capacity.tree,
+            "tree_positions": capacity.tree,
+            "prefix_slots": capacity.prefix,
+        }
+        self._places: dict[str, slice] = {}
+        end = 0
+        for name, size in sizes.items():
+            self._places[name] = slice(end, end + size)
+            end += -(-size // _ALIGNED) * _ALIGNED
+        self._short = self._places[_LONG[0]].start
+        self._host = torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._block = torch.zeros(end, dtype=torch.int32, device=device)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """An array by its name: int32, as long as there is capacity."""
+        return self._block[self._places[name]]
+
+    def fill(self, arrays: Mapping[str, npt.NDArray[np.integer]]) -> None:
+        """Write all arrays, each at the beginning of its place; what is behind it is left as it is.
+
+        Waits for what the device does with the batch before.
+        """
+        host = self._host.numpy()
+        spans = [slice(0, self._short)]
+        for name, array in arrays.items():
+            start = self._places[name].start
+            span = slice(start, start + array.size)
+            host[span] = array.ravel()
+            if name in _LONG:
+                spans.append(span)
+        for span in spans:
+            self._block[span].copy_(self._host[span])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.architectures.dense.config import DecoderConfig, parse_dense
-from ssd_serve.models.architectures.dense.family import dense_architecture
+from ssd_serve.models.architectures.dense.decoder import dense_architecture
 from ssd_serve.models.config import Json
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ssd_serve.models.architectures.dense.config import DecoderConfig, parse_dense
-from ssd_serve.models.architectures.dense.family import dense_architecture
+from ssd_serve.models.architectures.dense.decoder import dense_architecture
 from ssd_serve.models.architectures.qwen2 import qwen_windows
 from ssd_serve.models.config import Json
 

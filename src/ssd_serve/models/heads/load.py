@@ -11,15 +11,15 @@ from ssd_serve.base.errors import CheckpointError
 from ssd_serve.base.logs import Logger
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
-from ssd_serve.models.architectures.dense.sizes import dense_sizes
+from ssd_serve.models.architectures.dense.config import dense_sizes
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.config import read_raw
 from ssd_serve.models.heads.config import PARSERS, EagleConfig, check_features, usual_features
 from ssd_serve.models.heads.eagle import EagleHead
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.models.heads.weights import EagleWeights, read_head
-from ssd_serve.models.load import ModelWish, load_sized
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.load import ModelOptions, load_sized
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import ModelSizes, sizes_of
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linears
@@ -62,9 +62,9 @@ def head_sizes(
     return sizes_of(description, folder, device=device, dtype=dtype, allow_pickle=allow_pickle, native=native)
 
 
-def load_head(folder: Path, wish: ModelWish, sizes: ModelSizes, log: Logger | None = None) -> EagleHead:
+def load_head(folder: Path, options: ModelOptions, sizes: ModelSizes, log: Logger | None = None) -> EagleHead:
     """Load it with its KV cache. Raises `CheckpointError` and `MemoryShortError`."""
-    head = load_sized(folder, wish, sizes, log=log)
+    head = load_sized(folder, options, sizes, log=log)
     if not isinstance(head, EagleHead):
         raise CheckpointError(f"{folder} is no head")
     return head

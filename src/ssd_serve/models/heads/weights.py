@@ -4,17 +4,18 @@ Knows names and shapes; not how matrices are stored or multiplied. Missing, miss
 are a `CheckpointError` that lists them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ssd_serve.base.errors import CheckpointError
-from ssd_serve.kernels.rows.norm import RmsNorm
+from ssd_serve.kernels.rows.operations import RmsNorm
 from ssd_serve.models.architectures.dense.weights import LayerBlocks, read_blocks
 from ssd_serve.models.heads.config import EagleConfig
-from ssd_serve.models.heads.survey import Survey
-from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare
+from ssd_serve.models.parallel import Parallel
+from ssd_serve.models.weights.checkpoint import Checkpoint, shorten
+from ssd_serve.models.weights.linear import DenseLinear, Linear, Linears, MatrixShare
 
 _LAYERS = ("midlayer", "layers.0", "transformer", "model.midlayer", "model.layers.0")
 """What the layer is called."""
@@ -37,7 +38,7 @@ class EagleWeights:
 
 def read_head(config: EagleConfig, checkpoint: Checkpoint, make: Linears) -> EagleWeights:
     """Read all weights; a head is never shared by ranks."""
-    survey = Survey(checkpoint, make.parallel)
+    survey = TensorCheck(checkpoint, make.parallel)
     _HeadReader(config, checkpoint, survey).read()
     survey.finish()
     weights = _HeadReader(config, checkpoint, make).read()
@@ -123,3 +124,61 @@ def _read_proposed(config: EagleConfig, checkpoint: Checkpoint) -> torch.Tensor 
             f"{checkpoint.folder}: d2t names tokens that the target does not have, or one twice"
         )
     return ids
+
+
+_Shape = tuple[int, ...]
+
+
+class TensorCheck:
+    """`Linears` that notes what is asked for and gives tensors without numbers."""
+
+    def __init__(self, checkpoint: Checkpoint, parallel: Parallel) -> None:
+        self._checkpoint = checkpoint
+        self._parallel = parallel
+        self._asked: dict[str, _Shape] = {}
+
+    @property
+    def parallel(self) -> Parallel:
+        return self._parallel
+
+    def tensor(self, name: str, shape: _Shape) -> torch.Tensor:
+        self._asked[name] = shape
+        return torch.empty(shape, device="meta")
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        return self.tensor(name, shape)
+
+    def by_outputs(self, parts: Sequence[MatrixShare], inputs: int, *, bias: bool) -> Linear:
+        for part in parts:
+            self.by_inputs(part, inputs, bias=bias)
+        return self.wrap(torch.empty((0, inputs), device="meta"))
+
+    def by_inputs(self, part: MatrixShare, inputs: int, *, bias: bool) -> Linear:
+        if bias:
+            self.tensor(f"{part.name}.bias", (part.outputs,))
+        return self.wrap(self.tensor(f"{part.name}.weight", (part.outputs, inputs)))
+
+    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return DenseLinear(weight, bias)
+
+    def finish(self) -> None:
+        """Raise `CheckpointError` where the file's tensors are not those that were asked for."""
+        file, asked = self._checkpoint, self._asked
+        missing = [f"{name} {list(shape)}" for name, shape in asked.items() if name not in file]
+        misshapen = [
+            f"{name} {list(found)} instead of {list(shape)}"
+            for name, shape in asked.items()
+            if name in file and (found := file.shape(name)) != shape
+        ]
+        # What belongs to a matrix that was asked for, such as its scales, is checked when that is read.
+        parents = {name.rpartition(".")[0] for name in asked}
+        others = [
+            f"{name} {list(file.shape(name))}"
+            for name in file.unread()
+            if name not in asked and name.rpartition(".")[0] not in parents
+        ]
+        told = {"lacks": missing, "has misshapen": misshapen, "has unknown": others}
+        if problems := [f"{what} {shorten(names)}" for what, names in told.items() if names]:
+            raise CheckpointError(
+                f"{file.folder} does not hold what its config.json describes: it {', it '.join(problems)}"
+            )

@@ -6,17 +6,19 @@ Free of torch, because the HTTP server uses it. Knows model folders; knows no re
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 
 from ssd_serve.base.errors import CheckpointError, RequestError
 from ssd_serve.models.config import Json, eos_ids, model_name, read_json
 from ssd_serve.models.text.chat import ChatTemplate, find_template
-from ssd_serve.models.text.detokenize import DetokenizeStream
 from ssd_serve.models.text.sentencepiece_bpe import convert
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -24,6 +26,65 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LONG_CHARACTERS = 4096
 _CONTEXT = 8
 """Tokens of a prompt's end that its continuation is decoded with."""
+
+
+Decode = Callable[[Sequence[int]], str]
+
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+_MAX_PIECES = 3
+"""Tokens that may be waiting for the last byte of a character."""
+
+
+_MAX_HELD = 16
+"""A character has at most four bytes; more tokens than this are not waiting for the rest of one."""
+
+
+class DetokenizeStream:
+    """Joined, the results of `push` and `flush` are the text of all tokens pushed.
+
+    `context` are tokens before the first pushed one (the end of a prompt). Their text is not returned, but
+    for a character that only the pushed tokens complete.
+    """
+
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._before = list(context)
+        """Tokens whose text was returned; only as many as the next text may depend on."""
+        self._held: list[int] = []
+        while self._before and len(self._held) < _MAX_PIECES and decode(self._before).endswith(_BROKEN):
+            self._held.insert(0, self._before.pop())
+
+    def push(self, token: int) -> str:
+        """The text that became final with this token: often a word, sometimes nothing."""
+        self._held.append(token)
+        text = self._decode([*self._before, *self._held])
+        known = len(self._decode(self._before)) if self._before else 0
+        # Tokens without text are held too, e.g. special ones that are skipped.
+        if len(text) > known and not text.endswith(_BROKEN):
+            self._before, self._held = self._held, []
+            return text[known:]
+        return self._relieve(text, known) if len(self._held) > _MAX_HELD else ""
+
+    def _relieve(self, text: str, known: int) -> str:
+        """Return what no further token can change, or else forget a newest token that has no text."""
+        for cut in range(len(self._held) - 1, 0, -1):
+            sure = self._decode([*self._before, *self._held[:cut]])
+            if known < len(sure) < len(text) and text.startswith(sure):
+                self._before, self._held = self._held[:cut], self._held[cut:]
+                return sure[known:]
+        if text == self._decode([*self._before, *self._held[:-1]]):
+            self._held.pop()
+        return ""
+
+    def flush(self) -> str:
+        """What was held back, broken characters included, at the end of the text."""
+        known = len(self._decode(self._before)) if self._before else 0
+        text = self._decode([*self._before, *self._held])
+        self._before, self._held = self._held, []
+        return text[known:]
 
 
 class Tokenizer:
@@ -165,3 +226,36 @@ def _eos(folder: Path, own: int | None) -> tuple[int, ...]:
     ]
     ids = eos_ids(*sources)
     return ids if own is None or own in ids else (*ids, own)
+
+
+_MISSING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CommonTokens:
+    """What a target's tokens are to a draft. `ids` int64 [target's vocabulary]: the draft's ids, -1 where it
+    has no such token; `read` likewise, with something close in those places. `share`: of the target's tokens,
+    how many the draft has."""
+
+    ids: npt.NDArray[np.int64]
+    read: npt.NDArray[np.int64]
+    share: float
+
+
+def common_tokens(
+    target: Tokenizer, draft: Tokenizer, target_vocabulary: int, draft_vocabulary: int
+) -> CommonTokens:
+    """Vocabularies are those of the models' matrices, which may be padded. A token that the draft does not
+    have is read as the last token of its text there."""
+    known = {meaning: token for token, meaning in draft.meanings().items() if token < draft_vocabulary}
+    wanted = {token: meaning for token, meaning in target.meanings().items() if token < target_vocabulary}
+    ids = np.full(target_vocabulary, _MISSING, dtype=np.int64)
+    for token, meaning in wanted.items():
+        ids[token] = known.get(meaning, _MISSING)
+    read = np.maximum(ids, 0)
+    unknown = [token for token in wanted if ids[token] == _MISSING]
+    for token in unknown:
+        inside = draft.encode(target.decode([token], skip_special_tokens=False), add_special_tokens=False)
+        if inside and inside[-1] < draft_vocabulary:
+            read[token] = inside[-1]
+    return CommonTokens(ids, read, 1 - len(unknown) / max(1, len(wanted)))

@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.kernels.native.int8 import NativeInt8Matrix
-from ssd_serve.kernels.native.int8 import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.products import NativeMatrix, can_multiply_bf16
+from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix, can_multiply_bf16
+from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.kernels.products.fp8 import Fp8Matrix, can_multiply, native_format
 from ssd_serve.kernels.products.int8 import Int8Matrix, WidenedMatrix, can_multiply_int8, quantise
 from ssd_serve.kernels.products.packed import PackedMatrix, can_pack
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.matrices import MatrixReader, StoredMatrix
 from ssd_serve.models.weights.quantization import Fp8Scheme

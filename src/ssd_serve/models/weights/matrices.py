@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd_serve.base.errors import CheckpointError, UserError
-from ssd_serve.kernels.dtypes import dtype_name
+from ssd_serve.kernels.device import dtype_name
 from ssd_serve.kernels.products.fp8 import FORMATS, can_multiply, holds_nan, to_fnuz, widen
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.quantization import Fp8Scheme

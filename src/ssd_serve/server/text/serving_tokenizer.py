@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ssd_serve.base.errors import EngineDeadError
-from ssd_serve.models.text.detokenize import DetokenizeStream
+from ssd_serve.models.text.tokenizer import DetokenizeStream
 from ssd_serve.models.text.tokenizer import Tokenizer
 
 

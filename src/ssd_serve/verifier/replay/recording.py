@@ -21,7 +21,7 @@ from ssd_serve.base.draft_messages import Refusal
 from ssd_serve.base.errors import PermissionProblemError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import ServerMessage
-from ssd_serve.models.fingerprint import fingerprint
+from ssd_serve.models.hub import fingerprint
 from ssd_serve.models.hub import find_model
 from ssd_serve.base.owned import is_private
 from ssd_serve.base.settings import SECRETS, Settings

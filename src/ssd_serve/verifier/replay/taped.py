@@ -13,7 +13,8 @@ from ssd_serve.transport.channel import Channel
 from ssd_serve.transport.polling import poll
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.models.interface import ForwardEnd, ForwardResult, Model
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.kernels.device import ForwardEnd
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.verifier.environment import Environment
 from ssd_serve.verifier.observer import Observer
@@ -105,7 +106,7 @@ class TapedModel(WrappedModel):
         return replace(
             result,
             completion=_TapedEnd(result.completion, self._tape),
-            captured_now=self._tape.answer(Kind.CAPTURED, result.captured_now),
+            includes_capture=self._tape.answer(Kind.CAPTURED, result.includes_capture),
         )
 
 

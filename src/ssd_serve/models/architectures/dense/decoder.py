@@ -6,6 +6,7 @@ keys and values are stored together. Knows batches, weights and attention backen
 file format and no page size.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ import torch
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.models.architectures.contract import ModelParts
-from ssd_serve.models.architectures.dense.config import DecoderConfig
-from ssd_serve.models.architectures.dense.sizes import rank_config
-from ssd_serve.models.architectures.dense.weights import DecoderLayer, DecoderWeights
-from ssd_serve.models.completion import completion
+from ssd_serve.kernels.device import completion
+from ssd_serve.models.architectures.contract import Architecture, ModelParts
+from ssd_serve.models.architectures.dense.config import DecoderConfig, dense_sizes, rank_config
+from ssd_serve.models.architectures.dense.weights import DecoderLayer, DecoderWeights, read_dense
+from ssd_serve.models.config import Json
 from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts, feature_name
 from ssd_serve.models.rope import rotation_table
 
@@ -140,3 +141,17 @@ class DenseDecoder:
         if not len(last):
             return torch.empty((0, vocabulary), device=self._device)
         return self._group.gather(self._weights.head(last).float(), vocabulary)
+
+
+def dense_architecture(
+    models: str, parse: Callable[[Json, Json], DecoderConfig]
+) -> Architecture[DecoderConfig, DecoderWeights]:
+    """A member of the family."""
+    return Architecture(
+        models=models, parse=parse, sizes=dense_sizes, read_weights=read_dense, build=DenseDecoder
+    )
+
+
+def is_dense(architecture: Architecture[Any, Any]) -> bool:
+    """Whether an architecture is a member, rather than one that only borrows from the family."""
+    return architecture == dense_architecture(architecture.models, architecture.parse)

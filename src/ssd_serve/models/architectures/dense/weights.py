@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd_serve.kernels.rows.norm import RmsNorm
-from ssd_serve.models.architectures.dense.config import DecoderConfig
-from ssd_serve.models.architectures.dense.sizes import rank_config
+from ssd_serve.kernels.rows.operations import RmsNorm
+from ssd_serve.models.architectures.dense.config import DecoderConfig, rank_config
 from ssd_serve.models.rope import interleave
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare

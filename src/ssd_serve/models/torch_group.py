@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ssd_serve.base.errors import RankLostError
-from ssd_serve.models.ranks.parallel import Parallel
+from ssd_serve.models.parallel import Parallel
 
 PATIENCE_S = 30.0
 """Ranks do the same work at the same time: one that comes this much later than the others hangs."""

@@ -73,7 +73,7 @@ class Group(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """`Group` of a model that one rank holds."""
 
     @property
