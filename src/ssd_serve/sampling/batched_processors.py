@@ -1,8 +1,8 @@
-"""`processors.process` for many rows at once, on any device: a few operators a batch and nothing read back.
+"""`processors.process` for many rows at once, on any device: a few operators for a batch, nothing read back.
 
-A row's result is that of `process`, to the bit where the device's softmax does not depend on how many rows
-it is given. Rows with a parameter that `BATCHED` does not list are given to `process` itself. Knows rows and
-parameters; nothing of noise or trees.
+A row's result equals that of `process`, to the bit where the device's softmax does not depend on the number
+of rows. Rows with a parameter outside `BATCHED` are given to `process` itself. This module knows rows and
+parameters, no noise and no trees.
 """
 
 import math
@@ -37,10 +37,10 @@ BATCHED = frozenset(
         "top_p",
     }
 )
-"""The parameters that are built here."""
+"""Parameters that this module applies."""
 _UNSUPPORTED = UnsupportedParameters(BATCHED)
 _TOGETHER = 4 << 20
-"""Most logits that are ordered together: each takes some 40 bytes meanwhile."""
+"""Logits sorted at once, at most: sorting takes some 40 bytes for each."""
 
 
 def process_rows(
@@ -70,7 +70,6 @@ def process_rows(
 def _which(
     parameters: Sequence[SamplingParameters], wants: Callable[[SamplingParameters], bool]
 ) -> list[int]:
-    """Rows that are drawn and that `wants` is true for."""
     return [row for row, each in enumerate(parameters) if has_truncation(each) and wants(each)]
 
 
@@ -83,7 +82,6 @@ def _limits_p(parameters: SamplingParameters) -> bool:
 
 
 def _column(like: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
-    """float32 [rows, 1] on the same device."""
     return torch.tensor(numbers, dtype=torch.float32).to(like.device)[:, None]
 
 
@@ -117,9 +115,10 @@ def _edited_rows(rows: Sequence[SamplingRows]) -> list[RowOverrides]:
 
 
 def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
-    """Penalties, in place, as `processors.process` says.
+    """Apply penalties in place, as `processors.process` defines them.
 
-    A text goes to the device once for all its rows; tokens of paths are few, and are done after it.
+    A request's text is copied to the device once for all its rows. Tokens of paths are few, and are applied
+    after it.
     """
     told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     text, times, paths = Places(), list[torch.Tensor](), list[tuple[int, int, int]]()
@@ -153,15 +152,13 @@ def _told(counts: TokenCounts, device: torch.device) -> tuple[torch.Tensor, torc
 
 
 def _penalised(found: torch.Tensor, times: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
-    """Logits [n] of tokens that stand so often in the output, under `penalties` [n, 3]."""
+    """Penalised logits [n] of tokens that occur `times` in the output, under `penalties` [n, 3]."""
     repetition, frequency, presence = penalties.unbind(1)
     found = torch.where(found > 0, found / repetition, found * repetition)
     return found - frequency * times - presence * (times > 0).to(torch.float32)
 
 
 def _keep_min_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> None:
-    """Mask tokens far below the most probable one, in place."""
-
     def below(each: SamplingParameters) -> float:
         wanted = each.min_p > 0.0 and has_truncation(each)
         return math.log(min(each.min_p, 1.0)) if wanted else -math.inf
@@ -171,7 +168,7 @@ def _keep_min_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) 
 
 
 def _keep_top_k(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:
-    """All but the k largest of each row masked; of equal ones the lowest ids stay."""
+    """Mask all but the k largest logits of each row; of equal ones the lowest ids stay."""
     counts = torch.tensor([each.top_k for each in parameters]).to(values.device)[:, None]
     most = max(each.top_k for each in parameters)
     threshold = torch.topk(values, most, dim=1).values.gather(1, counts - 1)
@@ -181,7 +178,7 @@ def _keep_top_k(values: torch.Tensor, parameters: Sequence[SamplingParameters]) 
 
 
 def _keep_top_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:
-    """All but the most probable tokens of each row masked, which sum to top-p; see `keep_top_p`."""
+    """Mask all but the most probable tokens of each row, which sum to top-p; see `keep_top_p`."""
     vocabulary = values.shape[1]
     limits = torch.tensor([int(each.top_p * TOP_P_UNITS) for each in parameters]).to(values.device)[:, None]
     smallest = [smallest_share(each.top_p, vocabulary) for each in parameters]

@@ -1,11 +1,12 @@
-"""Choosing tokens: argmax of processed logits minus log E, ties to the lowest id, whatever the batch.
+"""Choosing tokens: argmax of processed logits minus log E, ties to the lowest id, independent of the batch.
 
 With E a unit exponential for each token, argmax_v l(v) - log E(v) is an exact sample of softmax(l)
-(exponential race, Gumbel-max). Verifier and drafter share E, so the drafter can guess the verifier's actual
-choice (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding",
-arXiv 2408.07978).
+(exponential race, Gumbel-max). Verifier and drafter share E, so the drafter can predict the verifier's
+actual choice. Source: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant
+speculative decoding", arXiv 2408.07978.
 
-This module knows nothing of drafts: it chooses a token for each row, or for those that choices lead to.
+This module knows nothing of drafts: it chooses a token for each row, or only for the rows of the accepted
+path.
 """
 
 import math
@@ -27,13 +28,12 @@ from ssd_serve.sampling.processors import TokenCounts, apply_masks
 from ssd_serve.sampling.rows import SamplingRows
 
 _TOGETHER = 4 << 20
-"""Most logits whose log-probabilities are found together."""
+"""Logits for which log-probabilities are computed at once, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One choice for each row, -1 where it was left out, and log-probabilities for the rows that want
-    them."""
+    """Choices of all rows, -1 where a row was skipped, and log-probabilities of the rows that request them."""
 
     choices: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -49,10 +49,10 @@ def sample(
 ) -> Sampled:
     """Choose a token for each row of `logits` [rows, vocabulary]; `noise` lives on the same device.
 
-    The choice of a row is the same alone and in any batch: what is done is elementwise, exact, or a row's
-    own. On CPUs `native` chooses where it is given: the same tokens, but for a token at top-p's very edge,
-    which `keep_top_p` describes. `walk`: of a tree only the path that is chosen is wanted, so that rows off
-    it may be left out: they have the choice -1 then.
+    The choice of a row is the same alone and in any batch: every operation is elementwise, exact, or within
+    one row. On CPUs `native` chooses if given: the same tokens, except at the very edge of top-p, which
+    `keep_top_p` describes. `walk`: only the accepted path of a tree is needed; rows off it may be skipped
+    and then have the choice -1.
     """
     if not requests:
         return Sampled([], [])
@@ -69,8 +69,8 @@ def sample(
 
 
 def apply_request_masks(logits: torch.Tensor, requests: Sequence[SamplingRows]) -> torch.Tensor:
-    """Float32 [rows, vocabulary] without what the rows' masks leave out, which is -inf; a new tensor where
-    there are masks."""
+    """Mask float32 [rows, vocabulary] with -inf as the rows' grammars require; a new tensor if there are
+    masks."""
     if all(each.masks is None for each in requests):
         return logits
     masks: list[Mask | None] = []
@@ -80,7 +80,8 @@ def apply_request_masks(logits: torch.Tensor, requests: Sequence[SamplingRows]) 
 
 
 def trusted_choice(library: NativeLibrary | None) -> NativeChoice | None:
-    """The compiled choice, where it makes torch's choices on a few rows of every kind."""
+    """The compiled choice, if its self-test passes: torch's choices on a few rows of every kind. A failure
+    is logged."""
     if library is None:
         return None
     native, plain = NativeChoice(library), SamplingParameters(temperature=0.8)
@@ -110,7 +111,8 @@ def _logprobs(
     choices: Sequence[int],
     processed: Mapping[int, torch.Tensor] | torch.Tensor,
 ) -> list[TokenLogprobs | None]:
-    """Of the rows of requests that want them; `processed` holds at least those rows' processed logits."""
+    """Log-probabilities of the requests that ask for them; `processed` holds at least the processed logits
+    of their rows."""
     logprobs: list[TokenLogprobs | None] = [None] * len(choices)
     wanted: list[tuple[int, int, int]] = []
     start = 0
@@ -132,15 +134,14 @@ def _logprobs(
 
 
 def _noise_keys(rows: Sequence[SamplingRows]) -> tuple[list[int | None], list[int]]:
-    """The seed (None: temperature 0, no noise) and the position of each row, for `NoiseRows.rows`."""
     greedy = {key for key, parameters in _distinct(rows).items() if is_greedy(parameters)}
     seeds = [None if id(row.parameters) in greedy else row.seed for row in rows]
     return seeds, [row.position for row in rows]
 
 
 def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Tensor:
-    """The logits whose softmax each row samples: float32 [rows, vocabulary]; may be `logits` itself. `rows`
-    are single."""
+    """Logits of the distribution that each row samples: float32 [rows, vocabulary]; may be `logits` itself.
+    `rows` are split into single rows."""
     distinct = _distinct(rows)
     # Most rows need nothing, or division by their temperature only.
     touched = {key for key, parameters in distinct.items() if needs_processing(parameters, 0)}
@@ -163,7 +164,7 @@ def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torc
 
 
 def _distinct(rows: Sequence[SamplingRows]) -> dict[int, SamplingParameters]:
-    """The parameter objects of these rows, by identity: a tree's rows share one."""
+    """Distinct parameter objects of these rows, by identity: the rows of a tree share one."""
     return {id(row.parameters): row.parameters for row in rows}
 
 
@@ -187,7 +188,7 @@ def lowest_argmax(scores: torch.Tensor) -> list[int]:
 
 
 def lowest_argmax_on_device(scores: torch.Tensor) -> torch.Tensor:
-    """`lowest_argmax` by torch operators whose result does not depend on order: int64 [rows]."""
+    """`lowest_argmax` by torch operators that do not depend on the order of reduction: int64 [rows]."""
     scores = torch.where(torch.isnan(scores), -torch.inf, scores)
     ids = torch.arange(scores.shape[1], device=scores.device)
     equal = scores == scores.amax(dim=1, keepdim=True)  # [rows, vocabulary]

@@ -1,8 +1,8 @@
-"""Which tokens may come next where a text must match a grammar: a mask for each row of a request's tree.
+"""Grammars: the tokens that may follow, as a mask for each row of a request's tree.
 
-A node's mask is that of its own path: the matcher walks the tree once, and goes back where paths part, so
-that nothing is read again from the beginning. Matching is llguidance's (an extra). Knows tokens; no logits,
-no requests, and not where grammars come from.
+A node's mask is that of its own path: the matcher of each node is a copy of its parent's, so that nothing is
+matched twice. Matching is llguidance's, an optional dependency. This module knows tokens and grammar text;
+no logits and no requests.
 """
 
 import json
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Masks = npt.NDArray[np.int32]
-"""[rows, vocabulary / 32, rounded up]: bit `token % 32` of word `token // 32` tells whether a token may
-come."""
+"""int32 [rows, vocabulary / 32, rounded up]: bit `token % 32` of word `token // 32` is set if the token is
+allowed."""
 
 Mask = npt.NDArray[np.int32]
-"""One row of such masks."""
+"""A single row of `Masks`."""
 
 _MOST_RULES = 1_500
-"""Of a grammar: its compiler goes down chains of them by recursion, and has room for some more."""
+"""Rules of a grammar: the compiler recurses along chains of rules, and its stack fits somewhat more."""
 _DEEPEST = 1_000
-"""Levels that a schema may have, were each reference in it to lead to one as deep as all of it."""
+"""Nesting of a schema, if each reference led to one as deep as the whole schema."""
 _LONGEST_TROUBLE = 400
-"""Characters of what the library says of a grammar; it repeats all of it."""
+"""Characters of an error message; the library repeats the whole grammar in it."""
 _KEPT = 64
-"""Compiled grammars that are kept, those that were used last."""
+"""Compiled grammars in the cache; the least recently used is dropped."""
 ANY = -1
-"""A word of a mask that leaves nothing out."""
+"""A mask word that allows all of its tokens."""
 
 
 class MatcherState(Protocol):
-    """Where one output stands in what it must match."""
+    """Position of one output in the format that it must match."""
 
     def copy(self) -> "MatcherState":
-        """Another output that stands there."""
+        """An independent copy."""
         ...
 
     @property
     def error(self) -> str:
-        """Why nothing more can be matched, if so."""
+        """Reason why matching cannot continue; empty if it can."""
         ...
 
     def consume(self, tokens: Sequence[int]) -> int:
-        """The output goes on; how many of the tokens may come."""
+        """Advance by output tokens; returns how many of them matched."""
         ...
 
     def masks(
@@ -61,21 +61,24 @@ class MatcherState(Protocol):
         parents: Sequence[int] = (),
         wanted: Collection[int] | None = None,
     ) -> Masks:
-        """Of what comes next, and of what comes behind each node of a tree below: `parents` are places among
-        the nodes, each before its children, -1 for the first row. Behind a node that cannot come itself
-        anything may: nobody gets there. `wanted`: the rows that matter, the first one being 0; None: all."""
+        """Masks of the next token, and of the token after each node of a tree below it.
+
+        `parents` are indices among the nodes, parents first, -1 for the first row. A node that is not
+        allowed itself gets a mask that allows everything: it cannot be accepted. `wanted`: the rows to
+        compute, 0 being the first; None: all rows.
+        """
         ...
 
 
 class GrammarState:
-    """Where one output stands in its grammar; see `MatcherState`."""
+    """Position of one output in its grammar; see `MatcherState`."""
 
     def __init__(self, matcher: "LLMatcher", words: int, ends: Collection[int]) -> None:
         self._matcher = matcher
         self._words = words
         self._ends = ends
         self._failed: dict[tuple[int, ...], str] = {}
-        """Paths of the last tree behind which nothing could be found, and why."""
+        """Paths of the last tree for which no mask could be computed, with the reason."""
         self._error = ""
 
     def copy(self) -> "GrammarState":
@@ -83,11 +86,11 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why nothing more can be matched, if so: the grammar takes too long to follow."""
         return self._error or self._matcher.get_error()
 
     def consume(self, tokens: Sequence[int]) -> int:
-        """The output goes on; how many of the tokens the grammar has. What ends the text is one of them."""
+        """Advance by output tokens; returns how many matched. The token that ends the text counts as
+        matched."""
         if self._failed:
             paths = (tuple(tokens[:length]) for length in range(1, len(tokens)))
             self._error = next((self._failed[path] for path in paths if path in self._failed), "")
@@ -120,7 +123,6 @@ class GrammarState:
 
 
 def _path(node: int, tokens: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
-    """The tokens from the first row to a node."""
     found: list[int] = []
     while node >= 0:
         found.append(tokens[node])
@@ -129,11 +131,11 @@ def _path(node: int, tokens: Sequence[int], parents: Sequence[int]) -> tuple[int
 
 
 class Grammars:
-    """Grammars of one model's texts. Calls may come from several threads."""
+    """Compiles and caches grammars for one model. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], str], vocabulary: int, ends: Sequence[int]) -> None:
-        """`tokenizer` gives what tokenizer.json tells; `vocabulary`: ids of the model, perhaps more than the
-        tokenizer's; `ends`: what may come where a text may end."""
+        """`tokenizer` returns the content of tokenizer.json. `vocabulary` counts the model's ids, perhaps
+        more than the tokenizer's. `ends` are the tokens allowed where a text may end."""
         self._tokenizer_json = tokenizer
         self.vocabulary = vocabulary
         self._ends = list(ends)
@@ -142,14 +144,14 @@ class Grammars:
         self._lock = Lock()
 
     def prepare(self) -> None:
-        """Read the tokenizer, where llguidance is there: of a large one that stops all threads for half a
-        second, which the first request must not."""
+        """Load the tokenizer if llguidance is installed: a large one blocks all threads for half a second,
+        too long for the first request."""
         if find_spec("llguidance") is not None:
             self._loaded()
 
     def start(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
-        """The state of a text that has this output already. Raises `GrammarError` where the grammar cannot be
-        compiled or does not have that output, or llguidance is not there."""
+        """Matcher state after `output`. Raises `GrammarError` if the grammar does not compile, does not
+        match the output, or llguidance is missing."""
         state = self._known_state(grammar).copy()
         if state.consume(output) < len(output):
             raise GrammarError("the output so far does not match the grammar")
@@ -162,7 +164,7 @@ class Grammars:
         return known or self._compiled(grammar)  # others may have come since
 
     def is_compiled(self, grammar: str) -> bool:
-        """Whether it is compiled already."""
+        """True if the compiled grammar is in the cache, where it becomes the most recently used."""
         with self._lock:
             known = grammar in self._known
             if known:
@@ -170,7 +172,7 @@ class Grammars:
             return known
 
     def compile(self, grammar: str) -> None:
-        """Make it known, which may take some milliseconds. Raises as `begin` does."""
+        """Compile into the cache, which may take some milliseconds. Raises as `start` does."""
         if self.is_compiled(grammar):
             return
         state = self._compiled(grammar)
@@ -204,7 +206,7 @@ class Grammars:
 
 
 def check_grammar(grammar: str) -> None:
-    """Raise as `Grammars.begin` does, without a tokenizer."""
+    """Validate a grammar without a tokenizer. Raises as `Grammars.start` does."""
     _need()
     _check_depth(grammar)
     from llguidance import LLMatcher
@@ -215,7 +217,7 @@ def check_grammar(grammar: str) -> None:
 
 
 def _plain(trouble: str) -> str:
-    """What the library says, for people who know neither its settings nor how schemas were written for it."""
+    """Replace library messages that name internal settings by an advice for users."""
     if "limits." in trouble or "fuel" in trouble:
         return (
             "following it takes too long; make it smaller, with fewer parts that may be left out or repeated"
@@ -226,7 +228,7 @@ def _plain(trouble: str) -> str:
 
 
 def _check_depth(grammar: str) -> None:
-    """Raise where the compiler could run out of stack, which would end this process."""
+    """Raise if the compiler could overflow the stack, which would end this process."""
     depth = deepest = 0
     for sign in grammar:
         depth += (sign in "{[(") - (sign in ")]}")
@@ -247,7 +249,7 @@ def _check_depth(grammar: str) -> None:
 
 
 def _limits() -> "LLParserLimits":
-    """How much work a grammar may be, for its compiler and for every token."""
+    """Bounds of the work for compiling a grammar and for each token."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -268,15 +270,16 @@ def _need() -> None:
 
 
 GrammarPart = dict[str, object]
-"""One of llguidance's grammars."""
+"""A grammar as llguidance reads it."""
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 """The schema of JSON objects."""
 _WHITE_SPACE = r" ?(\n[ \t]{0,24})?"
-"""Between the parts of JSON: a blank, or a line's end and an indent. Weak models would write nothing else."""
+"""White space between the parts of JSON: a blank, or a line break and an indent. Weak models would write
+nothing else."""
 
 
 def from_json_schema(schema: Mapping[str, object], compact: bool = False) -> GrammarPart:
-    """JSON that matches a schema; `compact`: without white space between its parts."""
+    """Grammar of JSON that matches a schema; `compact`: no white space between its parts."""
     spaces = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITE_SPACE}
     told = schema.get("x-guidance")
     own: Mapping[str, object] = told if isinstance(told, dict) else {}
@@ -284,7 +287,7 @@ def from_json_schema(schema: Mapping[str, object], compact: bool = False) -> Gra
 
 
 def from_regex(regex: str) -> GrammarPart:
-    """A text that a regular expression matches as a whole."""
+    """Grammar of texts that match a whole regular expression."""
     found, escaped = list[str](), False
     for sign in regex:  # slashes end an expression in Lark
         found.append("\\/" if sign == "/" and not escaped else sign)
@@ -293,12 +296,12 @@ def from_regex(regex: str) -> GrammarPart:
 
 
 def from_choices(texts: Sequence[str]) -> GrammarPart:
-    """One of these texts."""
+    """Grammar that allows exactly these texts."""
     return from_lark(f"start: {' | '.join(map(json.dumps, texts))}")
 
 
 def from_rules(rules: str) -> GrammarPart:
-    """A grammar in Lark, as llguidance reads it, or in GBNF. Raises `GrammarError`."""
+    """Grammar from Lark, as llguidance reads it, or GBNF. Raises `GrammarError`."""
     if "::=" not in rules:
         return from_lark(rules)
     try:
@@ -312,17 +315,16 @@ def from_rules(rules: str) -> GrammarPart:
 
 
 def from_lark(lark: str) -> GrammarPart:
-    """A grammar in Lark."""
     return {"lark_grammar": lark}
 
 
 def named_part(name: str, part: GrammarPart) -> GrammarPart:
-    """A grammar that others refer to as `@name`."""
+    """Name a grammar; others refer to it as `@name`."""
     return {"name": name, **part}
 
 
 def serialize_parts(*parts: GrammarPart) -> str:
-    """All of it; the first one may refer to the others by their names. Raises `GrammarError`."""
+    """JSON of all parts; the first may refer to the others by name. Raises `GrammarError`."""
     try:
         return json.dumps({"grammars": parts})
     except RecursionError:

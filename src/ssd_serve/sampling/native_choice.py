@@ -1,7 +1,6 @@
 """Choosing tokens by the compiled kernel: processing, noise and argmax of all rows in one call.
 
-What `COMPILED` does not list (what parameters do to single tokens) is left to torch, before the call.
-Knows rows, not what they are for.
+Parameters outside `COMPILED`, those that change single tokens, are applied by torch before the call.
 """
 
 import math
@@ -28,17 +27,18 @@ COMPILED = frozenset(
         "top_p",
     }
 )
-"""The parameters that the kernel knows."""
+"""Parameters that the kernel applies."""
 _PLAIN = SamplingParameters()
 _REALS = 6
-"""Numbers of a request that are not whole."""
+"""Floating-point numbers of each request."""
 
 
 class NativeChoice:
-    """Chooses tokens for rows of float32 logits on the CPU. Noise is that of `NativeNoise`, bit for bit."""
+    """Chooses tokens for rows of float32 logits on the CPU. The noise equals that of `NativeNoise`, bit for
+    bit."""
 
     def __init__(self, library: NativeLibrary, compiled: Collection[str] = COMPILED) -> None:
-        """`compiled`: the parameters that are left to the kernel, some of those that it knows."""
+        """`compiled`: the parameters that the kernel applies, a subset of `COMPILED`."""
         self._unsupported = UnsupportedParameters(compiled)
         pointers = (POINTER,) * 6
         self._choose = library.function(
@@ -48,9 +48,11 @@ class NativeChoice:
     def choose(
         self, logits: torch.Tensor, requests: Sequence[SamplingRows], walk: bool = False
     ) -> tuple[list[int], dict[int, torch.Tensor]]:
-        """The choice of each row of `logits` [rows, vocabulary], and the processed logits, by row, of the
-        requests that want log-probabilities. `walk`: rows off the path that is chosen choose -1, and have
-        no processed logits."""
+        """Choose a token for each row of `logits` [rows, vocabulary].
+
+        Returns the choices, and by row the processed logits of requests that ask for log-probabilities.
+        `walk`: rows off the accepted path get the choice -1 and have no processed logits.
+        """
         call = _Call(logits.contiguous(), self._unsupported)
         for each in requests:
             call.add(each)
@@ -58,7 +60,7 @@ class NativeChoice:
 
 
 class _Call:
-    """The arguments of one call, gathered request by request. Layouts are those of choosing.c."""
+    """Arguments of one call, collected request by request. The layout is that of choosing.c."""
 
     def __init__(self, logits: torch.Tensor, unsupported: UnsupportedParameters) -> None:
         self.processed: dict[int, torch.Tensor] = {}
@@ -74,10 +76,9 @@ class _Call:
         self._path_ends: list[int] = [0]
         self._paths: list[int] = []
         self._kept: list[torch.Tensor | np.ndarray] = []
-        """What the kernel is told addresses of."""
+        """Arrays that the kernel has addresses of; they must outlive the call."""
 
     def add(self, request: SamplingRows) -> None:
-        """The next rows."""
         parameters, rows = request.parameters, request.rows
         place = self._logits.data_ptr() + 4 * self._vocabulary * self._rows
         penalised = has_penalties(parameters)
@@ -105,7 +106,7 @@ class _Call:
         self._rows += rows
 
     def run(self, kernel: Callable[..., int], walk: bool) -> list[int]:
-        """Choose. Raises `MemoryError`."""
+        """Call the kernel. Raises `MemoryError`."""
         wholes, reals = np.array(self._wholes, np.int64), np.array(self._reals, np.float64)
         choices = np.full(self._rows, -1, np.int64)
         lists = self._depths, self._path_ends, self._paths, self._tokens, self._parents
@@ -169,5 +170,4 @@ class _Call:
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as a signed integer."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

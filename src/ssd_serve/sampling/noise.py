@@ -1,14 +1,14 @@
 """Shared noise: a unit exponential E(seed, position, token) that every process can compute by itself.
 
-The integers come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011; the Random123 library). Key: the 64-bit seed, low word first. Counter:
-(position, token // 4, stream, 0). The four words of a block belong to four neighbouring tokens: token v takes
-lane v % 4, so that one block serves four tokens.
+The integers come from Philox4x32-10, a counter-based generator. Source: Salmon, Moraes, Dror, Shaw,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011 (the Random123 library). Key: the 64-bit seed, low
+word first. Counter: (position, token // 4, stream, 0). A block of four words serves four neighbouring
+tokens: token v takes lane v % 4.
 
-The integers are identical everywhere, logarithms are not: a row is always computed whole, by the same
-function for a kind of device, in float64, and only the target's device decides tokens. That is the kernel for
-the device where there is one, else numpy or torch: between those about one word in 10^8 differs, in the last
-bit of a float32.
+The integers are identical everywhere, logarithms are not. So a row is always computed whole, in float64, by
+one function for each kind of device, and only the target's device decides tokens. That function is the
+device's kernel, else numpy or torch. Between them about one word in 10^8 differs, in the last bit of a
+float32.
 
 This module knows nothing of logits, requests or sampling parameters.
 """
@@ -44,7 +44,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 GROUP_BLOCKS = 16384
-"""Philox blocks computed together: few enough that the work arrays stay in a core's second-level cache."""
+"""Philox blocks computed together: the work arrays fit a core's second-level cache."""
 
 
 def philox(counters: UInt64Array, keys: UInt64Array) -> UInt64Array:
@@ -146,8 +146,8 @@ def log_exponential(
 def log_exponential_of_words(words: UInt32Array) -> Float32Array:
     """log E of random words h, elementwise: uint32 [...] -> float32 [...].
 
-    E = -log1p(-w), w = (h + 0.5) * 2^-32, at most 1 - 2^-24. In float64 h + 0.5 and w are exact, so small E
-    (the winners of the race among improbable tokens) keep their full resolution; only log E is rounded.
+    E = -log1p(-w), w = (h + 0.5) * 2^-32, at most 1 - 2^-24. In float64 h + 0.5 and w are exact, so that
+    small E keep their full resolution. Small E win the race among improbable tokens. Only log E is rounded.
     """
     values = words.astype(np.float64)
     values += 0.5

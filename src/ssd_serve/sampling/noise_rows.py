@@ -1,6 +1,6 @@
-"""Rows of the shared noise that are wanted again: the least recently used ones, on the device that chooses.
+"""Cache of noise rows on the device that chooses tokens, and the kernels that fill it.
 
-Knows who computes rows on which device; the numbers are `sampling.noise`'s.
+The numbers are defined by `sampling.noise`.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from ssd_serve.kernels.native.library import POINTER, SIZE, NativeLibrary
 from ssd_serve.sampling.noise import log_exponential, log_exponential_torch
 
 BLOCK = 8
-"""Positions whose noise is computed together."""
+"""Positions of noise computed together."""
 
 
 def capacity_for(vocabulary: int, memory_bytes: int = 64 << 20) -> int:
@@ -28,10 +28,10 @@ _MASK_64 = (1 << 64) - 1
 
 
 class NativeNoise:
-    """log E into the rows of a float32 table [lines, vocabulary] on the CPU.
+    """Writes log E into rows of a float32 table [lines, vocabulary] on the CPU.
 
-    The integers are those of `sampling.noise.random_words`. Logarithms are the kernel's own, in float64 to
-    about one unit in the last place; rounded to float32 they are numpy's but for about one word in 10^8.
+    The integers equal those of `noise.random_words`. Logarithms are the kernel's own, in float64 to about
+    one unit in the last place. Rounded to float32 they equal numpy's but for about one word in 10^8.
     """
 
     def __init__(self, library: NativeLibrary) -> None:
@@ -46,7 +46,6 @@ class NativeNoise:
         keys: Sequence[tuple[int, int]],
         stream: int = 0,
     ) -> None:
-        """Write the noise of each pair of seed and position into its line."""
         seeds = np.array([seed & _MASK_64 for seed, _ in keys], dtype=np.uint64)
         positions = np.array([position for _, position in keys], dtype=np.int64)
         into = np.array(lines, dtype=np.int64)
@@ -62,7 +61,7 @@ class NativeNoise:
 
 
 class NoiseKernel(Protocol):
-    """A kernel that makes rows of log E in place."""
+    """A kernel that fills rows of log E in place."""
 
     def fill(self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
         """Write the noise of each pair of seed and position into its line of `table` [lines, vocabulary]."""
@@ -70,7 +69,7 @@ class NoiseKernel(Protocol):
 
 
 def _filler(device: torch.device, native: NativeLibrary | None) -> NoiseKernel | None:
-    """The kernel for this device, where there is one and its rows are numpy's up to the last bit."""
+    """The kernel of this device, if there is one and it passes its self-test. A failure is logged."""
     if device.type == "cpu":
         return None if native is None else _trusted(NativeNoise(native), device)
     if device.type != "cuda" or find_spec("triton") is None:
@@ -94,11 +93,10 @@ def _trusted(filler: NoiseKernel, device: torch.device) -> NoiseKernel | None:
 
 
 class NoiseRows:
-    """The least recently used rows of log E, at most `capacity` of them (4 * vocabulary bytes each).
+    """An LRU cache of at most `capacity` rows of log E (4 * vocabulary bytes each).
 
-    Rows live on `device`, where a kernel makes them if there is one: on CPUs that in `native`, on GPUs
-    Triton's. A row of seed None is zero: it stands for a choice without noise (temperature 0). Not safe for
-    use by several threads.
+    Rows live on `device` and are computed by the device's kernel if there is one. A row of seed None is
+    zero: a choice without noise (temperature 0). Not thread-safe.
     """
 
     def __init__(
@@ -114,15 +112,15 @@ class NoiseRows:
         self.capacity = capacity
         self.device = torch.device(device)
         self.table = torch.empty(capacity + 1, vocabulary, dtype=torch.float32, device=self.device)
-        """[1 + capacity, vocabulary]; line 0 is zero, `lines` tells which others hold what."""
+        """float32 [1 + capacity, vocabulary]; line 0 is zero, `lines` assigns the others."""
         self.table[0].zero_()
         self._filler = _filler(self.device, native)
         self._where: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._last: tuple[list[tuple[int, int, int]], list[list[int]]] = [], []
-        """The last call of `lines` and its answer: what was computed ahead is asked for next."""
+        """Arguments and result of the last call of `lines`: rows computed ahead are requested next."""
 
     def row(self, seed: int, position: int) -> torch.Tensor:
-        """One row: float32 [vocabulary], the caller's own copy."""
+        """A single row: float32 [vocabulary], the caller's own copy."""
         return self.rows([seed], [position])[0]
 
     def rows(self, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
@@ -146,8 +144,8 @@ class NoiseRows:
     def lines(self, spans: Sequence[tuple[int, int, int]]) -> list[list[int]] | None:
         """Lines of `table` that hold the rows of each span (seed, first position, number of positions).
 
-        Missing rows are computed; also a way to compute ahead. They stay until the next call. None when
-        these are more rows than are remembered.
+        Missing rows are computed, so that a call can also compute ahead. Lines are valid until the next
+        call. Returns None if the rows exceed the capacity.
         """
         if spans == self._last[0]:
             return self._last[1]
@@ -175,7 +173,7 @@ class NoiseRows:
         return found
 
     def _add(self, key: tuple[int, int], missing: "_Missing") -> int:
-        """A line for this row, the least recently used one's if need be."""
+        """Assign a line to this row, evicting the least recently used row if the table is full."""
         where = self._where
         line = len(where) + 1 if len(where) < self.capacity else where.popitem(last=False)[1]
         where[key] = line
@@ -184,7 +182,7 @@ class NoiseRows:
         return line
 
     def _compute(self, missing: "_Missing", wanted: int) -> None:
-        """Fill the lines of missing rows, some of `wanted` ones."""
+        """Fill the lines of missing rows, which belong to `wanted` rows in use."""
         try:
             if self._filler is not None:
                 self._filler.fill(self.table, missing.lines, missing.keys)
@@ -199,8 +197,8 @@ class NoiseRows:
             raise
 
     def _add_neighbours(self, missing: "_Missing") -> None:
-        """Whole blocks of positions: they are wanted soon, and without the compiled kernel eight rows at once
-        cost a third of eight alone."""
+        """Complete blocks of positions: they are needed soon, and in numpy eight rows at once cost a third
+        of eight single ones."""
         blocks = dict.fromkeys((seed, at // BLOCK) for seed, at in missing.keys)
         for seed, block in blocks:
             for position in range(BLOCK * block, BLOCK * block + BLOCK):
@@ -215,7 +213,5 @@ class NoiseRows:
 
 
 class _Missing(NamedTuple):
-    """Rows to be computed, and the lines of the table that they are for."""
-
     keys: list[tuple[int, int]]
     lines: list[int]

@@ -1,7 +1,7 @@
-"""What parameters do to single tokens of all rows of a request: ids and values that are prepared once.
+"""Changes of single tokens' logits that are the same for all rows of a request, prepared once.
 
-Allowed tokens, biases, bad words, and the ends that `min_tokens` forbids, as `processors.edit` defines them;
-penalties are not among them. Knows parameters and rows; nothing of noise or trees.
+Allowed tokens, biases, bad words, and the stop tokens that `min_tokens` forbids, as `processors.edit`
+defines them; penalties are not among them. This module knows parameters and rows, no noise and no trees.
 """
 
 from collections.abc import Sequence
@@ -15,34 +15,34 @@ from ssd_serve.sampling.processors import TokenCounts
 
 
 class OverrideTensors(NamedTuple):
-    """Ids of the vocabulary on a device, int64 [n] each."""
+    """Token ids on a device, int64 [n] each."""
 
     allowed: torch.Tensor
     biased: torch.Tensor
     biases: torch.Tensor
-    """float32, of `biased`."""
+    """float32 [n], one for each of `biased`."""
     never: torch.Tensor
-    """Bad words of one token."""
+    """Bad words of a single token."""
     ends: torch.Tensor
-    """What `min_tokens` forbids."""
+    """Tokens that `min_tokens` forbids."""
 
 
 class LogitOverrides:
-    """Of one request, or of all choices of a prompt. `eos` are the ends that count for it."""
+    """Overrides of a request, shared by all choices of a prompt. `eos` are the request's end tokens."""
 
     def __init__(self, parameters: SamplingParameters, eos: Sequence[int] = ()) -> None:
         self.parameters = parameters
         self._eos = tuple(eos)
         self._prepared: tuple[torch.device, int, OverrideTensors] | None = None
         self._words: dict[int, list[tuple[int, ...]]] = {}
-        """Bad words of several tokens by the last but one."""
+        """Bad words of several tokens, by their second-to-last token."""
         for word in parameters.bad_words:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(word)
         self._longest = max(map(len, parameters.bad_words), default=0) - 1
 
     def on(self, device: torch.device, vocabulary: int) -> OverrideTensors:
-        """The tensors, without ids that the vocabulary does not have; made at the first call."""
+        """Tensors on this device, without ids outside the vocabulary; created at the first call."""
         if self._prepared is None or self._prepared[:2] != (device, vocabulary):
             self._prepared = device, vocabulary, self._prepare(device, vocabulary)
         return self._prepared[2]
@@ -64,7 +64,7 @@ class LogitOverrides:
         )
 
     def completing(self, counts: TokenCounts | None, path: Sequence[int]) -> list[int]:
-        """The last tokens of bad words of several tokens, where the output and the path end with the rest."""
+        """Tokens that would complete a bad word of several tokens after the output and the path."""
         if not self._words:
             return []
         if counts is None:
@@ -85,12 +85,12 @@ class Places:
         self._ids: list[torch.Tensor] = []
 
     def add(self, row: int, ids: torch.Tensor) -> None:
-        """Ids of one more row; a row may come more than once."""
+        """Add token ids of a row; a row may be added more than once."""
         self.rows.append(row)
         self._ids.append(ids)
 
     def index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All places as an index into [rows, vocabulary]; there must be rows."""
+        """Index of all places into [rows, vocabulary]; there must be rows."""
         sizes = [len(ids) for ids in self._ids]
         ids = torch.cat(self._ids)
         rows, counts = torch.tensor((self.rows, sizes), dtype=torch.int64).to(ids.device)
@@ -98,12 +98,12 @@ class Places:
 
 
 class RowOverrides(NamedTuple):
-    """A row that parameters change single tokens of."""
+    """A row with overrides."""
 
     row: int
     overrides: LogitOverrides
     early: bool
-    """Fewer than `min_tokens` are out."""
+    """Fewer than `min_tokens` tokens have been generated."""
     counts: TokenCounts | None
     path: Sequence[int]
 

@@ -1,8 +1,8 @@
-"""Every sampling parameter in one table: what it may be, which value changes nothing, where and how it acts.
+"""Table of all sampling parameters: range, neutral value, stage and function of each.
 
-Whether a row needs work is derived from the table alone, so that a parameter that stands in it is never
-passed over; so are the ranges that requests and programs are held to. Knows values and names functions, but
-does not import them: the table needs no torch.
+Whether a row needs work is derived from the table alone, so that no parameter in it can be overlooked. The
+ranges that requests are checked against come from it too. Functions are named but not imported: the table
+needs no torch.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -18,7 +18,7 @@ GREEDY_BELOW = 1e-5
 
 
 class Stage(Enum):
-    """Where a parameter acts; those that act on logits stand in the order in which they do."""
+    """Stage at which a parameter acts; stages that act on logits stand in order of application."""
 
     GRAMMAR = "which tokens of a row may come at all, by the text before it; first of all"
     TOKENS = "single tokens of every row"
@@ -32,15 +32,15 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which numbers people may give; of a mapping, which values."""
+    """Allowed numbers; for a mapping, allowed values."""
 
     lowest: float
     highest: float
     above: bool = False
-    """The lowest number itself is too low."""
+    """The lower bound is exclusive."""
     whole: bool = False
     least_positive: float = 0.0
-    """Numbers between 0 and this one are too small."""
+    """Numbers between 0 and this one are rejected."""
 
 
 _LARGEST = 2**31 - 1
@@ -66,16 +66,16 @@ class Parameter:
 
     name: str
     neutral: object
-    """The value that changes nothing; of `max_tokens`, the default."""
+    """Value without effect; of `max_tokens`, the default."""
     stage: Stage
     function: str = ""
-    """What its values but the neutral one do to a row of logits: a `LogitsProcessor` of `processors.py`, or
-    `module:name` of another."""
+    """Name of the `LogitsProcessor` for values other than the neutral one: in `processors.py`, or
+    `module:name`."""
     range: Range | None = None
     needs_counts: Callable[[Any], bool] = _never
-    """Whether a value other than the neutral one needs `TokenCounts`."""
+    """Tells for a value other than the neutral one if `TokenCounts` are needed."""
     token_ids: bool = False
-    """Its values are, or are given for, ids of the vocabulary."""
+    """Values, or keys of the mapping, are token ids."""
 
 
 PARAMETERS = (
@@ -102,7 +102,7 @@ PARAMETERS = (
 
 
 def range_of(name: str) -> Range:
-    """What the parameter of this name may be."""
+    """Allowed range of a numeric parameter. Raises `ValueError` for others."""
     found = next(each.range for each in PARAMETERS if each.name == name)
     if found is None:
         raise ValueError(f"{name} is no number")
@@ -110,12 +110,11 @@ def range_of(name: str) -> Range:
 
 
 def in_stages(*stages: Stage) -> tuple[Parameter, ...]:
-    """The parameters of these stages."""
     return tuple(each for each in PARAMETERS if each.stage in stages)
 
 
 def any_active(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters], bool]:
-    """The question whether one of these has a value other than the neutral one."""
+    """Make a function that is true if one of these parameters has a value other than the neutral one."""
     values = {each.name: each.neutral for each in parameters}
     if not values:
         return _never
@@ -130,7 +129,8 @@ def any_active(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters]
 
 
 def below_length(parameters: Iterable[Parameter]) -> Callable[[SamplingParameters, int], bool]:
-    """The question whether fewer output tokens are out than one of these says."""
+    """Make a function that is true if fewer tokens have been generated than one of these parameters
+    requires."""
     lengths = [attrgetter(each.name) for each in parameters]
 
     def early(given: SamplingParameters, generated: int) -> bool:
@@ -143,7 +143,7 @@ def below_length(parameters: Iterable[Parameter]) -> Callable[[SamplingParameter
 
 
 class UnsupportedParameters:
-    """What a fast path is not asked: the parameters that change logits and that it does not know."""
+    """Parameters that change logits and that a fast path does not apply."""
 
     def __init__(self, known: Collection[str]) -> None:
         def others(*stages: Stage) -> list[Parameter]:
@@ -152,20 +152,19 @@ class UnsupportedParameters:
         edits, starts = others(Stage.TOKENS, Stage.PENALTY), others(Stage.START)
         rest = others(Stage.TEMPERATURE, Stage.TRUNCATION)
         self.none = not (edits or starts or rest)
-        """It knows all that there are."""
+        """The fast path applies every parameter."""
         self._edits, self._early, self._rest = any_active(edits), below_length(starts), any_active(rest)
 
     def needs_edit(self, parameters: SamplingParameters, generated: int) -> bool:
-        """Whether a row after `generated` output tokens must be edited and penalised by somebody else."""
+        """True if a row after `generated` output tokens needs the reference's edits and penalties."""
         return self._edits(parameters) or self._early(parameters, generated)
 
     def needs_process(self, parameters: SamplingParameters) -> bool:
-        """Whether a row must be processed by somebody else: only noise and argmax are left."""
+        """True if the reference must process the row: only noise and argmax are left to the fast path."""
         return self._rest(parameters)
 
 
 has_penalties = any_active(in_stages(Stage.PENALTY))
-"""Whether any penalty is on."""
 _changes_tokens = any_active(in_stages(Stage.TOKENS))
 _narrows = any_active(in_stages(Stage.TRUNCATION))
 _counting = tuple((each, any_active([each])) for each in PARAMETERS if each.needs_counts is not _never)
@@ -174,27 +173,27 @@ _early = below_length(in_stages(Stage.START))
 
 
 def is_greedy(parameters: SamplingParameters) -> bool:
-    """Whether the choice is the most probable token, without noise."""
+    """True if the most probable token is chosen, without noise."""
     return parameters.temperature < GREEDY_BELOW
 
 
 def needs_counts(parameters: SamplingParameters) -> bool:
-    """Whether rows of this request need `TokenCounts`."""
+    """True if rows of this request need `TokenCounts`."""
     return _may_need_counts(parameters) and any(
         on(parameters) and each.needs_counts(getattr(parameters, each.name)) for each, on in _counting
     )
 
 
 def has_truncation(parameters: SamplingParameters) -> bool:
-    """Whether tokens may be left out."""
+    """True if top-k, top-p or min-p removes tokens."""
     return _narrows(parameters) and not is_greedy(parameters)
 
 
 def needs_overrides(parameters: SamplingParameters, generated: int) -> bool:
-    """Whether single tokens of a row after `generated` output tokens change, other than by penalties."""
+    """True if logits of single tokens change after `generated` output tokens, other than by penalties."""
     return _changes_tokens(parameters) or _early(parameters, generated)
 
 
 def needs_processing(parameters: SamplingParameters, generated: int) -> bool:
-    """Whether a row after `generated` output tokens needs more than division by its temperature."""
+    """True if a row after `generated` output tokens needs more than division by its temperature."""
     return has_penalties(parameters) or needs_overrides(parameters, generated) or has_truncation(parameters)

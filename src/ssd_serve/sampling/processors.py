@@ -1,11 +1,11 @@
 """Logits processors: pure functions of (parameters, prompt ids, output ids + the row's path, EOS ids).
 
-They follow one another as in the table of `parameters.py`, which is vLLM's order. Masked tokens are -inf. At
-temperature 0 the steps from temperature on are left out: none of them can change the most probable token.
+They are applied in the order of the table of `parameters.py`, which is vLLM's. Masked tokens are -inf. At
+temperature 0 the steps from temperature on are skipped: none can change the most probable token.
 
-Everything here works on one row [vocabulary] at a time, so that a row's result cannot depend on its batch,
-and is deterministic: equal logits keep the lowest ids. A NaN logit counts as -inf. This module knows nothing
-of noise, requests or trees.
+Everything here works on one row [vocabulary] at a time, so that a row's result cannot depend on its batch.
+Results are deterministic: equal logits keep the lowest ids. A NaN logit counts as -inf. This module knows
+nothing of noise, requests or trees.
 """
 
 import math
@@ -27,10 +27,10 @@ TOP_P_UNITS = 2.0**50
 
 
 class TokenCounts:
-    """Which tokens a request's prompt and output hold: a cache that can be rebuilt from both at any time.
+    """Token counts of a request's prompt and output: a cache that can be rebuilt from both at any time.
 
-    Sparse: parallel arrays of distinct tokens and of how often each stands in the output (0: prompt only).
-    Beside them the output itself, for bad words.
+    Sparse: parallel arrays of distinct tokens and their counts in the output (0: prompt only). The output
+    itself is kept too, for bad words.
     """
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int] = ()) -> None:
@@ -57,7 +57,7 @@ class TokenCounts:
             self._counts[index] += 1
 
     def fork(self, output: Iterable[int]) -> "TokenCounts":
-        """Another text of the same beginning, which goes on with this output."""
+        """An independent copy, extended by this output."""
         other = TokenCounts(())
         other._index = dict(self._index)
         other._tokens, other._counts = self._tokens.copy(), self._counts.copy()
@@ -66,7 +66,7 @@ class TokenCounts:
         return other
 
     def with_path(self, path: Sequence[int]) -> tuple[Int64Array, Int32Array]:
-        """Distinct tokens int64 [n], and int32 [n] how often each stands in the output and the path."""
+        """Distinct tokens int64 [n], and int32 [n] their counts in the output and the path."""
         size = len(self._index)
         if not path:
             return self._tokens[:size], self._counts[:size]
@@ -79,7 +79,7 @@ class TokenCounts:
         return tokens, counts
 
     def on_path(self, path: Sequence[int]) -> list[tuple[int, int]]:
-        """The distinct tokens of the path, each with how often it stands in the output and the path."""
+        """Distinct tokens of the path, each with its count in the output and the path."""
         counted = Counter(path)
         return [(token, times + self._times(token)) for token, times in counted.items()]
 
@@ -94,19 +94,20 @@ class TokenCounts:
 
 
 class RowContext(NamedTuple):
-    """The text before the token that a row chooses, and how it may end."""
+    """Text before the token that a row chooses, and the tokens that end it."""
 
     counts: TokenCounts | None
     path: Sequence[int] = ()
-    """The tokens beyond the counted output."""
+    """Tokens after the counted output."""
     generated: int = 0
     """Output tokens, path included."""
     ends: Sequence[int] = ()
-    """Tokens that end a text."""
+    """Stop tokens."""
 
 
 LogitsProcessor = Callable[[torch.Tensor, Any, RowContext], torch.Tensor]
-"""What a value of a parameter makes of a row, float32 [vocabulary]; may change it in place and return it."""
+"""Function of a row float32 [vocabulary], a parameter's value and the text before; may change the row in
+place."""
 
 
 def process(
@@ -155,19 +156,17 @@ def _changed(
 
 @cache
 def _changes(*stages: Stage) -> tuple[tuple[Parameter, LogitsProcessor], ...]:
-    """The parameters of these stages in the table's order, each with its function."""
     return tuple((each, processor_function(each)) for each in in_stages(*stages))
 
 
 def processor_function(parameter: Parameter) -> LogitsProcessor:
-    """The function that the table names."""
     name = parameter.function
     change: LogitsProcessor = resolve_name(name if ":" in name else f"{__name__}:{name}")
     return change
 
 
 def keep_only(row: torch.Tensor, tokens: Sequence[int], _before: RowContext) -> torch.Tensor:
-    """Mask all but these tokens; ids outside the vocabulary are passed over."""
+    """Mask all but these tokens; ids outside the vocabulary are ignored."""
     index = _indices(row, tokens)
     result = torch.full_like(row, -torch.inf)
     result[index] = row[index]
@@ -175,7 +174,6 @@ def keep_only(row: torch.Tensor, tokens: Sequence[int], _before: RowContext) -> 
 
 
 def _masked(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    """Make these tokens impossible, in place; ids outside the vocabulary are passed over."""
     row[_indices(row, tokens)] = -torch.inf
     return row
 
@@ -186,9 +184,9 @@ def _indices(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def mask_words(row: torch.Tensor, words: Sequence[tuple[int, ...]], before: RowContext) -> torch.Tensor:
-    """Mask the tokens that would complete a word: its last one, where the output ends with the rest.
+    """Mask the last token of each word of which the output ends with the rest.
 
-    As in vLLM, a word that began in the prompt is not one that was generated.
+    As in vLLM, a word that began in the prompt does not count as generated.
     """
     longest = max(map(len, words)) - 1
     if longest > 0 and before.counts is None:
@@ -199,7 +197,7 @@ def mask_words(row: torch.Tensor, words: Sequence[tuple[int, ...]], before: RowC
 
 
 def add_bias(row: torch.Tensor, bias: dict[int, float], _before: RowContext) -> torch.Tensor:
-    """Add to the logits of single tokens; ids outside the vocabulary are passed over."""
+    """Add to the logits of single tokens; ids outside the vocabulary are ignored."""
     tokens = np.fromiter(bias, np.int64, len(bias))
     values = np.fromiter(bias.values(), np.float32, len(bias))
     known = (tokens >= 0) & (tokens < len(row))
@@ -208,12 +206,12 @@ def add_bias(row: torch.Tensor, bias: dict[int, float], _before: RowContext) -> 
 
 
 def mask_ends(row: torch.Tensor, _min_tokens: int, before: RowContext) -> torch.Tensor:
-    """Mask what would end the text."""
+    """Mask the stop tokens."""
     return _masked(row, before.ends)
 
 
 def _counted(row: torch.Tensor, before: RowContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [n] tokens of the text, and float32 [n] how often each stands in the output."""
+    """int64 [n] tokens of the text, and float32 [n] their counts in the output."""
     if before.counts is None:
         raise ValueError("penalties need the counts of prompt and output tokens")
     tokens, counts = before.counts.with_path(before.path)
@@ -221,7 +219,7 @@ def _counted(row: torch.Tensor, before: RowContext) -> tuple[torch.Tensor, torch
 
 
 def penalise_repetition(row: torch.Tensor, penalty: float, before: RowContext) -> torch.Tensor:
-    """Of tokens of prompt and output, positive logits are divided, others multiplied (Keskar et al. 2019)."""
+    """Divide positive logits of tokens of prompt and output, multiply negative ones (Keskar et al. 2019)."""
     index, _ = _counted(row, before)
     # Dividing by a tensor: by a Python number some backends multiply by the reciprocal instead.
     factor, values = torch.tensor(penalty, dtype=torch.float32).to(row.device), row[index]
@@ -230,14 +228,14 @@ def penalise_repetition(row: torch.Tensor, penalty: float, before: RowContext) -
 
 
 def penalise_frequency(row: torch.Tensor, penalty: float, before: RowContext) -> torch.Tensor:
-    """Of tokens of the output, logit -= count * penalty (OpenAI)."""
+    """Subtract count * penalty from the logits of output tokens (OpenAI)."""
     index, times = _counted(row, before)
     row[index] = row[index] - penalty * times
     return row
 
 
 def penalise_presence(row: torch.Tensor, penalty: float, before: RowContext) -> torch.Tensor:
-    """Of tokens of the output, logit -= penalty (OpenAI)."""
+    """Subtract the penalty from the logits of output tokens (OpenAI)."""
     index, times = _counted(row, before)
     row[index] = row[index] - penalty * (times > 0).to(torch.float32)
     return row
@@ -249,7 +247,7 @@ def divide(row: torch.Tensor, temperature: float, _before: RowContext) -> torch.
 
 
 def keep_min_p(row: torch.Tensor, min_p: float, _before: RowContext) -> torch.Tensor:
-    """Mask tokens whose probability is less than `min_p` times that of the most probable token."""
+    """Mask tokens with a probability below `min_p` times that of the most probable token."""
     if min_p >= 1.0:
         return torch.where(row < row.max(), -torch.inf, row)
     return torch.where(row < row.max() + math.log(min_p), -torch.inf, row)
@@ -268,7 +266,7 @@ def keep_top_k(row: torch.Tensor, k: int, _before: RowContext) -> torch.Tensor:
 
 
 def keep_top_p(row: torch.Tensor, top_p: float, _before: RowContext) -> torch.Tensor:
-    """Mask all but the smallest set of most probable tokens whose probabilities sum to at least `top_p`.
+    """Mask all but the smallest set of most probable tokens with probabilities that sum to at least `top_p`.
 
     The most probable token always stays; of equal ones the lowest ids stay. Probabilities are float64: where
     two devices' exponentials differ in the last bit, the set differs in about one row of 10^12.
@@ -288,18 +286,16 @@ def keep_top_p(row: torch.Tensor, top_p: float, _before: RowContext) -> torch.Te
 
 
 def smallest_share(top_p: float, vocabulary: int) -> float:
-    """A probability below which no token is in the set of `keep_top_p`: only the rest, mostly few, need be
-    ordered.
+    """Probability below which no token is in the set of `keep_top_p`, so that only the rest need be sorted.
 
-    Tokens below (1 - top_p) / vocabulary weigh less than 1 - top_p together. The factor 1/2 leaves room for
-    rounding.
+    Tokens below (1 - top_p) / vocabulary sum to less than 1 - top_p. The factor 1/2 allows for rounding.
     """
     return 0.5 * (1.0 - top_p) / vocabulary
 
 
 def apply_masks(logits: torch.Tensor, masks: Sequence[Mask | None]) -> torch.Tensor:
-    """Float [rows, vocabulary] without what the rows' masks leave out, which is -inf; a new tensor where
-    there are masks."""
+    """Mask float [rows, vocabulary] with -inf as the rows' grammar masks require; a new tensor if there are
+    masks."""
     places = [place for place, mask in enumerate(masks) if mask is not None]
     if not places:
         return logits

@@ -1,9 +1,8 @@
-"""What a drafter ranks tokens by, and the best few of them with calibrated probabilities.
+"""Ranking of a drafter's tokens: the best few of each row, with calibrated probabilities.
 
 Scores are logits / T - log E: with the target's logits the best would be its choice (`sampling.choice`). On
-CPUs the compiled kernel ranks where there is one; losslessness depends on neither.
-
-This module knows nothing of trees: it ranks the tokens of one row for itself.
+CPUs the compiled kernel ranks if there is one; losslessness depends on neither. This module knows nothing of
+trees.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ _CLOSE = 1e-4
 
 
 class RankedChildren(NamedTuple):
-    """The best F tokens of each row, best first, on the host."""
+    """Best F tokens of each row, best first, on the host."""
 
     tokens: Int32Array  # [rows, fan_out]
     log_probs: Float32Array  # [rows, fan_out], of the calibrated distribution
@@ -30,8 +29,8 @@ class RankedChildren(NamedTuple):
 
 
 class _Room:
-    """Arrays of a call of at most `rows` rows, made once with their addresses: asking for those takes longer
-    than filling them."""
+    """Arrays of a call of at most `rows` rows, allocated once with their addresses: getting an address takes
+    longer than filling an array."""
 
     def __init__(self, rows: int, fan_out: int) -> None:
         self.rows, self.fan_out = rows, fan_out
@@ -48,8 +47,8 @@ class _Room:
 
 
 class NativeRanking:
-    """Ranks rows of float32 logits on the CPU. Of equal scores the lowest token comes first. Not safe for use
-    by several threads."""
+    """Ranks rows of float32 logits on the CPU. Of equal scores the lowest token comes first. Not
+    thread-safe."""
 
     def __init__(self, library: NativeLibrary) -> None:
         shape = POINTER, SIZE, SIZE
@@ -67,8 +66,8 @@ class NativeRanking:
         scales: Sequence[float],
         fan_out: int,
     ) -> RankedChildren:
-        """The best `fan_out` tokens of each row of `logits` [rows, vocabulary]. Line `lines[row]` of `table`
-        [lines, vocabulary] is the row's noise; line 0: it has none, and temperature 0 is as 1.
+        """Rank the tokens of `logits` [rows, vocabulary]. Line `lines[row]` of `table` [lines, vocabulary]
+        is the row's noise; line 0: no noise, and temperature 0 counts as 1.
 
         Raises `MemoryError`.
         """
@@ -102,7 +101,7 @@ class NativeRanking:
 
 
 class SamplingKeys(NamedTuple):
-    """What the choices of some rows depend on besides logits; seed None and temperature 0: no noise."""
+    """Seeds, positions and temperatures of some rows; seed None and temperature 0: no noise."""
 
     seeds: list[int | None]
     positions: list[int]
@@ -113,12 +112,12 @@ class SamplingKeys(NamedTuple):
 def draft_scores(
     logits: torch.Tensor, temperature: float | torch.Tensor, noise_rows: torch.Tensor | None
 ) -> torch.Tensor:
-    """What the drafter ranks tokens by: logits / T - log E; the logits themselves at T = 0.
+    """Scores logits / T - log E: float32 [rows, vocabulary], defined up to a constant of each row; at T = 0
+    the logits.
 
-    `logits` is [rows, vocabulary]; `temperature` a number for all rows or float32 [rows], 0 meaning greedy;
-    `noise_rows` float32 [rows, vocabulary] of log E, zero in greedy rows (`NoiseRows.rows` gives that for
-    seed None), or None when all rows are greedy. Returns float32 [rows, vocabulary], defined up to a constant
-    of each row: normalised log-probabilities would rank alike.
+    `logits` is [rows, vocabulary]. `temperature` is a number for all rows or float32 [rows], 0 meaning
+    greedy. `noise_rows` is float32 [rows, vocabulary] of log E, zero in greedy rows as `NoiseRows.rows`
+    returns them; None if all rows are greedy.
     """
     values = logits.to(torch.float32)
     if isinstance(temperature, torch.Tensor):
@@ -130,11 +129,11 @@ def draft_scores(
 
 @torch.inference_mode()
 def rank_scores(scores: torch.Tensor, scales: float | torch.Tensor, fan_out: int) -> RankedChildren:
-    """Rank float32 [rows, vocabulary] scores; calibrated distribution: softmax(scores / scale).
+    """Rank float32 [rows, vocabulary] scores; the calibrated distribution is softmax(scores / scale).
 
     `scales` is a number or float32 [rows]. The negative log likelihood of an actual choice c has the
-    derivative expected_score - score(c) by 1 / scale: that is what an online fit of the scale needs.
-    Where a row's scores are no numbers, or all -inf, neither are its log-probabilities.
+    derivative expected_score - score(c) by 1 / scale, which an online fit of the scale needs. Rows without
+    finite scores have no finite log-probabilities.
     """
     inverse = (1.0 / scales) if isinstance(scales, torch.Tensor) else torch.full((len(scores),), 1.0 / scales)
     inverse = inverse.to(scores.device)[:, None]  # [rows, 1]
@@ -167,8 +166,8 @@ def rank_children(
     native: NativeRanking | None = None,
     lines: Sequence[int] | None = None,
 ) -> RankedChildren:
-    """`rank_scores` of the `draft_scores` of float32 [rows, vocabulary] logits. `native`, where it is
-    given, ranks by the same scores, bit for bit. `lines`: what `noise.lines_of` has just said of the keys."""
+    """Rank the `draft_scores` of float32 [rows, vocabulary] logits. `native`, if given, ranks by the same
+    scores, bit for bit. `lines`: the result of `noise.lines_of` for these keys."""
     seeds, positions, temperatures = keys
     lines = noise.lines_of(seeds, positions) if native is not None and lines is None else lines
     if native is not None and lines is not None:
@@ -182,7 +181,7 @@ def rank_children(
 
 
 def trusted_ranking(library: NativeLibrary | None) -> NativeRanking | None:
-    """The compiled ranking, where it ranks a few rows as torch does."""
+    """The compiled ranking, if its self-test passes: torch's ranking of a few rows. A failure is logged."""
     if library is None:
         return None
     native, noise = NativeRanking(library), NoiseRows(333, 8)

@@ -1,7 +1,4 @@
-"""What choices depend on besides logits: the rows of a request, as a root and a tree of nodes below it.
-
-Knows not how tokens are chosen.
-"""
+"""Rows of a request as the sampler sees them: a root and a tree of nodes below it, with parameters and seed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +11,7 @@ from ssd_serve.sampling.processors import TokenCounts
 
 
 class SamplingRows(NamedTuple):
-    """One request's rows, in the order of their logits: a first row, then one for each node below it.
+    """Rows of a request in the order of their logits: the root, then a row for each node below it.
 
     Fields of the tree are parallel, parents before children.
     """
@@ -26,32 +23,31 @@ class SamplingRows(NamedTuple):
     counts: TokenCounts | None = None
     """Needed where `needs_counts(parameters)`."""
     path: tuple[int, ...] = ()
-    """The first row's tokens beyond the counted output, in order."""
+    """Tokens of the first row after the counted output, in order."""
     generated: int = 0
     """Number of output tokens before the first row's choice, `path` included."""
     eos: tuple[int, ...] = ()
     known: int | None = None
-    """The token that stands there already: the first row only tells its log-probability."""
+    """Token at this position, if it is given (a prompt token): the first row only reports its
+    log-probability."""
     tokens: Sequence[int] = ()
     """Tokens of the nodes."""
     parents: Sequence[int] = ()
-    """Indices of their parents among them; -1: the first row."""
+    """Indices of the nodes' parents among the nodes; -1: the first row."""
     depths: Sequence[int] = ()
-    """How far each is below the first row: 1 for its children."""
+    """Depths below the first row: 1 for its children."""
     overrides: LogitOverrides | None = None
-    """What the parameters do to single tokens, kept from round to round; None: it is found anew."""
+    """Prepared overrides, kept from round to round; None: prepared when needed."""
     masks: Masks | None = None
-    """Of each row, where the text must match a grammar: the tokens that may come."""
+    """Grammar masks of all rows, if the text must match a grammar."""
 
     @property
     def rows(self) -> int:
-        """Rows of logits."""
         return 1 + len(self.tokens)
 
     @property
     def noise_span(self) -> tuple[int, int, int] | None:
-        """Seed, first position and number of positions of the noise that its choices need; None at
-        temperature 0."""
+        """Seed, first position and number of positions of the noise for all choices; None at temperature 0."""
         if is_greedy(self.parameters):
             return None
         return self.seed, self.position, 1 + max(self.depths, default=0)
@@ -60,18 +56,18 @@ class SamplingRows(NamedTuple):
     def processor_arguments(
         self,
     ) -> tuple[SamplingParameters, TokenCounts | None, Sequence[int], int, Sequence[int]]:
-        """What `processors.process` is told of the first row, besides its logits."""
+        """Arguments of `processors.process` for the first row, except its logits."""
         return self.parameters, self.counts, self.path, self.generated, self.eos
 
     def paths(self) -> list[tuple[int, ...]]:
-        """Each row's tokens beyond the counted output."""
+        """Tokens of each row after the counted output."""
         paths = [self.path]
         for token, parent in zip(self.tokens, self.parents, strict=True):
             paths.append((*paths[1 + parent], token))
         return paths
 
     def split(self) -> "list[SamplingRows]":
-        """Each row by itself."""
+        """Split into single rows."""
         if not self.tokens:
             return [self]
         first = self._replace(tokens=(), parents=(), depths=())

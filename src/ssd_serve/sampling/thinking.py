@@ -1,6 +1,7 @@
-"""How long a model may think: after so many tokens the end of its thoughts is the only thing that may come.
+"""Thinking budget: after so many tokens only the end mark of the thoughts is allowed.
 
-Works as a grammar does, alone or before one. Knows tokens; no texts, no templates.
+A budget acts as a grammar, alone or in front of another one. The marks are those of Qwen 3 and DeepSeek.
+This module knows tokens, no templates.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +15,7 @@ from ssd_serve.sampling.grammar import ANY, Grammars, Mask, Masks, MatcherState
 
 
 class _Place(NamedTuple):
-    """Where a text stands. `seen`: how many tokens of the mark that is looked for came last."""
+    """Position of a text. `seen`: number of tokens of the expected mark that came last."""
 
     tokens: int = 0
     begun: bool = False
@@ -23,10 +24,10 @@ class _Place(NamedTuple):
 
 
 class ThinkingState:
-    """Where one output stands in its thoughts, and in what must follow them; see `MatcherState`."""
+    """Position of one output in its thoughts, and in the grammar that follows them; see `MatcherState`."""
 
     def __init__(self, budget: ThinkingBudget, words: int, inner: MatcherState | None = None) -> None:
-        """`words` of a row's mask; `inner`: what the output must match besides."""
+        """`words`: mask words of a row; `inner`: a grammar that the output must match too."""
         self._budget = budget
         self._words = words
         self._inner = inner
@@ -69,7 +70,7 @@ class ThinkingState:
         return masks
 
     def _forced(self, place: _Place) -> int | None:
-        """The one token that may come; None: others may."""
+        """The only token allowed; None: no restriction."""
         if place.over or not place.begun or place.tokens < self._budget.tokens:
             return None
         return self._budget.end[place.seen]
@@ -89,8 +90,8 @@ class ThinkingState:
 def output_state(
     parameters: SamplingParameters, output: Sequence[int], vocabulary: int, grammars: Grammars | None
 ) -> MatcherState | None:
-    """The state of a text that has this output already; None where anything may come. Raises `GrammarError`
-    where its grammar cannot be compiled, or it does not have that output."""
+    """Matcher state after `output`; None without grammar and budget. Raises `GrammarError` if the grammar
+    does not compile or match."""
     budget, inner = parameters.thinking_budget, None
     if parameters.grammar:
         if grammars is None:
@@ -113,11 +114,11 @@ BEGIN, END = "<think>", "</think>"
 
 
 def starts_in_thinking(prompt: str) -> bool:
-    """Whether a prompt leaves the model thinking."""
+    """True if the prompt ends inside the model's thoughts."""
     return prompt.rfind(BEGIN) > prompt.rfind(END)
 
 
 def make_thinking_budget(most: int, thinking: bool, encode: Callable[[str], Sequence[int]]) -> ThinkingBudget:
-    """At most so many tokens of thoughts, for an output that begins among them (`thinking`) or not. `encode`
-    makes tokens of a mark."""
+    """Budget of `most` thinking tokens, for an output that begins inside the thoughts (`thinking`) or not.
+    `encode` tokenizes a mark."""
     return ThinkingBudget(most, () if thinking else tuple(encode(BEGIN)), tuple(encode(END)))

@@ -1,7 +1,8 @@
-"""What is asked of a model, held against it: the same for requests over HTTP and for programs.
+"""Validation of sampling parameters, the same for HTTP requests and Python programs.
 
-Whatever does not fit is a `RequestError` that names the field. Knows the model's vocabulary and context;
-neither HTTP nor how tokens come about, and no torch.
+Pydantic types hold the ranges of the table; the functions check what needs the model's vocabulary and
+context. The defaults of a model's `generation_config.json` are read here. Failures are `RequestError`s that
+name the field. No torch, no HTTP.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,28 +18,27 @@ from ssd_serve.models.config import read_json
 from ssd_serve.sampling.parameters import PARAMETERS, Stage, in_stages, range_of
 
 FILL_CONTEXT = -1
-"""Of `max_tokens`."""
+"""A value of `max_tokens`: as many as the context allows."""
 
 _UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
-"""Parameters that could leave no token where the output must match something."""
+"""Parameters that could leave no allowed token if the output must match a grammar."""
 
 _UNFORCED = ("allowed_token_ids", "bad_words")
-"""Those that could where thoughts must end."""
+"""Parameters that could forbid the end mark of the thoughts."""
 
 TokenSequences = tuple[tuple[int, ...], ...]
-"""Token sequences that an output must not hold."""
+"""Token sequences that the output must not contain."""
 
 
 class Encoder(Protocol):
-    """Text to token ids."""
+    """A tokenizer."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 def encode(tokenizer: Encoder, text: str, special: bool, field: str) -> list[int]:
-    """Token ids of a text that stands in this field; `special`: with the tokenizer's begin token."""
+    """Token ids of a field's text; `special`: with the tokenizer's begin token. Raises `RequestError` on a
+    lone surrogate."""
     try:
         return tokenizer.encode(text, add_special_tokens=special)
     except (UnicodeEncodeError, TypeError):  # which of them depends on the tokenizer
@@ -49,25 +49,24 @@ def encode(tokenizer: Encoder, text: str, special: bool, field: str) -> list[int
 
 
 def context_length_error(tokens: str, context: int, field: str) -> ContextLengthError:
-    """The error for a prompt of so many tokens."""
     message = f"{field}: {tokens} tokens; prompt and output together may have {context}"
     return ContextLengthError(message, field)
 
 
 def vocabulary_error(token: int, vocabulary: int, field: str) -> RequestError:
-    """The error for an id that is none of the model's."""
     return RequestError(f"{field}: token id {token} is outside the vocabulary of {vocabulary}", field)
 
 
 def check_vocabulary(ids: Collection[int], ready: Ready, field: str) -> None:
-    """Raise unless all ids are tokens of the model."""
+    """Raise `RequestError` unless all ids are in the vocabulary."""
     largest, smallest = max(ids, default=0), min(ids, default=0)
     if largest >= ready.vocabulary or smallest < 0:
         raise vocabulary_error(smallest if smallest < 0 else largest, ready.vocabulary, field)
 
 
 def check_prompt(ids: Sequence[int], ready: Ready, field: str) -> None:
-    """Raise unless the prompt has tokens, all in the vocabulary, and leaves room for one more."""
+    """Raise unless the prompt has tokens, all in the vocabulary, and fits the context with at least one
+    more."""
     if not ids:
         raise RequestError(f"{field}: no tokens; the model needs at least one", field)
     check_vocabulary(ids, ready, field)
@@ -76,8 +75,8 @@ def check_prompt(ids: Sequence[int], ready: Ready, field: str) -> None:
 
 
 def output_limit(asked: int | None, default: int, prompt_tokens: int, ready: Ready, field: str) -> int:
-    """How many tokens may be generated: as asked, if that fits (-1: what is left), else the default or what
-    is left."""
+    """Number of tokens to generate: `asked` (-1: as many as fit), or the smaller of the default and what
+    fits. Raises `ContextLengthError`."""
     left = ready.context - prompt_tokens
     if asked is None or asked == FILL_CONTEXT:
         return left if asked else min(default, left)
@@ -91,8 +90,8 @@ def output_limit(asked: int | None, default: int, prompt_tokens: int, ready: Rea
 
 
 def bad_word_sequences(tokenizer: Encoder, word: str) -> TokenSequences:
-    """The token sequences of a bad word, at the beginning of a text and after a space; without one that ends
-    with the other, which would ban nothing more."""
+    """Token sequences of a bad word at the start of a text and after a space. A sequence that ends with the
+    other is left out, as it would ban nothing more."""
     text = word.lstrip()
     first = tuple(encode(tokenizer, text, False, "bad_words")) if text else ()
     if not first:
@@ -104,7 +103,6 @@ def bad_word_sequences(tokenizer: Encoder, word: str) -> TokenSequences:
 def stop_token_set(
     stop_token_ids: Collection[int] | None, ignore_eos: bool | None, eos: Collection[int]
 ) -> frozenset[int]:
-    """The ids that end a text."""
     return frozenset(stop_token_ids or ()) | frozenset(() if ignore_eos else eos)
 
 
@@ -120,10 +118,10 @@ def engine_parameters(
     grammar: str = "",
     thinking_budget: ThinkingBudget | None = None,
 ) -> SamplingParameters:
-    """Everything that decides the tokens besides prompt and seed, as the engine takes it.
+    """Engine parameters of a request: everything that decides its tokens besides prompt and seed.
 
-    `request` has the other parameters of the table as attributes, of which None means the model's default, or
-    that of the table; `ending` are the ids that end a text.
+    `request` has the other parameters of the table as attributes; None means the model's default, or that of
+    the table. `ending` are the stop token ids.
     """
     own: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -170,7 +168,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def range_field(name: str) -> Any:
-    """The range of this parameter, for `Annotated`."""
+    """Pydantic constraint for the range of a parameter, for use in `Annotated`."""
     allowed = range_of(name)
     if allowed.above:
         return Field(gt=allowed.lowest, le=allowed.highest)
@@ -193,14 +191,14 @@ Temperature = Annotated[
     AfterValidator(_temperature),
 ]
 Choices = Annotated[int, Field(ge=1, le=1024)]
-"""Texts for each prompt."""
+"""Number of completions for each prompt."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-"""64 bits, with or without a sign."""
+"""64 bits, signed or unsigned."""
 
 
 def with_number_fields(model: type[Model]) -> type[Model]:
-    """The model with a field for every number of the table that acts on logits and that it does not declare
-    itself, to have a type or a description. None means the default."""
+    """Add a field for every numeric logits parameter that the model does not declare itself. None means the
+    default."""
     added: dict[str, Any] = {}
     for each in in_stages(Stage.START, Stage.PENALTY, Stage.TEMPERATURE, Stage.TRUNCATION):
         if each.name not in model.model_fields and each.range is not None:
@@ -215,7 +213,7 @@ _FILE = "generation_config.json"
 
 
 class _GenerationConfig(BaseModel):
-    """Those keys that are parameters here; null means that the file says nothing."""
+    """Keys of the file that are parameters here; null means that the file leaves them open."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -229,8 +227,8 @@ class _GenerationConfig(BaseModel):
 
 
 def model_defaults(folder: Path) -> dict[str, int | float]:
-    """By parameter, what the model in this folder asks for. Raises `CheckpointError` where a value cannot be
-    meant."""
+    """Defaults that a model's `generation_config.json` sets, by parameter. Raises `CheckpointError` for a
+    value out of range."""
     path = folder / _FILE
     if not path.is_file():
         return {}
@@ -243,7 +241,6 @@ def model_defaults(folder: Path) -> dict[str, int | float]:
 
 
 def _explained(error: ValidationError, path: Path) -> str:
-    """The file, and each key with what is wrong about it."""
     problems = error.errors(include_url=False)
     told = "; ".join(f"{each['loc'][0]}: {each['msg'][:1].lower()}{each['msg'][1:]}" for each in problems)
     return f"{path}: {told}; repair the file, or leave it unread with SSD_GENERATION_CONFIG=none"
