@@ -3,6 +3,7 @@
 The right kernels run first: what they leave in freed memory must not speak for the others.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16, can_multiply_int8
 from ssd_serve.kernels.native.rows import can_operate
+from ssd_serve.sampling import noise_rows
 from ssd_serve.sampling.choice import trusted_choice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.ranking import trusted_ranking
@@ -32,21 +34,40 @@ def lying(native: NativeLibrary) -> Lying:
     return Lying(native.path)
 
 
-def test_choices(native: NativeLibrary, lying: Lying) -> None:
-    assert trusted_choice(native) is not None
-    assert trusted_choice(lying) is None
-    assert trusted_choice(None) is None
+@pytest.mark.parametrize("trusted", [trusted_choice, trusted_ranking])
+def test_failed_self_test_of_choice_and_ranking_is_logged(
+    native: NativeLibrary,
+    lying: Lying,
+    trusted: Callable[[NativeLibrary | None], object],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert trusted(native) is not None
+    assert trusted(None) is None
+    assert not caplog.records
+    assert trusted(lying) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "failed its self-test" in record.getMessage()
 
 
-def test_ranking(native: NativeLibrary, lying: Lying) -> None:
-    assert trusted_ranking(native) is not None
-    assert trusted_ranking(lying) is None
-    assert trusted_ranking(None) is None
-
-
-def test_noise(lying: Lying) -> None:
+def test_failed_self_test_of_noise_is_logged(
+    native: NativeLibrary, lying: Lying, caplog: pytest.LogCaptureFixture
+) -> None:
     keys = ([5, 6], [7, 8])
-    assert torch.equal(NoiseRows(64, 8, native=lying).rows(*keys), NoiseRows(64, 8).rows(*keys))
+    expected = NoiseRows(64, 8, native=native).rows(*keys)
+    assert not caplog.records
+    assert torch.allclose(NoiseRows(64, 8, native=lying).rows(*keys), expected, rtol=1e-6)
+    (record,) = caplog.records
+    assert "NativeNoise failed its self-test" in record.getMessage()
+
+
+def test_triton_noise_kernel_that_cannot_compile_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "ssd_serve.kernels.triton.noise", None)  # importing it raises
+    monkeypatch.setattr(noise_rows, "find_spec", lambda _: True)
+    assert noise_rows.noise_kernel(torch.device("cuda"), None) is None
+    assert "Triton noise kernel cannot be used" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

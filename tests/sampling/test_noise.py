@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.sampling.noise import (
-    integers,
-    integers_torch,
     log_exponential,
     log_exponential_of_words,
     log_exponential_torch,
@@ -62,10 +60,10 @@ def test_the_published_vectors_of_random123(counter: list[int], key: list[int], 
 
 @given(WORD_64, WORD_32, st.integers(1, 40), st.integers(0, 3))
 @settings(max_examples=examples(50))
-def test_integers_are_those_of_the_definition(seed: int, position: int, vocabulary: int, stream: int) -> None:
+def test_philox_words_match_the_definition(seed: int, position: int, vocabulary: int, stream: int) -> None:
     expected = [reference_word(seed, position, token, stream) for token in range(vocabulary)]
-    assert integers(seed, position, vocabulary, stream).tolist() == expected
-    assert integers_torch(seed, position, vocabulary, "cpu", stream).tolist() == expected
+    assert random_words([seed], [position], vocabulary, stream)[0].tolist() == expected
+    assert random_words_torch([seed], [position], vocabulary, "cpu", stream)[0].tolist() == expected
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 4096, 32001, 128256])
@@ -76,7 +74,7 @@ def test_numpy_and_torch_give_equal_integers_alone_and_together(vocabulary: int)
     assert together.shape == (4, vocabulary)
     assert np.array_equal(together, random_words_torch(seeds, positions, vocabulary, "cpu").numpy())
     for row, seed, position in zip(together, seeds, positions, strict=True):
-        assert np.array_equal(row, integers(seed, position, vocabulary))
+        assert np.array_equal(row, random_words([seed], [position], vocabulary)[0])
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 4097, 32001])
@@ -118,7 +116,9 @@ def test_the_cache_never_changes_a_row(keys: list[tuple[int, int]], capacity: in
     noise = NoiseRows(9, capacity)
     for seed, position in keys:
         noise.rows([seed], [position])
-        assert np.array_equal(noise.row(seed, position).numpy(), log_exponential([seed], [position], 9)[0])
+        assert np.array_equal(
+            noise.rows([seed], [position])[0].numpy(), log_exponential([seed], [position], 9)[0]
+        )
     if keys:
         seeds, positions = [seed for seed, _ in keys], [position for _, position in keys]
         rows = noise.rows(seeds, positions)
@@ -127,8 +127,8 @@ def test_the_cache_never_changes_a_row(keys: list[tuple[int, int]], capacity: in
 
 def test_a_returned_row_survives_eviction() -> None:
     noise = NoiseRows(16, capacity=1)
-    row = noise.row(1, 1)
-    noise.row(2, 2)
+    row = noise.rows([1], [1])[0]
+    noise.rows([2], [2])
     assert np.array_equal(row.numpy(), log_exponential([1], [1], 16)[0])
 
 

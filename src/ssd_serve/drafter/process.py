@@ -18,7 +18,7 @@ from ssd_serve.drafter.step_time import StepTime
 from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
 from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.kernels.native.library import native_library
-from ssd_serve.base.logs import get_logger
+from ssd_serve.base.logs import carry_library_logs, get_logger
 from ssd_serve.base.memory import Heap, settle_memory
 from ssd_serve.base.settings import Settings
 
@@ -42,6 +42,7 @@ def run(
     while a verifier takes drafts.
     """
     log = get_logger(name, settings.log_level, settings.log_format)
+    carry_library_logs(log)
     native = native_library(settings, log)
     drafters = [
         assemble_drafter(

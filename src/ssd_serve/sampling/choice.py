@@ -9,6 +9,7 @@ This module knows nothing of drafts: it chooses a token for each row, or only fo
 path.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,15 @@ from ssd_serve.sampling.parameters import is_greedy, needs_processing
 from ssd_serve.sampling.processors import TokenCounts, apply_masks
 from ssd_serve.sampling.rows import SamplingRows
 
-_TOGETHER = 4 << 20
+logger = logging.getLogger(__name__)
+
+_LOGITS_AT_ONCE = 4 << 20
 """Logits for which log-probabilities are computed at once, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Choices of all rows, -1 where a row was skipped, and log-probabilities of the rows that request them."""
+    """Choices of all rows, -1 for skipped ones, and log-probabilities of the rows that request them."""
 
     choices: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -58,8 +61,8 @@ def sample(
         return Sampled([], [])
     logits = apply_request_masks(logits.to(torch.float32), requests)
     if native is not None and logits.device.type == "cpu":
-        choices, told = native.choose(logits, requests, walk)
-        return Sampled(choices, _logprobs(requests, choices, told))
+        choices, processed = native.choose(logits, requests, walk)
+        return Sampled(choices, _logprobs(requests, choices, processed))
     rows = [row for each in requests for row in each.split()]
     scaled = processed_logits(logits, rows)  # [rows, vocabulary]
     seeds, positions = _noise_keys(rows)
@@ -103,7 +106,15 @@ def trusted_choice(library: NativeLibrary | None) -> NativeChoice | None:
     right = sample(logits, requests, noise).choices
     every, walked = (sample(logits, requests, noise, native, walk).choices for walk in (False, True))
     kept = all(choice in (expected, -1) for choice, expected in zip(walked, right, strict=True))
-    return native if every == right and kept else None
+    if every == right and kept:
+        return native
+    logger.warning(
+        "the compiled choice of tokens failed its self-test and is not used: %s instead of %s, %s on a path",
+        every,
+        right,
+        walked,
+    )
+    return None
 
 
 def _logprobs(
@@ -119,15 +130,15 @@ def _logprobs(
     for each in requests:
         if each.parameters.logprobs is not None:
             for index in range(start, start + each.rows):
-                told = choices[index] if each.known is None else each.known
-                if told >= 0:
-                    wanted.append((index, told, each.parameters.logprobs))
+                token = choices[index] if each.known is None else each.known
+                if token >= 0:
+                    wanted.append((index, token, each.parameters.logprobs))
         start += each.rows
     while wanted:
-        together = max(1, _TOGETHER // len(processed[wanted[0][0]]))
+        together = max(1, _LOGITS_AT_ONCE // len(processed[wanted[0][0]]))
         some, wanted = wanted[:together], wanted[together:]
         rows = torch.stack([processed[index] for index, _, _ in some])
-        found = rows_logprobs(rows, [told for _, told, _ in some], [top for _, _, top in some])
+        found = rows_logprobs(rows, [token for _, token, _ in some], [top for _, _, top in some])
         for (index, _, _), each_found in zip(some, found, strict=True):
             logprobs[index] = each_found
     return logprobs
@@ -219,18 +230,18 @@ def rows_logprobs(
     """`token_logprobs` of each row of float32 [rows, vocabulary], with one look at the device for all."""
     values = torch.log_softmax(torch.where(torch.isnan(processed), -torch.inf, processed), 1)
     index = torch.tensor(choices).to(values.device)[:, None]
-    most = min(max(tops), values.shape[1])
+    largest_top = min(max(tops), values.shape[1])
     chosen: list[float] = values.gather(1, index)[:, 0].tolist()
-    if most == 0:
+    if largest_top == 0:
         return [TokenLogprobs(each, ()) for each in chosen]
-    best = torch.topk(values, most, dim=1)
-    last = torch.tensor([min(max(top, 1), most) - 1 for top in tops]).to(values.device)[:, None]
+    best = torch.topk(values, largest_top, dim=1)
+    last = torch.tensor([min(max(top, 1), largest_top) - 1 for top in tops]).to(values.device)[:, None]
     reaching: list[int] = (values >= best.values.gather(1, last)).sum(1).tolist()
     ids: list[list[int]] = best.indices.tolist()
     likely: list[list[float]] = best.values.tolist()
     found: list[TokenLogprobs] = []
     for row, top in enumerate(tops):
-        count = min(top, most)
+        count = min(top, largest_top)
         if count and reaching[row] != count:  # equal ones on the edge: the lowest ids stay
             found.append(token_logprobs(processed[row], choices[row], top))
             continue

@@ -19,21 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd_serve.base.seeds import choice_seed, mix
 from ssd_serve.kernels.batch import UInt64Array
-
-__all__ = [
-    "choice_seed",
-    "integers",
-    "integers_torch",
-    "log_exponential",
-    "log_exponential_of_words",
-    "log_exponential_torch",
-    "mix",
-    "philox",
-    "random_words",
-    "random_words_torch",
-]
 
 UInt32Array = npt.NDArray[np.uint32]
 Float32Array = npt.NDArray[np.float32]
@@ -95,11 +81,6 @@ def random_words(
     return result.reshape(len(seeds), blocks * 4)[:, :vocabulary]
 
 
-def integers(seed: int, position: int, vocabulary: int, stream: int = 0) -> UInt32Array:
-    """Random words of one row: uint32 [vocabulary]."""
-    return random_words([seed], [position], vocabulary, stream).reshape(vocabulary)
-
-
 def random_words_torch(
     seeds: Sequence[int],
     positions: Sequence[int],
@@ -127,13 +108,6 @@ def random_words_torch(
         word_2, word_3 = ((product_0 >> 32) ^ word_3 ^ key_1) & MASK_32, product_0 & MASK_32
     words = torch.stack((word_0, word_1, word_2, word_3), dim=-1)  # [rows, blocks, 4]
     return words.reshape(len(seeds), blocks * 4)[:, :vocabulary]
-
-
-def integers_torch(
-    seed: int, position: int, vocabulary: int, device: torch.device | str, stream: int = 0
-) -> torch.Tensor:
-    """The same words as `integers`, computed on `device`: int64 [vocabulary]."""
-    return random_words_torch([seed], [position], vocabulary, device, stream)[0]
 
 
 def log_exponential(

@@ -4,6 +4,7 @@ The numbers are defined by `sampling.noise`.
 """
 
 import ctypes
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,6 +15,8 @@ import torch
 
 from ssd_serve.kernels.native.library import POINTER, SIZE, NativeLibrary
 from ssd_serve.sampling.noise import log_exponential, log_exponential_torch
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 8
 """Positions of noise computed together."""
@@ -68,10 +71,10 @@ class NoiseKernel(Protocol):
         ...
 
 
-def _filler(device: torch.device, native: NativeLibrary | None) -> NoiseKernel | None:
+def noise_kernel(device: torch.device, native: NativeLibrary | None) -> NoiseKernel | None:
     """The kernel of this device, if there is one and it passes its self-test. A failure is logged."""
     if device.type == "cpu":
-        return None if native is None else _trusted(NativeNoise(native), device)
+        return None if native is None else _checked(NativeNoise(native), device)
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     try:
@@ -79,17 +82,26 @@ def _filler(device: torch.device, native: NativeLibrary | None) -> NoiseKernel |
         from ssd_serve.kernels.triton.noise import TritonNoise
 
         keep_private()
-        return _trusted(TritonNoise(), device)
-    except Exception:  # such as no C compiler, which tree attention tells of; torch makes the same rows
+        return _checked(TritonNoise(), device)
+    except Exception as error:  # Triton's compiler may raise anything
+        logger.warning("the Triton noise kernel cannot be used, PyTorch computes the noise: %r", error)
         return None
 
 
-def _trusted(filler: NoiseKernel, device: torch.device) -> NoiseKernel | None:
+def _checked(kernel: NoiseKernel, device: torch.device) -> NoiseKernel | None:
     keys, vocabulary = [(0, 0), ((1 << 64) - 1, 7), (12345, 1 << 20)], 333
     table = torch.full((len(keys), vocabulary), torch.nan, device=device)
-    filler.fill(table, range(len(keys)), keys)
+    kernel.fill(table, range(len(keys)), keys)
     expected = log_exponential([seed for seed, _ in keys], [position for _, position in keys], vocabulary)
-    return filler if np.allclose(table.cpu().numpy(), expected, rtol=2e-7, atol=1e-7) else None
+    found = table.cpu().numpy()
+    if np.allclose(found, expected, rtol=2e-7, atol=1e-7):
+        return kernel
+    logger.warning(
+        "the noise kernel %s failed its self-test and is not used: it differs from numpy by up to %g",
+        type(kernel).__name__,
+        float(np.max(np.abs(found - expected))),
+    )
+    return None
 
 
 class NoiseRows:
@@ -114,14 +126,10 @@ class NoiseRows:
         self.table = torch.empty(capacity + 1, vocabulary, dtype=torch.float32, device=self.device)
         """float32 [1 + capacity, vocabulary]; line 0 is zero, `lines` assigns the others."""
         self.table[0].zero_()
-        self._filler = _filler(self.device, native)
-        self._where: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._kernel = noise_kernel(self.device, native)
+        self._line_of: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._last: tuple[list[tuple[int, int, int]], list[list[int]]] = [], []
         """Arguments and result of the last call of `lines`: rows computed ahead are requested next."""
-
-    def row(self, seed: int, position: int) -> torch.Tensor:
-        """A single row: float32 [vocabulary], the caller's own copy."""
-        return self.rows([seed], [position])[0]
 
     def rows(self, seeds: Sequence[int | None], positions: Sequence[int]) -> torch.Tensor:
         """Rows for a forward: float32 [rows, vocabulary], the caller's own copy."""
@@ -138,7 +146,7 @@ class NoiseRows:
         distinct = dict.fromkeys(keys)
         if self.lines([(seed, position, 1) for seed, position in distinct if seed is not None]) is None:
             return None
-        where = self._where
+        where = self._line_of
         return [0 if seed is None else where[seed, position] for seed, position in keys]
 
     def lines(self, spans: Sequence[tuple[int, int, int]]) -> list[list[int]] | None:
@@ -154,7 +162,7 @@ class NoiseRows:
             distinct = {(seed, first + index) for seed, first, count in spans for index in range(count)}
             if len(distinct) > self.capacity:
                 return None
-        where, missing = self._where, _Missing([], [])
+        where, missing = self._line_of, _Missing([], [])
         found: list[list[int]] = []
         for seed, first, count in spans:
             lines: list[int] = []
@@ -174,7 +182,7 @@ class NoiseRows:
 
     def _add(self, key: tuple[int, int], missing: "_Missing") -> int:
         """Assign a line to this row, evicting the least recently used row if the table is full."""
-        where = self._where
+        where = self._line_of
         line = len(where) + 1 if len(where) < self.capacity else where.popitem(last=False)[1]
         where[key] = line
         missing.keys.append(key)
@@ -184,15 +192,15 @@ class NoiseRows:
     def _compute(self, missing: "_Missing", wanted: int) -> None:
         """Fill the lines of missing rows, which belong to `wanted` rows in use."""
         try:
-            if self._filler is not None:
-                self._filler.fill(self.table, missing.lines, missing.keys)
+            if self._kernel is not None:
+                self._kernel.fill(self.table, missing.lines, missing.keys)
             else:
                 if wanted + BLOCK * len(missing.keys) <= self.capacity:  # nothing that is wanted now may go
                     self._add_neighbours(missing)
                 for line, value in zip(missing.lines, self._values(missing.keys), strict=True):
                     self.table[line].copy_(value)
         except BaseException:
-            self._where.clear()  # some lines do not hold what it says
+            self._line_of.clear()  # some lines do not hold what it says
             self._last = [], []
             raise
 
@@ -202,7 +210,7 @@ class NoiseRows:
         blocks = dict.fromkeys((seed, at // BLOCK) for seed, at in missing.keys)
         for seed, block in blocks:
             for position in range(BLOCK * block, BLOCK * block + BLOCK):
-                if (seed, position) not in self._where:
+                if (seed, position) not in self._line_of:
                     self._add((seed, position), missing)
 
     def _values(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rows of a request as the sampler sees them: a root and a tree of nodes below it, with parameters and seed."""
+"""Rows of a request as the sampler sees them: a root and a tree of nodes, with parameters and seed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class SamplingRows(NamedTuple):
 
     @property
     def noise_span(self) -> tuple[int, int, int] | None:
-        """Seed, first position and number of positions of the noise for all choices; None at temperature 0."""
+        """Seed, first position and number of positions of the noise needed; None at temperature 0."""
         if is_greedy(self.parameters):
             return None
         return self.seed, self.position, 1 + max(self.depths, default=0)

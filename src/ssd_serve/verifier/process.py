@@ -13,7 +13,7 @@ from ssd_serve.base.settings import of_rank
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.errors import EngineDeadError
-from ssd_serve.base.logs import Logger, Sparingly, get_logger
+from ssd_serve.base.logs import Logger, Sparingly, carry_library_logs, get_logger
 from ssd_serve.base.memory import Heap, settle_memory
 from ssd_serve.base.messages import Progress, ServerMessage, Status
 from ssd_serve.base.settings import Settings
@@ -47,6 +47,7 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     target, meets the others if there are any.
     """
     log = get_logger("verifier", settings.log_level, settings.log_format)
+    carry_library_logs(log)
     others = _others(settings, log)
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
