@@ -39,7 +39,7 @@ BATCHED = frozenset(
 )
 """Parameters that this module applies."""
 _UNSUPPORTED = UnsupportedParameters(BATCHED)
-_TOGETHER = 4 << 20
+_LOGITS_AT_ONCE = 4 << 20
 """Logits sorted at once, at most: sorting takes some 40 bytes for each."""
 
 
@@ -51,15 +51,15 @@ def process_rows(
     parameters = [row.parameters for row in rows]
     if not all(map(is_greedy, parameters)):
         values = values / _column(values, [1.0 if is_greedy(p) else p.temperature for p in parameters])
-    if _which(parameters, lambda p: p.min_p > 0.0):
+    if _rows_where(parameters, lambda p: p.min_p > 0.0):
         _keep_min_p(values, parameters)
-    together = max(1, _TOGETHER // values.shape[1])
-    for keep, wants in ((_keep_top_k, _limits_k(values.shape[1])), (_keep_top_p, _limits_p)):
-        limited = _which(parameters, wants)
-        for start in range(0, len(limited), together):
-            some = limited[start : start + together]
-            index = torch.tensor(some).to(values.device)
-            kept = keep(values.index_select(0, index), [parameters[row] for row in some])
+    rows_at_once = max(1, _LOGITS_AT_ONCE // values.shape[1])
+    for keep, applies in ((_keep_top_k, _limits_k(values.shape[1])), (_keep_top_p, _limits_p)):
+        limited = _rows_where(parameters, applies)
+        for start in range(0, len(limited), rows_at_once):
+            chunk = limited[start : start + rows_at_once]
+            index = torch.tensor(chunk).to(values.device)
+            kept = keep(values.index_select(0, index), [parameters[row] for row in chunk])
             values.index_copy_(0, index, kept)
     for place, row in () if unsupported.none else enumerate(rows):
         if unsupported.needs_process(row.parameters) or unsupported.needs_edit(row.parameters, row.generated):
@@ -67,10 +67,10 @@ def process_rows(
     return values
 
 
-def _which(
-    parameters: Sequence[SamplingParameters], wants: Callable[[SamplingParameters], bool]
+def _rows_where(
+    parameters: Sequence[SamplingParameters], applies: Callable[[SamplingParameters], bool]
 ) -> list[int]:
-    return [row for row, each in enumerate(parameters) if has_truncation(each) and wants(each)]
+    return [row for row, each in enumerate(parameters) if has_truncation(each) and applies(each)]
 
 
 def _limits_k(vocabulary: int) -> Callable[[SamplingParameters], bool]:
@@ -104,13 +104,13 @@ def _edited_rows(rows: Sequence[SamplingRows]) -> list[RowOverrides]:
     for index, row in enumerate(rows):
         if needs_overrides(row.parameters, row.generated):
             key = id(row.parameters), row.eos
-            edits = (
+            overrides = (
                 row.overrides
                 or made.get(key)
                 or made.setdefault(key, LogitOverrides(row.parameters, row.eos))
             )
             early = row.generated < row.parameters.min_tokens
-            found.append(RowOverrides(index, edits, early, row.counts, row.path))
+            found.append(RowOverrides(index, overrides, early, row.counts, row.path))
     return found
 
 
@@ -120,15 +120,15 @@ def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
     A request's text is copied to the device once for all its rows. Tokens of paths are few, and are applied
     after it.
     """
-    told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    texts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     text, times, paths = Places(), list[torch.Tensor](), list[tuple[int, int, int]]()
     for index, row in enumerate(rows):
         if has_penalties(row.parameters):
             if row.counts is None:
                 raise ValueError("penalties need the counts of prompt and output tokens")
-            if id(row.counts) not in told:
-                told[id(row.counts)] = _told(row.counts, values.device)
-            tokens, counts = told[id(row.counts)]
+            if id(row.counts) not in texts:
+                texts[id(row.counts)] = _counts_on_device(row.counts, values.device)
+            tokens, counts = texts[id(row.counts)]
             text.add(index, tokens)
             times.append(counts)
             paths += [(index, token, count) for token, count in row.counts.on_path(row.path)]
@@ -140,13 +140,13 @@ def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
     ]
     by_row = torch.tensor(penalties, dtype=torch.float32).to(values.device)  # [rows, 3]
     places, on_path = text.index(), torch.tensor(paths, dtype=torch.int64).reshape(-1, 3).to(values.device)
-    its_rows, its_tokens, its_times = on_path.unbind(1)
-    before = values[its_rows, its_tokens]
+    path_rows, path_tokens, path_counts = on_path.unbind(1)
+    before = values[path_rows, path_tokens]
     values[places] = _penalised(values[places], torch.cat(times), by_row[places[0]])
-    values[its_rows, its_tokens] = _penalised(before, its_times.to(torch.float32), by_row[its_rows])
+    values[path_rows, path_tokens] = _penalised(before, path_counts.to(torch.float32), by_row[path_rows])
 
 
-def _told(counts: TokenCounts, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _counts_on_device(counts: TokenCounts, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, times = counts.with_path(())
     return torch.from_numpy(tokens).to(device), torch.from_numpy(times).to(device, torch.float32)
 
@@ -173,8 +173,8 @@ def _keep_top_k(values: torch.Tensor, parameters: Sequence[SamplingParameters]) 
     most = max(each.top_k for each in parameters)
     threshold = torch.topk(values, most, dim=1).values.gather(1, counts - 1)
     above, equal = values > threshold, values == threshold
-    room = counts - above.sum(dim=1, keepdim=True)
-    return torch.where(above | (equal & (torch.cumsum(equal, 1) <= room)), values, -torch.inf)
+    remaining = counts - above.sum(dim=1, keepdim=True)
+    return torch.where(above | (equal & (torch.cumsum(equal, 1) <= remaining)), values, -torch.inf)
 
 
 def _keep_top_p(values: torch.Tensor, parameters: Sequence[SamplingParameters]) -> torch.Tensor:

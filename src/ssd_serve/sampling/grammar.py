@@ -27,13 +27,13 @@ allowed."""
 Mask = npt.NDArray[np.int32]
 """A single row of `Masks`."""
 
-_MOST_RULES = 1_500
+_MAX_RULES = 1_500
 """Rules of a grammar: the compiler recurses along chains of rules, and its stack fits somewhat more."""
-_DEEPEST = 1_000
+_MAX_DEPTH = 1_000
 """Nesting of a schema, if each reference led to one as deep as the whole schema."""
-_LONGEST_TROUBLE = 400
+_MAX_ERROR_CHARACTERS = 400
 """Characters of an error message; the library repeats the whole grammar in it."""
-_KEPT = 64
+_CACHE_SIZE = 64
 """Compiled grammars in the cache; the least recently used is dropped."""
 ANY = -1
 """A mask word that allows all of its tokens."""
@@ -76,13 +76,13 @@ class GrammarState:
     def __init__(self, matcher: "LLMatcher", words: int, ends: Collection[int]) -> None:
         self._matcher = matcher
         self._words = words
-        self._ends = ends
+        self._stop_tokens = ends
         self._failed: dict[tuple[int, ...], str] = {}
         """Paths of the last tree for which no mask could be computed, with the reason."""
         self._error = ""
 
     def copy(self) -> "GrammarState":
-        return GrammarState(self._matcher.deep_copy(), self._words, self._ends)
+        return GrammarState(self._matcher.deep_copy(), self._words, self._stop_tokens)
 
     @property
     def error(self) -> str:
@@ -95,7 +95,7 @@ class GrammarState:
             paths = (tuple(tokens[:length]) for length in range(1, len(tokens)))
             self._error = next((self._failed[path] for path in paths if path in self._failed), "")
         taken = self._matcher.try_consume_tokens(list(tokens))
-        if taken == len(tokens) - 1 and tokens[taken] in self._ends and self._matcher.is_accepting():
+        if taken == len(tokens) - 1 and tokens[taken] in self._stop_tokens and self._matcher.is_accepting():
             return taken + 1  # a matcher that is at its end takes no more, not even that
         return taken
 
@@ -138,9 +138,9 @@ class Grammars:
         more than the tokenizer's. `ends` are the tokens allowed where a text may end."""
         self._tokenizer_json = tokenizer
         self.vocabulary = vocabulary
-        self._ends = list(ends)
+        self._stop_tokens = list(ends)
         self._tokenizer: LLTokenizer | None = None
-        self._known: OrderedDict[str, GrammarState] = OrderedDict()
+        self._compiled_states: OrderedDict[str, GrammarState] = OrderedDict()
         self._lock = Lock()
 
     def prepare(self) -> None:
@@ -152,23 +152,23 @@ class Grammars:
     def start(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
         """Matcher state after `output`. Raises `GrammarError` if the grammar does not compile, does not
         match the output, or llguidance is missing."""
-        state = self._known_state(grammar).copy()
+        state = self._state(grammar).copy()
         if state.consume(output) < len(output):
             raise GrammarError("the output so far does not match the grammar")
         return state
 
-    def _known_state(self, grammar: str) -> GrammarState:
+    def _state(self, grammar: str) -> GrammarState:
         self.compile(grammar)
         with self._lock:
-            known = self._known.get(grammar)
+            known = self._compiled_states.get(grammar)
         return known or self._compiled(grammar)  # others may have come since
 
     def is_compiled(self, grammar: str) -> bool:
         """True if the compiled grammar is in the cache, where it becomes the most recently used."""
         with self._lock:
-            known = grammar in self._known
+            known = grammar in self._compiled_states
             if known:
-                self._known.move_to_end(grammar)
+                self._compiled_states.move_to_end(grammar)
             return known
 
     def compile(self, grammar: str) -> None:
@@ -177,28 +177,28 @@ class Grammars:
             return
         state = self._compiled(grammar)
         with self._lock:
-            self._known[grammar] = state
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            self._compiled_states[grammar] = state
+            while len(self._compiled_states) > _CACHE_SIZE:
+                self._compiled_states.popitem(last=False)
 
     def _loaded(self) -> "LLTokenizer":
         if self._tokenizer is None:
             from llguidance import LLTokenizer
 
             self._tokenizer = LLTokenizer(
-                self._tokenizer_json(), n_vocab=self.vocabulary, eos_token=self._ends or None
+                self._tokenizer_json(), n_vocab=self.vocabulary, eos_token=self._stop_tokens or None
             )
         return self._tokenizer
 
     def _compiled(self, grammar: str) -> GrammarState:
-        _need()
+        _require_llguidance()
         _check_depth(grammar)
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._loaded(), grammar, log_level=0, limits=_limits())
         if matcher.is_error():
-            raise GrammarError(_plain(matcher.get_error()))
-        state = GrammarState(matcher, -(-self.vocabulary // 32), self._ends)
+            raise GrammarError(_user_message(matcher.get_error()))
+        state = GrammarState(matcher, -(-self.vocabulary // 32), self._stop_tokens)
         state.masks()
         if state.error:
             raise GrammarError("no text matches it")
@@ -207,24 +207,24 @@ class Grammars:
 
 def check_grammar(grammar: str) -> None:
     """Validate a grammar without a tokenizer. Raises as `Grammars.start` does."""
-    _need()
+    _require_llguidance()
     _check_depth(grammar)
     from llguidance import LLMatcher
 
-    wrong = LLMatcher.validate_grammar(grammar, limits=_limits())
-    if wrong:
-        raise GrammarError(_plain(wrong))
+    message = LLMatcher.validate_grammar(grammar, limits=_limits())
+    if message:
+        raise GrammarError(_user_message(message))
 
 
-def _plain(trouble: str) -> str:
+def _user_message(message: str) -> str:
     """Replace library messages that name internal settings by an advice for users."""
-    if "limits." in trouble or "fuel" in trouble:
+    if "limits." in message or "fuel" in message:
         return (
             "following it takes too long; make it smaller, with fewer parts that may be left out or repeated"
         )
-    if "coerce_one_of" in trouble:
+    if "coerce_one_of" in message:
         return "oneOf whose cases might match the same text; write anyOf instead"
-    return trouble if len(trouble) <= _LONGEST_TROUBLE else f"{trouble[:_LONGEST_TROUBLE]} ..."
+    return message if len(message) <= _MAX_ERROR_CHARACTERS else f"{message[:_MAX_ERROR_CHARACTERS]} ..."
 
 
 def _check_depth(grammar: str) -> None:
@@ -234,7 +234,7 @@ def _check_depth(grammar: str) -> None:
         depth += (sign in "{[(") - (sign in ")]}")
         deepest = max(deepest, depth)
     references = grammar.count("$ref")
-    if (1 + references) * deepest > _DEEPEST:
+    if (1 + references) * deepest > _MAX_DEPTH:
         raise GrammarError(
             f"{deepest} levels of brackets, {references} references ($ref): too deeply nested, as each "
             "reference may lead to all of them"
@@ -244,8 +244,8 @@ def _check_depth(grammar: str) -> None:
         rules = sum(part.get("lark_grammar", "").count(":") for part in parts)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise GrammarError("no grammar as llguidance reads it") from None
-    if rules > _MOST_RULES:
-        raise GrammarError(f"{rules} rules, or colons; at most {_MOST_RULES} are allowed")
+    if rules > _MAX_RULES:
+        raise GrammarError(f"{rules} rules, or colons; at most {_MAX_RULES} are allowed")
 
 
 def _limits() -> "LLParserLimits":
@@ -262,7 +262,7 @@ def _limits() -> "LLParserLimits":
     )
 
 
-def _need() -> None:
+def _require_llguidance() -> None:
     if find_spec("llguidance") is None:
         raise GrammarError(
             "structured output needs llguidance where the server runs: pip install 'ssd-serve[structured]'"
@@ -281,8 +281,8 @@ nothing else."""
 def from_json_schema(schema: Mapping[str, object], compact: bool = False) -> GrammarPart:
     """Grammar of JSON that matches a schema; `compact`: no white space between its parts."""
     spaces = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITE_SPACE}
-    told = schema.get("x-guidance")
-    own: Mapping[str, object] = told if isinstance(told, dict) else {}
+    given = schema.get("x-guidance")
+    own: Mapping[str, object] = given if isinstance(given, dict) else {}
     return {"json_schema": {**schema, "x-guidance": {**spaces, **own}}}
 
 

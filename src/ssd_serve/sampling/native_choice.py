@@ -28,8 +28,8 @@ COMPILED = frozenset(
     }
 )
 """Parameters that the kernel applies."""
-_PLAIN = SamplingParameters()
-_REALS = 6
+_NEUTRAL = SamplingParameters()
+_NUM_REALS = 6
 """Floating-point numbers of each request."""
 
 
@@ -68,7 +68,7 @@ class _Call:
         self._unsupported = unsupported
         self._vocabulary = logits.shape[1]
         self._rows = 0
-        self._wholes: list[int] = []
+        self._integers: list[int] = []
         self._reals: list[float] = []
         self._depths: list[int] = []
         self._tokens: list[int] = []
@@ -83,22 +83,32 @@ class _Call:
         place = self._logits.data_ptr() + 4 * self._vocabulary * self._rows
         penalised = has_penalties(parameters)
         if self._unsupported.needs_process(parameters):
-            place, parameters, penalised = self._changed(process_rows, request), _PLAIN, False
+            place, parameters, penalised = self._changed(process_rows, request), _NEUTRAL, False
         elif self._unsupported.needs_edit(parameters, request.generated):
             place, penalised = self._changed(edit_rows, request), False
-        tokens_at = counts_at = known = 0
+        tokens_at = counts_at = num_tokens = 0
         if penalised:
-            tokens_at, counts_at, known = self._counted(request)
+            tokens_at, counts_at, num_tokens = self._counted(request)
             for path in request.paths():
                 self._paths.extend(path)
                 self._path_ends.append(len(self._paths))
         else:
             self._path_ends.extend([len(self._paths)] * rows)
-        told = self._told(rows) if request.parameters.logprobs is not None else 0
+        processed_at = self._processed_rows(rows) if request.parameters.logprobs is not None else 0
         top_k, top_p = self._truncation(parameters)
-        drawn, seed = not is_greedy(request.parameters), _signed(request.seed)
-        self._wholes += (rows, self._rows, place, told, tokens_at, counts_at, known, top_k, top_p)
-        self._wholes += (drawn, seed, request.position)
+        is_random, seed = not is_greedy(request.parameters), _signed(request.seed)
+        self._integers += (
+            rows,
+            self._rows,
+            place,
+            processed_at,
+            tokens_at,
+            counts_at,
+            num_tokens,
+            top_k,
+            top_p,
+        )
+        self._integers += (is_random, seed, request.position)
         self._reals += self._numbers(parameters, penalised)
         self._depths += (0, *request.depths)
         self._tokens += (-1, *request.tokens)
@@ -107,14 +117,14 @@ class _Call:
 
     def run(self, kernel: Callable[..., int], walk: bool) -> list[int]:
         """Call the kernel. Raises `MemoryError`."""
-        wholes, reals = np.array(self._wholes, np.int64), np.array(self._reals, np.float64)
+        integers, reals = np.array(self._integers, np.int64), np.array(self._reals, np.float64)
         choices = np.full(self._rows, -1, np.int64)
         lists = self._depths, self._path_ends, self._paths, self._tokens, self._parents
         depths, ends, paths, tokens, parents = (np.array(each, np.int64) for each in lists)
         done = kernel(
-            wholes.ctypes.data,
+            integers.ctypes.data,
             reals.ctypes.data,
-            len(reals) // _REALS,
+            len(reals) // _NUM_REALS,
             self._vocabulary,
             depths.ctypes.data,
             ends.ctypes.data,
@@ -144,11 +154,11 @@ class _Call:
         self._kept += (tokens, counts)
         return tokens.ctypes.data, counts.ctypes.data, len(tokens)
 
-    def _told(self, rows: int) -> int:
-        told = self._logits.new_empty((rows, self._vocabulary))
-        self.processed.update(zip(range(self._rows, self._rows + rows), told, strict=True))
-        self._kept.append(told)
-        return told.data_ptr()
+    def _processed_rows(self, rows: int) -> int:
+        processed = self._logits.new_empty((rows, self._vocabulary))
+        self.processed.update(zip(range(self._rows, self._rows + rows), processed, strict=True))
+        self._kept.append(processed)
+        return processed.data_ptr()
 
     def _truncation(self, parameters: SamplingParameters) -> tuple[int, int]:
         """k, and top-p in units (at least one: the most probable token always stays); 0: off."""

@@ -114,9 +114,9 @@ def apply_overrides(values: torch.Tensor, rows: Sequence[RowOverrides]) -> None:
     allowed, biased, masked = Places(), Places(), Places()
     biases: list[torch.Tensor] = []
     completing: list[tuple[int, int]] = []
-    for index, edits, early, counts, path in rows:
-        tensors = edits.on(device, vocabulary)
-        if edits.parameters.allowed_token_ids is not None:
+    for index, overrides, early, counts, path in rows:
+        tensors = overrides.on(device, vocabulary)
+        if overrides.parameters.allowed_token_ids is not None:
             allowed.add(index, tensors.allowed)
         if len(tensors.biased):
             biased.add(index, tensors.biased)
@@ -125,7 +125,9 @@ def apply_overrides(values: torch.Tensor, rows: Sequence[RowOverrides]) -> None:
             masked.add(index, tensors.never)
         if early and len(tensors.ends):
             masked.add(index, tensors.ends)
-        completing += [(index, token) for token in edits.completing(counts, path) if 0 <= token < vocabulary]
+        completing += [
+            (index, token) for token in overrides.completing(counts, path) if 0 <= token < vocabulary
+        ]
     if allowed.rows:
         at = allowed.index()
         kept = values[at]

@@ -36,10 +36,10 @@ class TokenCounts:
     def __init__(self, prompt: Iterable[int], output: Iterable[int] = ()) -> None:
         distinct = list(dict.fromkeys(prompt))
         self._index = {token: index for index, token in enumerate(distinct)}
-        room = max(64, 2 * len(distinct))
-        self._tokens: Int64Array = np.zeros(room, dtype=np.int64)
+        capacity = max(64, 2 * len(distinct))
+        self._tokens: Int64Array = np.zeros(capacity, dtype=np.int64)
         self._tokens[: len(distinct)] = distinct
-        self._counts: Int32Array = np.zeros(room, dtype=np.int32)
+        self._counts: Int32Array = np.zeros(capacity, dtype=np.int32)
         self._output: list[int] = []
         self.extend(output)
 
@@ -260,8 +260,8 @@ def keep_top_k(row: torch.Tensor, k: int, _before: RowContext) -> torch.Tensor:
     threshold = torch.topk(row, k).values[-1]
     above = row > threshold
     equal = row == threshold
-    room = k - above.sum()
-    stay = above | (equal & (torch.cumsum(equal, 0) <= room))
+    remaining = k - above.sum()
+    stay = above | (equal & (torch.cumsum(equal, 0) <= remaining))
     return torch.where(stay, row, -torch.inf)
 
 

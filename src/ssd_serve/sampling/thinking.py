@@ -14,7 +14,7 @@ from ssd_serve.base.messages import SamplingParameters, ThinkingBudget
 from ssd_serve.sampling.grammar import ANY, Grammars, Mask, Masks, MatcherState
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """Position of a text. `seen`: number of tokens of the expected mark that came last."""
 
     tokens: int = 0
@@ -31,11 +31,11 @@ class ThinkingState:
         self._budget = budget
         self._words = words
         self._inner = inner
-        self._place = _Place(begun=not budget.begin)
+        self._position = _Position(begun=not budget.begin)
 
     def copy(self) -> "ThinkingState":
         other = ThinkingState(self._budget, self._words, self._inner and self._inner.copy())
-        other._place = self._place
+        other._position = self._position
         return other
 
     @property
@@ -45,9 +45,9 @@ class ThinkingState:
     def consume(self, tokens: Sequence[int]) -> int:
         allowed = len(tokens) if self._inner is None else self._inner.consume(tokens)
         for index, token in enumerate(tokens[:allowed]):
-            if self._forced(self._place) not in (None, token):
+            if self._forced(self._position) not in (None, token):
                 return index
-            self._place = self._next(self._place, token)
+            self._position = self._next(self._position, token)
         return allowed
 
     def masks(
@@ -60,31 +60,31 @@ class ThinkingState:
             masks = np.full((1 + len(tokens), self._words), ANY, dtype=np.int32)
         else:
             masks = self._inner.masks(tokens, parents, wanted)
-        places = [self._place]
+        positions = [self._position]
         for token, parent in zip(tokens, parents, strict=True):
-            places.append(self._next(places[1 + parent], token))
-        for row, place in enumerate(places):
-            forced = self._forced(place)
+            positions.append(self._next(positions[1 + parent], token))
+        for row, position in enumerate(positions):
+            forced = self._forced(position)
             if forced is not None:
                 _allow_only(masks[row], forced)
         return masks
 
-    def _forced(self, place: _Place) -> int | None:
+    def _forced(self, position: _Position) -> int | None:
         """The only token allowed; None: no restriction."""
-        if place.over or not place.begun or place.tokens < self._budget.tokens:
+        if position.over or not position.begun or position.tokens < self._budget.tokens:
             return None
-        return self._budget.end[place.seen]
+        return self._budget.end[position.seen]
 
-    def _next(self, place: _Place, token: int) -> _Place:
-        if place.over:
-            return place
-        mark = self._budget.end if place.begun else self._budget.begin
-        seen = place.seen + 1 if token == mark[place.seen] else int(token == mark[0])
-        if not place.begun:
-            if seen <= place.seen:  # it does not think at all
-                return place._replace(over=True)
-            return _Place(begun=seen == len(mark), seen=seen % len(mark))
-        return _Place(place.tokens + 1, True, seen == len(mark), seen % len(mark))
+    def _next(self, position: _Position, token: int) -> _Position:
+        if position.over:
+            return position
+        mark = self._budget.end if position.begun else self._budget.begin
+        seen = position.seen + 1 if token == mark[position.seen] else int(token == mark[0])
+        if not position.begun:
+            if seen <= position.seen:  # no thinking
+                return position._replace(over=True)
+            return _Position(begun=seen == len(mark), seen=seen % len(mark))
+        return _Position(position.tokens + 1, True, seen == len(mark), seen % len(mark))
 
 
 def output_state(

@@ -20,10 +20,10 @@ from ssd_serve.sampling.parameters import PARAMETERS, Stage, in_stages, range_of
 FILL_CONTEXT = -1
 """A value of `max_tokens`: as many as the context allows."""
 
-_UNMATCHED = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
+_CONFLICTS_WITH_GRAMMAR = ("min_tokens", "allowed_token_ids", "bad_words", "ignore_eos")
 """Parameters that could leave no allowed token if the output must match a grammar."""
 
-_UNFORCED = ("allowed_token_ids", "bad_words")
+_CONFLICTS_WITH_BUDGET = ("allowed_token_ids", "bad_words")
 """Parameters that could forbid the end mark of the thoughts."""
 
 TokenSequences = tuple[tuple[int, ...], ...]
@@ -74,19 +74,19 @@ def check_prompt(ids: Sequence[int], ready: Ready, field: str) -> None:
         raise context_length_error(str(len(ids)), ready.context, field)
 
 
-def output_limit(asked: int | None, default: int, prompt_tokens: int, ready: Ready, field: str) -> int:
-    """Number of tokens to generate: `asked` (-1: as many as fit), or the smaller of the default and what
+def output_limit(requested: int | None, default: int, prompt_tokens: int, ready: Ready, field: str) -> int:
+    """Number of tokens to generate: `requested` (-1: as many as fit), or the smaller of the default and what
     fits. Raises `ContextLengthError`."""
     left = ready.context - prompt_tokens
-    if asked is None or asked == FILL_CONTEXT:
-        return left if asked else min(default, left)
-    if asked > left:
+    if requested is None or requested == FILL_CONTEXT:
+        return left if requested else min(default, left)
+    if requested > left:
         raise ContextLengthError(
-            f"{field}: {asked} output tokens and {prompt_tokens} prompt tokens are {asked + prompt_tokens}; "
-            f"the model's context is {ready.context}",
+            f"{field}: {requested} output tokens and {prompt_tokens} prompt tokens are "
+            f"{requested + prompt_tokens}; the model's context is {ready.context}",
             field,
         )
-    return asked
+    return requested
 
 
 def bad_word_sequences(tokenizer: Encoder, word: str) -> TokenSequences:
@@ -131,24 +131,24 @@ def engine_parameters(
         "grammar": grammar,
         "thinking_budget": thinking_budget,
     }
-    asked: dict[str, Any] = {name: value for name, value in ready.sampling.items() if name not in own}
+    requested: dict[str, Any] = {name: value for name, value in ready.sampling.items() if name not in own}
     for each in PARAMETERS:
         if each.name not in own and getattr(request, each.name) is not None:
-            asked[each.name] = getattr(request, each.name)
-    for name in [each.name for each in PARAMETERS if each.token_ids and each.name in asked]:
-        check_vocabulary(asked[name], ready, name)
-        if not isinstance(asked[name], dict):
-            asked[name] = tuple(asked[name])
-    if not 0 < asked.get("top_k", 0) < ready.vocabulary:
-        asked["top_k"] = 0  # all of the vocabulary is no restriction
-    for name in _UNMATCHED if grammar else _UNFORCED if thinking_budget else ():
+            requested[each.name] = getattr(request, each.name)
+    for name in [each.name for each in PARAMETERS if each.token_ids and each.name in requested]:
+        check_vocabulary(requested[name], ready, name)
+        if not isinstance(requested[name], dict):
+            requested[name] = tuple(requested[name])
+    if not 0 < requested.get("top_k", 0) < ready.vocabulary:
+        requested["top_k"] = 0  # all of the vocabulary is no restriction
+    for name in _CONFLICTS_WITH_GRAMMAR if grammar else _CONFLICTS_WITH_BUDGET if thinking_budget else ():
         if getattr(request, name):
             raise RequestError(
                 f"{name}: could leave no token where the output must match something; give one of them", name
             )
-    found = SamplingParameters(**asked, **own)
-    _check_together(found, ending)
-    return found
+    engine = SamplingParameters(**requested, **own)
+    _check_together(engine, ending)
+    return engine
 
 
 def _check_together(parameters: SamplingParameters, ending: Collection[int]) -> None:
@@ -233,14 +233,14 @@ def model_defaults(folder: Path) -> dict[str, int | float]:
     if not path.is_file():
         return {}
     try:
-        found = _GenerationConfig.model_validate(dict(read_json(path)))
+        config = _GenerationConfig.model_validate(dict(read_json(path)))
     except ValidationError as error:
         raise CheckpointError(_explained(error, path)) from error
-    said = found.model_dump(exclude={"do_sample"}, exclude_none=True)
-    return said | ({"temperature": 0.0} if found.do_sample is False else {})
+    values = config.model_dump(exclude={"do_sample"}, exclude_none=True)
+    return values | ({"temperature": 0.0} if config.do_sample is False else {})
 
 
 def _explained(error: ValidationError, path: Path) -> str:
     problems = error.errors(include_url=False)
-    told = "; ".join(f"{each['loc'][0]}: {each['msg'][:1].lower()}{each['msg'][1:]}" for each in problems)
-    return f"{path}: {told}; repair the file, or leave it unread with SSD_GENERATION_CONFIG=none"
+    reasons = "; ".join(f"{each['loc'][0]}: {each['msg'][:1].lower()}{each['msg'][1:]}" for each in problems)
+    return f"{path}: {reasons}; repair the file, or leave it unread with SSD_GENERATION_CONFIG=none"
