@@ -19,7 +19,6 @@ from ssd_serve.base.messages import (
     Submit,
 )
 from ssd_serve.bench.lossless.fixed_costs import FixedCost
-from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
@@ -147,7 +146,7 @@ class Case:
 class ScriptedSource:
     """A draft source without a model: a node's candidates follow from its name. Remembers what it made."""
 
-    exceptional_step = False
+    is_warmup_step = False
 
     def __init__(self) -> None:
         self.made: dict[int, list[int]] = {}
@@ -187,7 +186,9 @@ def core_of(
     guesses: DraftModel | DraftSource, limits: GrowthLimits, ends: tuple[int, ...] = (EOS,)
 ) -> DrafterCore:
     """A drafter's core without channels."""
-    return build_core(CoreParts(guesses=guesses, limits=limits, ends=ends, name="d0"))
+    return DrafterCore(
+        guesses.source(limits.fan_out) if isinstance(guesses, DraftModel) else guesses, limits, ends, "d0"
+    )
 
 
 def make_engine(case: Case) -> tuple[Engine, FakeModel]:

@@ -13,7 +13,6 @@ DOORS = {
     "ssd_serve.verifier.planning.planner": ("RoundPlanner", "src/ssd_serve/verifier/build.py"),
     "ssd_serve.verifier.scheduler": ("Scheduler", "src/ssd_serve/verifier/build.py"),
     "ssd_serve.verifier.round": ("Rounds", "src/ssd_serve/verifier/build.py"),
-    "ssd_serve.drafter.core": ("DrafterCore", "src/ssd_serve/drafter/build.py"),
 }
 """Of each module, the class that is built in one place, and that place."""
 TESTS_OF_ONE_CLASS = {

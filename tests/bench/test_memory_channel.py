@@ -8,7 +8,7 @@ from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.messages import Abort, Finish
 from ssd_serve.bench.memory_channel import FaultRates, faultless, memory_pair, scripted, seeded
-from ssd_serve.transport.polling import poll
+from ssd_serve.transport.channel import poll
 
 
 def test_faultless_pair_delivers_equal_copies() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.cache.blend import SourceWeights, blend
+from ssd_serve.cache.node import SourceWeights, blend
 from ssd_serve.cache.tree import SpeculationTree
 
 MODEL, LOOKUP = 2, 4

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, unpack
 from ssd_serve.base.draft_messages import Growth
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.seeds import mix
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, unpack
 
 VOCABULARY = 1000
 CANDIDATES = st.lists(

@@ -9,9 +9,6 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.cache.replica import Replica
-from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.base.draft_messages import (
     DrafterMessage,
     Growth,
@@ -19,11 +16,14 @@ from ssd_serve.base.draft_messages import (
     Outcome,
     Resync,
 )
-from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.base.seeds import mix, root_name
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+from ssd_serve.cache.replica import Replica
+from ssd_serve.cache.tree import SpeculationTree
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
 from tests.examples import examples
 from tests.fakes import VOCABULARY, ScriptedSource, core_of
 

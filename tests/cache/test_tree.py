@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ssd_serve.base.seeds import mix
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.base.seeds import mix
 from tests.cache.walking import Path, find
 
 ROOT = 77

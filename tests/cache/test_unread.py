@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.base.seeds import mix
+from ssd_serve.cache.tree import SpeculationTree
 from tests.cache.walking import Path, find
 
 ROOT = 77

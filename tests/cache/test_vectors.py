@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.cache.vectors import VectorTable, as_bytes, from_bytes
 from ssd_serve.base.errors import ProtocolError
+from ssd_serve.cache.vectors import VectorTable, as_bytes, from_bytes
 
 
 @given(st.integers(0, 9), st.lists(st.integers(0, 40), max_size=8))

@@ -1,10 +1,10 @@
 """A drafter's core with scripted guesses, and the messages that it is told."""
 
 from ssd_serve.base.draft_messages import DrafterMessage, Open, Outcome
-from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.base.seeds import mix, root_name
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
 from tests.fakes import ScriptedSource, core_of
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=6, nodes=200)

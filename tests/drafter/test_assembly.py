@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from ssd_serve.base.draft_messages import Close, Hello, Open
-from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.drafter.sources.loading import LoadedSource, Texts
 from ssd_serve.base.errors import PairMismatchError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.settings import Settings
+from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.drafter.sources.loading import LoadedSource, TokenizerInfo
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.grammar import from_choices, serialize_parts
-from ssd_serve.base.settings import Settings
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import ScriptedSource
 from tests.waiting import until
@@ -32,21 +32,21 @@ def settings(draft: str) -> Settings:
 def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
     whole, part = (assemble_drafter(settings(draft), "d0", "cpu", None) for draft in ("embedded", "self:2"))
     assert (whole.hello.source, part.hello.source) == ("embedded", "self:2")
-    same = [replace(each.hello, source="", instance=0, step_ms=0.0, text_ms=0.0) for each in (whole, part)]
+    same = [replace(each.hello, source="", instance=0, step_ms=0.0, prefill_ms=0.0) for each in (whole, part)]
     assert same[0] == same[1]
-    assert 0 < part.hello.text_ms < part.hello.step_ms
+    assert 0 < part.hello.prefill_ms < part.hello.step_ms
     part.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))
     (growth,) = part.core.step()
     assert len(growth.tokens) == 4 * settings("").draft_fan_out
 
 
-@pytest.mark.parametrize(("told", "reading_s"), [(0.001, 0.001), (0.0, 0.0), (None, 0.005)])
+@pytest.mark.parametrize(("told", "prefill_s"), [(0.001, 0.001), (0.0, 0.0), (None, 0.005)])
 def test_a_source_that_does_not_say_how_long_it_reads_takes_a_row_of_its_widest_step(
-    told: float | None, reading_s: float
+    told: float | None, prefill_s: float
 ) -> None:
-    texts = Texts(tokenizer="", vocabulary=8, context=64, ends=())
-    loaded = LoadedSource(ScriptedSource(), texts, {4: 0.03, 8: 0.04}, text_s=told)
-    assert loaded.reading_s == reading_s
+    texts = TokenizerInfo(tokenizer="", vocabulary=8, context=64, ends=())
+    loaded = LoadedSource(ScriptedSource(), texts, {4: 0.03, 8: 0.04}, prefill_s_per_token=told)
+    assert loaded.prefill_s == prefill_s
 
 
 @pytest.mark.parametrize(("keeps", "kept"), [(True, 1), (False, 16)])

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ssd_serve.cache.replica import Replica
-from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.base.draft_messages import (
     Close,
     Features,
@@ -15,14 +13,16 @@ from ssd_serve.base.draft_messages import (
     Pause,
     Resync,
 )
-from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.seeds import mix, root_name
+from ssd_serve.cache.replica import Replica
+from ssd_serve.cache.vectors import as_bytes
+from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.whole_model import DraftModel
-from ssd_serve.drafter.width import LiveWidth
-from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.drafter.step_time import LiveWidth
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.base.seeds import mix, root_name
 from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, opening, outcome
 from tests.fakes import EOS, VOCABULARY, FakeModel, ScriptedSource, core_of
 
@@ -48,14 +48,14 @@ class Watched(LiveWidth):
 
 def test_a_step_that_was_recorded_first_teaches_nothing_about_time() -> None:
     source, widths = ScriptedSource(), Watched({1: 0.1, 3: 0.1})
-    core = build_core(CoreParts(guesses=source, limits=LIMITS, ends=(EOS,), name="d0", widths=widths))
+    core = DrafterCore(source, LIMITS, (EOS,), "d0", widths=widths)
     core.handle(opening())
-    source.exceptional_step = True
+    source.is_warmup_step = True
     core.step()
-    assert (core.exceptional_step, widths.learnt) == (True, 0)
-    source.exceptional_step = False
+    assert (core.is_warmup_step, widths.learnt) == (True, 0)
+    source.is_warmup_step = False
     core.step()
-    assert (core.exceptional_step, widths.learnt) == (False, 1)
+    assert (core.is_warmup_step, widths.learnt) == (False, 1)
 
 
 def test_an_outcome_of_the_wrong_position_asks_for_a_new_beginning() -> None:

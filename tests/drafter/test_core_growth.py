@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.cache.expansions import unpack
 from ssd_serve.base.draft_messages import (
     Close,
     DrafterMessage,
@@ -18,11 +17,12 @@ from ssd_serve.base.draft_messages import (
     Pause,
     Resync,
 )
-from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Branch, Candidates, Guesses, NodeRequest, Subtree
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.base.seeds import mix, root_name
+from ssd_serve.cache.expansions import unpack
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.sources.contract import Branch, CandidateBatch, Candidates, NodeRequest, Subtree
 from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, opening
 from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
 
@@ -114,7 +114,7 @@ class SourceOfArrays(CoarseSource):
     def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
         found = [each for each in super().expand(picks, scales) if each is not None]
         columns = (np.array([getattr(each, name) for each in found]) for name in Candidates._fields)
-        return Guesses(*columns)
+        return CandidateBatch(*columns)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.integers(1, 9), st.sampled_from([20, 35, 200]))
@@ -153,7 +153,7 @@ class BrokenSource(ScriptedSource):
         if self.kind == "candidates":
             return [Candidates(tokens, self.values, self.values, 0.0)] * len(picks)
         rows, values = np.tile(tokens, (len(picks), 1)), np.tile(self.values, (len(picks), 1))
-        return Guesses(rows, values, values, np.zeros(len(picks), dtype=np.float32))
+        return CandidateBatch(rows, values, values, np.zeros(len(picks), dtype=np.float32))
 
 
 @pytest.mark.parametrize("kind", ["candidates", "arrays", "subtree"])

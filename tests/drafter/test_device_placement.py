@@ -7,21 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ssd_serve.base.draft_messages import Open
+from ssd_serve.base.errors import CheckpointError
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.settings import Settings
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.base.draft_messages import Open
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.sources import whole_model
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
-from ssd_serve.base.errors import CheckpointError
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.attention.backends import AttentionOptions
-from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.base.settings import Settings
 from tests.end_to_end.tiny_pair import write_model
 from tests.pretended_device import DEVICE, pretended_device
 

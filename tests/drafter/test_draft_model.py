@@ -7,13 +7,13 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.examples import examples
@@ -24,7 +24,7 @@ PROMPT = st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=12)
 PARAMETERS = (SamplingParameters(temperature=0.0), SamplingParameters(temperature=1.0))
 
 
-class Drafted:
+class DraftRequest:
     """One request as the drafter's core sees it, and how much of it should have KV."""
 
     def __init__(self, request: int, tokens: list[int]) -> None:
@@ -53,7 +53,7 @@ def make_source(slots: int) -> tuple[ModelSource, SlotPool]:
     return ModelSource(FakeModel(slots), pool, NoiseRows(VOCABULARY, 64), FAN_OUT), pool
 
 
-def from_scratch(drafted: Drafted, pick: NodeRequest) -> Candidates:
+def from_scratch(drafted: DraftRequest, pick: NodeRequest) -> Candidates:
     """The same expansion by a source that has nothing to remember."""
     source, _ = make_source(200)
     source.open(0, [*drafted.tokens, *pick.tokens], drafted.parameters, 5)
@@ -71,11 +71,11 @@ class Source(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.pool = make_source(self.slots)
-        self.requests: dict[int, Drafted] = {}
+        self.requests: dict[int, DraftRequest] = {}
 
     @rule(request=st.integers(0, 3), prompt=PROMPT)
     def open(self, request: int, prompt: list[int]) -> None:
-        drafted = self.requests[request] = Drafted(request, prompt)
+        drafted = self.requests[request] = DraftRequest(request, prompt)
         self.source.open(request, prompt, drafted.parameters, 5)
 
     @precondition(lambda self: self.requests)
@@ -106,7 +106,7 @@ class Source(RuleBasedStateMachine):
             else:
                 assert self.slots < 2000
 
-    def check(self, drafted: Drafted, pick: NodeRequest, candidates: Candidates) -> None:
+    def check(self, drafted: DraftRequest, pick: NodeRequest, candidates: Candidates) -> None:
         expected = from_scratch(drafted, pick)
         assert candidates.tokens.tolist() == expected.tokens.tolist()
         assert np.allclose(candidates.log_probabilities, expected.log_probabilities, atol=1e-6)
@@ -170,7 +170,7 @@ class Scarce(FakeModel):
 def test_a_device_without_memory_grows_nothing_and_loses_nothing() -> None:
     pool, model = SlotPool(100), Scarce(100)
     source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT)
-    drafted = Drafted(0, [3, 4, 5])
+    drafted = DraftRequest(0, [3, 4, 5])
     source.open(0, [3, 4, 5], drafted.parameters, 5)
     pick = drafted.pick(drafted.tree.root)
     for full in (True, True, False, True, False):
@@ -200,7 +200,7 @@ def reading(source: ModelSource, pick: NodeRequest) -> tuple[int, Candidates | N
 def test_a_long_text_is_read_in_parts(rows: int, steps: int) -> None:
     pool, model = SlotPool(200), FakeModel(200)
     source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=rows)
-    drafted = Drafted(0, [index % (VOCABULARY - 1) + 1 for index in range(70)])
+    drafted = DraftRequest(0, [index % (VOCABULARY - 1) + 1 for index in range(70)])
     source.open(0, drafted.tokens, drafted.parameters, 5)
     took, found = reading(source, drafted.pick(drafted.tree.root))
     assert found is not None
@@ -210,7 +210,7 @@ def test_a_long_text_is_read_in_parts(rows: int, steps: int) -> None:
 
 def test_nobody_waits_for_the_text_of_another_and_texts_share_a_step() -> None:
     source = ModelSource(FakeModel(300), SlotPool(300), NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=20)
-    requests = [Drafted(request, [1] * length) for request, length in enumerate((50, 3, 50, 12))]
+    requests = [DraftRequest(request, [1] * length) for request, length in enumerate((50, 3, 50, 12))]
     for each in requests:
         source.open(each.request, each.tokens, each.parameters, 5)
     found = source.expand([each.pick(each.tree.root) for each in requests], [1.0] * 4)
@@ -220,7 +220,7 @@ def test_nobody_waits_for_the_text_of_another_and_texts_share_a_step() -> None:
 
 def test_a_text_without_room_is_not_read_for_ever() -> None:
     source = ModelSource(FakeModel(30), SlotPool(30), NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=20)
-    drafted = Drafted(0, [1] * 70)
+    drafted = DraftRequest(0, [1] * 70)
     source.open(0, drafted.tokens, drafted.parameters, 5)
     assert reading(source, drafted.pick(drafted.tree.root)) == (2, None)
 
@@ -229,7 +229,7 @@ def test_a_hit_computes_nothing_again() -> None:
     pool = SlotPool(100)
     model = FakeModel(100)
     source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT)
-    drafted = Drafted(0, [3, 4, 5])
+    drafted = DraftRequest(0, [3, 4, 5])
     source.open(0, [3, 4, 5], drafted.parameters, 5)
     for _ in range(3):
         node = drafted.open_nodes()[0]
@@ -247,14 +247,14 @@ def test_a_hit_computes_nothing_again() -> None:
 
 def test_a_step_that_reads_a_text_first_is_exceptional() -> None:
     source, _ = make_source(100)
-    drafted = Drafted(0, [3 + index % 5 for index in range(17)])
+    drafted = DraftRequest(0, [3 + index % 5 for index in range(17)])
 
     def expand() -> bool:
         node = drafted.open_nodes()[0]
         found = source.expand([drafted.pick(node)], [1.0])[0]
         assert found is not None
         drafted.tree.expand(node, found.tokens.tolist(), found.log_probabilities.tolist())
-        return source.exceptional_step
+        return source.is_warmup_step
 
     def commit(count: int) -> None:
         wrong = [VOCABULARY - 1] * count
@@ -272,7 +272,7 @@ def test_a_step_that_reads_a_text_first_is_exceptional() -> None:
 
 def test_the_least_recently_expanded_request_gives_way() -> None:
     source, pool = make_source(24)
-    drafted = [Drafted(request, list(range(1, 9))) for request in range(4)]
+    drafted = [DraftRequest(request, list(range(1, 9))) for request in range(4)]
     for each in drafted:
         source.open(each.request, each.tokens, each.parameters, 5)
         assert source.expand([each.pick(each.tree.root)], [1.0])[0] is not None

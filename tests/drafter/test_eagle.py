@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ssd_serve.base.errors import ProtocolError
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.eagle import EagleSource
 from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS
-from ssd_serve.base.errors import ProtocolError
-from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.models.heads import FLAT, HIDDEN, VOCABULARY, FirstOracle, Oracle
 from tests.models.test_heads import loaded, target

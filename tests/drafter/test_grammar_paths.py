@@ -11,23 +11,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from ssd_serve.base.draft_messages import Open, Outcome
+from ssd_serve.base.errors import GrammarError
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.seeds import mix, root_name
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.base.draft_messages import Open, Outcome
-from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
-from ssd_serve.drafter.sources.contract import Branch, Candidates, DraftSource, Found, NodeRequest, Subtree
+from ssd_serve.drafter.sources.contract import (
+    Branch,
+    Candidates,
+    DraftSource,
+    ExpandResult,
+    NodeRequest,
+    Subtree,
+)
 from ssd_serve.drafter.sources.draft_model import ModelSource
-from ssd_serve.base.errors import GrammarError
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.processors import apply_masks
 from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.processors import apply_masks
 from ssd_serve.sampling.ranking import trusted_ranking
-from ssd_serve.base.seeds import mix, root_name
 from tests.counting_grammar import Counting, CountingGrammars, may_come
 from tests.fakes import EOS, VOCABULARY, FakeModel, ScriptedSource
 
@@ -57,7 +64,7 @@ class Told:
     """A drafter's core, and what a verifier knows of its trees."""
 
     def __init__(self, source: DraftSource, limits: GrowthLimits, paths: GrammarPaths | None) -> None:
-        self.core = build_core(CoreParts(guesses=source, limits=limits, ends=(EOS,), name="d0", paths=paths))
+        self.core = DrafterCore(source, limits, (EOS,), "d0", paths=paths)
         self.replicas: dict[int, Replica] = {}
 
     def open(self, request: int = 1, grammar: str = "any") -> None:
@@ -102,7 +109,7 @@ class Heedless(ScriptedSource):
 class Chains:
     """Guesses two levels at once, as lookups do."""
 
-    exceptional_step = False
+    is_warmup_step = False
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         """Every text is alike."""
@@ -113,7 +120,7 @@ class Chains:
     def close(self, request: int) -> None:
         """Nothing is there."""
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Found]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[ExpandResult]:
         first = list(range(1, 20))
         below = [Branch((token,), [3, 4, 5, 6], [-1.0] * 4) for token in first]
         return [Subtree([Branch((), first, [-2.0] * 19), *below]) for _ in picks]
@@ -217,7 +224,7 @@ def test_masks_are_those_of_each_path_read_anew(grown: list[tuple[int, int]]) ->
 def test_the_compiled_ranking_heeds_masks_as_torch_does(native: NativeLibrary, temperature: float) -> None:
     compiled = trusted_ranking(native)
     assert compiled is not None
-    found: list[Found] = []
+    found: list[ExpandResult] = []
     for ranking in (None, compiled):
         source = ModelSource(FakeModel(200), SlotPool(200), NoiseRows(VOCABULARY, 64), 20, ranking)
         source.open(1, PROMPT, SamplingParameters(temperature=temperature), 5)

@@ -7,10 +7,10 @@ from ssd_serve.base.draft_messages import (
     Outcome,
     Resync,
 )
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.sources.whole_model import DraftModel
-from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.fakes import HELLO, VOCABULARY, FakeModel, ScriptedSource, core_of
 
@@ -56,9 +56,9 @@ def test_what_an_exceptional_step_takes_is_not_what_a_step_takes() -> None:
         assert isinstance(beat, Heartbeat)
         return beat.step_ms
 
-    source.exceptional_step = True
+    source.is_warmup_step = True
     assert told() == HELLO.step_ms
-    source.exceptional_step = False
+    source.is_warmup_step = False
     assert told() > HELLO.step_ms
 
 

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.transport.channel import Channel
-from ssd_serve.transport.reconnect import Dial
 from ssd_serve.base.draft_messages import (
     Close,
     Growth,
@@ -22,13 +19,16 @@ from ssd_serve.base.draft_messages import (
     Refusal,
     Resync,
 )
-from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.process import CoreAtWork, DrafterLoop
-from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.base.errors import EngineDeadError, PairMismatchError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.process import DrafterLoop, DrafterRunner
+from ssd_serve.drafter.verifier_connection import VerifierConnection
+from ssd_serve.transport.channel import Channel
+from ssd_serve.transport.listener import Reconnector
 from tests.fakes import HELLO, VOCABULARY, ScriptedSource, core_of
 
 QUIET = get_logger("drafter-0", level="error")
@@ -40,7 +40,7 @@ def make() -> tuple[DrafterLoop, DrafterCore, MemoryChannel, MemoryChannel]:
     mine, verifiers = memory_pair()
     core = core_of(ScriptedSource(), LIMITS)
     return (
-        DrafterLoop([CoreAtWork(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)]),
+        DrafterLoop([DrafterRunner(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)]),
         core,
         mine,
         verifiers,
@@ -70,7 +70,7 @@ def test_several_draft_models_take_turns_and_are_drafters_of_their_own() -> None
     pairs = [memory_pair() for _ in range(2)]
     cores = [core_of(ScriptedSource(), LIMITS) for _ in pairs]
     works = [
-        CoreAtWork(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)
+        DrafterRunner(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)
         for core, (mine, _) in zip(cores, pairs, strict=True)
     ]
     loop = DrafterLoop(works)
@@ -125,9 +125,9 @@ def test_a_patient_one_that_is_refused_asks_again_and_joins_who_comes_after() ->
 
     core = core_of(ScriptedSource(), LIMITS)
     target = VerifierConnection(
-        core, HELLO, QUIET, dial=Dial("tcp://a:1", QUIET, reach, longest_pause_s=0.01)
+        core, HELLO, QUIET, dial=Reconnector("tcp://a:1", QUIET, reach, longest_pause_s=0.01)
     )
-    loop = DrafterLoop([CoreAtWork(core, [target], 0.001)], patient=True)
+    loop = DrafterLoop([DrafterRunner(core, [target], 0.001)], patient=True)
     deadline = time.monotonic() + 10.0
     while len(reached) < 2 or target.refused:
         assert time.monotonic() < deadline
@@ -146,7 +146,7 @@ class Shared:
             VerifierConnection(self.core, HELLO, QUIET, (place, 2), channel=pair[0])
             for place, pair in enumerate(pairs)
         ]
-        self.loop = DrafterLoop([CoreAtWork(self.core, targets, 0.001)])
+        self.loop = DrafterLoop([DrafterRunner(self.core, targets, 0.001)])
 
     def turn(self, times: int = 1) -> list[list[Growth]]:
         """What each verifier hears of growth."""
@@ -218,8 +218,8 @@ def test_a_verifier_that_comes_back_is_greeted_again() -> None:
         return mine
 
     core = core_of(ScriptedSource(), LIMITS)
-    target = VerifierConnection(core, HELLO, QUIET, dial=Dial("here", QUIET, reach))
-    loop = DrafterLoop([CoreAtWork(core, [target], 0.001)])
+    target = VerifierConnection(core, HELLO, QUIET, dial=Reconnector("here", QUIET, reach))
+    loop = DrafterLoop([DrafterRunner(core, [target], 0.001)])
     until(loop, lambda: len(ends) == 1)
     ends[0].send(HELLO)
     ends[0].send(OPEN)
@@ -244,7 +244,7 @@ def test_the_file_of_its_life_is_touched_while_a_verifier_takes_drafts(tmp_path:
         mine, verifiers = memory_pair()
         core = core_of(ScriptedSource(), LIMITS)
         loop = DrafterLoop(
-            [CoreAtWork(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)],
+            [DrafterRunner(core, [VerifierConnection(core, HELLO, QUIET, channel=mine)], 0.001)],
             patient=True,
             alive_file=alive,
         )
@@ -303,8 +303,8 @@ def test_who_was_welcome_once_and_is_refused_later_tries_again() -> None:
     """The reason may pass: a process that is no patient one does not end for it."""
     mine, verifiers = memory_pair()
     core = core_of(ScriptedSource(), LIMITS)
-    target = VerifierConnection(core, HELLO, QUIET, dial=Dial("here", QUIET, lambda _address: mine))
-    loop = DrafterLoop([CoreAtWork(core, [target], 0.001)])
+    target = VerifierConnection(core, HELLO, QUIET, dial=Reconnector("here", QUIET, lambda _address: mine))
+    loop = DrafterLoop([DrafterRunner(core, [target], 0.001)])
     deadline = time.monotonic() + 10.0
     while target.channel is None:
         assert time.monotonic() < deadline

@@ -11,25 +11,25 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ssd_serve.cache.vectors import as_bytes
-from ssd_serve.transport.channel import Channel, Intake, SocketChannel
-from ssd_serve.transport.shared_memory import PiecePlace, SharedWriter
 from ssd_serve.base.draft_messages import (
     Features,
     Message,
     Open,
-    PiecesRead,
     SharedMemory,
+    SharedMemoryRead,
 )
-from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.cache.vectors import as_bytes
+from ssd_serve.drafter.verifier_connection import VERIFIER_LIMITS, VerifierConnection
+from ssd_serve.transport.channel import Channel, ReceiveLimits, SocketChannel
+from ssd_serve.transport.shared_memory import SharedSpan, SharedWriter
 from tests.fakes import GROWTH, HELLO, ScriptedSource, core_of
 
 OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 WIDTH, SIZE = 8, 1 << 12
 ROWS = torch.arange(3 * WIDTH).view(3, WIDTH).to(torch.bfloat16)
-AT = PiecePlace(64, 2 * ROWS.numel())
+AT = SharedSpan(64, 2 * ROWS.numel())
 TOLD = Features(1, 1, 0, WIDTH, b"", AT)
 
 
@@ -48,7 +48,7 @@ class ReadingSource(ScriptedSource):
 class Verifier:
     """The other end of a drafter's connection."""
 
-    def __init__(self, intake: Intake = FROM_VERIFIERS) -> None:
+    def __init__(self, intake: ReceiveLimits = VERIFIER_LIMITS) -> None:
         first, second = socket.socketpair()
         self.channel = SocketChannel(first)
         self.source = ReadingSource()
@@ -88,9 +88,9 @@ def memory_maps() -> int:
 def test_rows_are_taken_from_there_and_what_was_read_is_said_with_the_next_words() -> None:
     with closing(Verifier()) as verifier:
         verifier.offer()
-        assert verifier.say(OPEN) == [PiecesRead(0)]
+        assert verifier.say(OPEN) == [SharedMemoryRead(0)]
         verifier.memory.at(AT)[:] = as_bytes(ROWS)
-        assert verifier.say(TOLD, replace(TOLD, position=3)) == [PiecesRead(2)]
+        assert verifier.say(TOLD, replace(TOLD, position=3)) == [SharedMemoryRead(2)]
         verifier.memory.at(AT)[:] = bytes(AT.length)  # it has what it has
         assert [rows.tolist() for rows in verifier.source.given] == 2 * [ROWS.tolist()]
         assert verifier.say() == []
@@ -99,7 +99,7 @@ def test_rows_are_taken_from_there_and_what_was_read_is_said_with_the_next_words
 def test_what_is_of_no_use_is_given_back_too() -> None:
     with closing(Verifier()) as verifier:
         verifier.offer()
-        assert verifier.say(TOLD, replace(TOLD, request=9), replace(TOLD, epoch=3)) == [PiecesRead(3)]
+        assert verifier.say(TOLD, replace(TOLD, request=9), replace(TOLD, epoch=3)) == [SharedMemoryRead(3)]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_memory_of_another_size_ends_the_connection(capsys: pytest.CaptureFixtur
 
 
 def test_where_the_file_does_not_come_rows_do(capsys: pytest.CaptureFixture[str]) -> None:
-    with closing(Verifier(Intake())) as verifier:
+    with closing(Verifier(ReceiveLimits())) as verifier:
         verifier.offer()
         assert verifier.say(OPEN) == []
         assert "features come by the socket" in capsys.readouterr().err

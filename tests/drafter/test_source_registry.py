@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.drafter.sources import registry
-from ssd_serve.drafter.sources.loading import SourceOrder
-from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, load_source
 from ssd_serve.base.errors import CheckpointError, SettingsError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
+from ssd_serve.drafter.sources import registry
+from ssd_serve.drafter.sources.loading import SourceConfig
+from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, load_source
 
 HERE = __name__
 
 
-def load_named(_order: SourceOrder) -> Any:
+def load_named(_order: SourceConfig) -> Any:
     return "named"
 
 
-def load_head(_order: SourceOrder) -> Any:
+def load_head(_order: SourceConfig) -> Any:
     return "head"
 
 
-def load_any(_order: SourceOrder) -> Any:
+def load_any(_order: SourceConfig) -> Any:
     return "whole model"
 
 
@@ -35,7 +35,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(name: str, folder: Path | None) -> Any:
-    order = SourceOrder(
+    order = SourceConfig(
         settings=Settings(), folder=folder, device="cpu", native=None, log=get_logger("d0"), widths=[4]
     )
     return load_source(name, order)

@@ -1,6 +1,6 @@
 """How wide a draft step is."""
 
-from ssd_serve.drafter.width import LiveWidth, choose_width, widths_to_measure
+from ssd_serve.drafter.step_time import LiveWidth, choose_width, widths_to_measure
 
 
 def test_widths_double_up_to_the_most() -> None:

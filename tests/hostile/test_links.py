@@ -20,7 +20,7 @@ from ssd_serve.base.draft_messages import Heartbeat
 from ssd_serve.base.errors import SettingsError, SsdError
 from ssd_serve.transport.framing import FrameWriter
 from ssd_serve.transport.listener import connect
-from ssd_serve.transport.tls import Sealed, identity
+from ssd_serve.transport.tls import TlsStream, identity
 from tests.hostile.victim import Victim, open_victim
 from tests.servers import free_port
 from tests.waiting import until
@@ -77,7 +77,7 @@ def until_hung_up(connection: socket.socket) -> bytes:
 def hello() -> bytes:
     """The first words of somebody who does everything right."""
     words: list[bytes] = []
-    Sealed(identity(KEY), listening=False).shake(b"", words.append)
+    TlsStream(identity(KEY), listening=False).shake(b"", words.append)
     return b"".join(words)
 
 

@@ -11,9 +11,9 @@ import pytest
 from ssd_serve.base.logs import get_logger
 from ssd_serve.bench.lossless.drafters import MemoryDrafter, RigDraft
 from ssd_serve.bench.lossless.rig import Case
-from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
-from ssd_serve.transport.channel import TRUSTED, Intake, SocketChannel
-from ssd_serve.transport.shared_memory import PiecePlace, SharedReader
+from ssd_serve.drafter.verifier_connection import VERIFIER_LIMITS, VerifierConnection
+from ssd_serve.transport.channel import DEFAULT_LIMITS, ReceiveLimits, SocketChannel
+from ssd_serve.transport.shared_memory import SharedReader, SharedSpan
 from ssd_serve.verifier.engine import Engine
 from tests.lossless.every_source import EverySource
 
@@ -35,7 +35,7 @@ class WorkedSocket(SocketChannel):
 class SocketDrafter(MemoryDrafter):
     """A drafter behind a socket, in the thread of the verifier."""
 
-    def __init__(self, intake: Intake, stack: ExitStack, draft: RigDraft, engine: Engine) -> None:
+    def __init__(self, intake: ReceiveLimits, stack: ExitStack, draft: RigDraft, engine: Engine) -> None:
         first, second = socket.socketpair()
         mine, its = WorkedSocket(first), SocketChannel(second, intake=intake)
         stack.callback(mine.close)
@@ -56,7 +56,7 @@ class SocketDrafter(MemoryDrafter):
 
 
 @contextmanager
-def sockets(intake: Intake) -> Generator[Callable[[RigDraft, Engine], MemoryDrafter]]:
+def sockets(intake: ReceiveLimits) -> Generator[Callable[[RigDraft, Engine], MemoryDrafter]]:
     with ExitStack() as stack:
         yield partial(SocketDrafter, intake, stack)
 
@@ -68,17 +68,17 @@ def test_as_much_is_drafted_and_accepted_as_when_rows_come_in_messages(
     copied = SharedReader.copied
     pieces = 0
 
-    def counted(reader: SharedReader, place: PiecePlace) -> bytes:
+    def counted(reader: SharedReader, place: SharedSpan) -> bytes:
         nonlocal pieces
         pieces += 1
         return copied(reader, place)
 
     monkeypatch.setattr(SharedReader, "copied", counted)
     sources = EverySource(tmp_path_factory.mktemp("sources"))
-    with sockets(TRUSTED) as make:
+    with sockets(DEFAULT_LIMITS) as make:
         told = sources.check(head, Case("ssd", 4, 12), make, 6)
     assert not pieces
-    with sockets(FROM_VERIFIERS) as make:
+    with sockets(VERIFIER_LIMITS) as make:
         shared = sources.check(head, Case("ssd", 4, 12), make, 6)
     assert pieces > 6
     assert shared == told

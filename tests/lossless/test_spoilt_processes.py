@@ -31,7 +31,7 @@ import torch
 
 from ssd_serve.drafter.sources.contract import Candidates
 from ssd_serve.drafter.sources.eagle import EagleSource
-from ssd_serve.drafter.sources.eagle_loading import load_eagle
+from ssd_serve.drafter.sources.eagle import load_eagle
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 
 run, read, expand = EagleHead.run, EagleSource.read, EagleSource.expand

@@ -9,9 +9,8 @@ import pytest
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.bench.lossless.drafters import RigDraft
 from ssd_serve.bench.lossless.rig import GROWTH, Case
-from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.sources.contract import Branch, Candidates, Found, NodeRequest, Subtree
+from ssd_serve.drafter.sources.contract import Branch, Candidates, ExpandResult, NodeRequest, Subtree
 from tests.lossless.every_source import EverySource
 
 VOCABULARY = 257
@@ -21,7 +20,7 @@ VALUES = [-0.1, -1.0, -1.0, -90.0, 0.0, 3.0, -3e38, float("inf"), -float("inf"),
 class WildSource:
     """Forgets everything, and draws what it says."""
 
-    exceptional_step = False
+    is_warmup_step = False
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -35,18 +34,18 @@ class WildSource:
     def close(self, request: int) -> None:
         pass
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Found]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[ExpandResult]:
         return [self._random.choice((self._nothing, self._candidates, self._subtree))() for _ in picks]
 
-    def _nothing(self) -> Found:
+    def _nothing(self) -> ExpandResult:
         return None
 
-    def _candidates(self) -> Found:
+    def _candidates(self) -> ExpandResult:
         tokens = np.array(self._tokens(40), dtype=np.int32)
         values = np.array(self._values(len(tokens)), dtype=np.float32)
         return Candidates(tokens, values, values, self._random.choice(VALUES))
 
-    def _subtree(self) -> Found:
+    def _subtree(self) -> ExpandResult:
         """Some of its paths lead somewhere: they are of tokens that were said before."""
         branches: list[Branch] = []
         paths: list[tuple[int, ...]] = [()]
@@ -74,7 +73,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> EverySource:
 
 
 def core_of(seed: int) -> Callable[[], DrafterCore]:
-    return lambda: build_core(CoreParts(guesses=WildSource(seed), limits=GROWTH, ends=(0,), name="wild"))
+    return lambda: DrafterCore(WildSource(seed), GROWTH, (0,), "wild")
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])

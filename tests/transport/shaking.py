@@ -1,22 +1,22 @@
 """Two ends of an encrypted connection without sockets, for tests."""
 
-from ssd_serve.transport.tls import Sealed, identity
+from ssd_serve.transport.tls import TlsStream, identity
 
 KEY = "a key of the tests"
 
 
-def shaken_pair() -> tuple[Sealed, Sealed]:
+def shaken_pair() -> tuple[TlsStream, TlsStream]:
     """A connector and a listener that have shaken hands."""
-    connector, listener = Sealed(identity(KEY), listening=False), Sealed(identity(KEY), listening=True)
+    connector, listener = TlsStream(identity(KEY), listening=False), TlsStream(identity(KEY), listening=True)
     assert met(connector, listener) == (True, True)
     return connector, listener
 
 
-def met(connector: Sealed, listener: Sealed, part: int = 1 << 20) -> tuple[bool, bool]:
+def met(connector: TlsStream, listener: TlsStream, part: int = 1 << 20) -> tuple[bool, bool]:
     """Who has come to an end of the handshake, when all is delivered in parts of so many bytes."""
     over = {connector: False, listener: False}
     peers = {connector: listener, listener: connector}
-    waiting: dict[Sealed, bytearray] = {connector: bytearray(), listener: bytearray()}
+    waiting: dict[TlsStream, bytearray] = {connector: bytearray(), listener: bytearray()}
     over[connector] = connector.shake(b"", waiting[listener].extend)
     while any(waiting.values()):
         for end, data in waiting.items():

@@ -21,9 +21,8 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.base.errors import EngineDeadError, ProtocolError, SettingsError
 from ssd_serve.base.messages import Abort
-from ssd_serve.transport.channel import Intake, SocketChannel
+from ssd_serve.transport.channel import ReceiveLimits, SocketChannel, poll
 from ssd_serve.transport.listener import Listener, connect
-from ssd_serve.transport.polling import poll
 from tests.transport.shaking import shaken_pair
 
 Pair = tuple[SocketChannel, SocketChannel]
@@ -220,7 +219,7 @@ def test_connecting_waits_for_a_descriptor(tmp_path: Path) -> None:
 
 def test_no_more_is_taken_at_once_than_a_peer_is_worth() -> None:
     first, second = socket.socketpair()
-    intake = Intake(frame_bytes=1000, drain_bytes=4096, kinds=Heartbeat | Hello)
+    intake = ReceiveLimits(frame_bytes=1000, drain_bytes=4096, kinds=Heartbeat | Hello)
     with closing(SocketChannel(first)) as sender, closing(SocketChannel(second, intake=intake)) as channel:
         for _ in range(1000):
             sender.post(Heartbeat())

@@ -13,11 +13,10 @@ from contextlib import ExitStack, closing
 import pytest
 
 from ssd_serve.base.messages import Abort
-from ssd_serve.transport.channel import SocketChannel
+from ssd_serve.transport.channel import SocketChannel, poll
 from ssd_serve.transport.handshake import KeyGate
 from ssd_serve.transport.listener import connect
-from ssd_serve.transport.polling import poll
-from ssd_serve.transport.tls import Sealed, identity
+from ssd_serve.transport.tls import TlsStream, identity
 from tests.transport.shaking import KEY
 from tests.transport.strangers import Guarded, Heard, meet
 
@@ -100,7 +99,7 @@ def test_a_crowd_takes_little_of_a_round(crowded: tuple[KeyGate, tuple[str, int]
     gate, address, _ = crowded
     with ExitStack() as stack:
         hello = Heard()
-        Sealed(identity(KEY), listening=False).shake(b"", hello.add)
+        TlsStream(identity(KEY), listening=False).shake(b"", hello.add)
         for _ in range(64):
             stack.enter_context(closing(socket.create_connection(address))).sendall(hello.data)
         calls = 0

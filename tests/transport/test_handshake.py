@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from ssd_serve.base.draft_messages import Growth, Message
 from ssd_serve.base.errors import EngineDeadError, ProtocolError, SettingsError
 from ssd_serve.base.messages import Abort
-from ssd_serve.transport.channel import SocketChannel
+from ssd_serve.transport.channel import SocketChannel, poll
 from ssd_serve.transport.listener import Listener, connect
-from ssd_serve.transport.polling import poll
-from ssd_serve.transport.tls import Sealed, identity
+from ssd_serve.transport.tls import TlsStream, identity
 from tests.transport.shaking import KEY
 from tests.transport.strangers import Guarded, Heard, meet
 
@@ -204,9 +203,9 @@ def test_a_frame_that_is_too_large_closes_the_channel() -> None:
         assert channel.closed
 
 
-def shaken(first: socket.socket, second: socket.socket) -> tuple[Sealed, SocketChannel]:
+def shaken(first: socket.socket, second: socket.socket) -> tuple[TlsStream, SocketChannel]:
     """An end that says what it likes, and a channel that listens to it."""
-    liar, honest = (Sealed(identity(KEY), listening=listening) for listening in (False, True))
+    liar, honest = (TlsStream(identity(KEY), listening=listening) for listening in (False, True))
     received = b""
     while not (done := liar.shake(received, first.sendall)):
         honest.shake(second.recv(65536), second.sendall)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from ssd_serve.base.draft_messages import SharedMemory
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.messages import Abort
-from ssd_serve.transport.channel import Intake, SocketChannel
-from ssd_serve.transport.shared_memory import PiecePlace, PieceRing, SharedReader, SharedWriter
+from ssd_serve.transport.channel import ReceiveLimits, SocketChannel
+from ssd_serve.transport.shared_memory import RingAllocator, SharedReader, SharedSpan, SharedWriter
 from tests.examples import examples
 from tests.transport.shaking import shaken_pair
 
@@ -28,7 +28,7 @@ Pair = tuple[SocketChannel, SocketChannel]
 def pair() -> Iterator[Pair]:
     """The second takes open files."""
     first, second = socket.socketpair()
-    channels = SocketChannel(first), SocketChannel(second, intake=Intake(descriptors=True))
+    channels = SocketChannel(first), SocketChannel(second, intake=ReceiveLimits(descriptors=True))
     yield channels
     for channel in channels:
         channel.close()
@@ -58,7 +58,7 @@ def test_pieces_in_use_are_inside_and_apart_and_given_back_in_their_order(
     size: int, actions: list[int]
 ) -> None:
     """A number above 0 asks for so many bytes; another one gives so many pieces back, if there are."""
-    pieces, held, returned = PieceRing(size), list[range](), 0
+    pieces, held, returned = RingAllocator(size), list[range](), 0
     for action in actions:
         if action > 0:
             offset = pieces.room(action)
@@ -68,7 +68,7 @@ def test_pieces_in_use_are_inside_and_apart_and_given_back_in_their_order(
             new = range(offset, offset + action)
             assert 0 <= new.start < new.stop <= size
             assert all(new.stop <= each.start or each.stop <= new.start for each in held)
-            pieces.take(PiecePlace(offset, action))
+            pieces.take(SharedSpan(offset, action))
             held.append(new)
         else:
             count = min(-action, len(held))
@@ -79,15 +79,15 @@ def test_pieces_in_use_are_inside_and_apart_and_given_back_in_their_order(
 
 
 def test_room_that_is_free_is_found_at_both_ends() -> None:
-    pieces = PieceRing(300)
+    pieces = RingAllocator(300)
     for offset in (0, 64, 128):
         assert pieces.room(64) == offset
-        pieces.take(PiecePlace(offset, 64))
+        pieces.take(SharedSpan(offset, 64))
     assert pieces.room(128) is None
     pieces.give_back(2)
     assert pieces.room(108) == 192
     assert pieces.room(120) == 0
-    pieces.take(PiecePlace(0, 120))
+    pieces.take(SharedSpan(0, 120))
     assert pieces.room(1) is None  # up to the piece at 128, in steps of 64
     pieces.give_back(4)
     assert pieces.room(300) == 0
@@ -95,9 +95,9 @@ def test_room_that_is_free_is_found_at_both_ends() -> None:
 
 @pytest.mark.parametrize("total", [-1, 1, 4])
 def test_nobody_gives_back_what_was_not_taken_or_takes_it_back(total: int) -> None:
-    pieces = PieceRing(300)
+    pieces = RingAllocator(300)
     for offset in (0, 64, 128):
-        pieces.take(PiecePlace(offset, 64))
+        pieces.take(SharedSpan(offset, 64))
     pieces.give_back(2)
     with pytest.raises(ProtocolError, match="cannot have been read"):
         pieces.give_back(total)
@@ -108,9 +108,9 @@ def test_nobody_gives_back_what_was_not_taken_or_takes_it_back(total: int) -> No
 def test_what_one_end_writes_the_other_reads(pair: Pair) -> None:
     writer, reader = shared_pair(pair)
     for place, text in (
-        (PiecePlace(0, 5), b"first"),
-        (PiecePlace(64, 6), b"second"),
-        (PiecePlace(SIZE - 4, 4), b"last"),
+        (SharedSpan(0, 5), b"first"),
+        (SharedSpan(64, 6), b"second"),
+        (SharedSpan(SIZE - 4, 4), b"last"),
     ):
         writer.at(place)[:] = text
         assert reader.copied(place) == text
@@ -121,7 +121,7 @@ def test_what_one_end_writes_the_other_reads(pair: Pair) -> None:
 def test_no_byte_outside_is_read(pair: Pair, place: tuple[int, int]) -> None:
     _, reader = shared_pair(pair)
     with pytest.raises(ProtocolError, match="of shared memory"):
-        reader.copied(PiecePlace(*place))
+        reader.copied(SharedSpan(*place))
     assert reader.read == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ssd_serve.base.errors import PermissionProblemError, SettingsError
-from ssd_serve.transport.tls import Identity, Sealed, identity
+from ssd_serve.transport.tls import Identity, TlsStream, identity
 from tests.transport.shaking import KEY, met, shaken_pair
 
 
@@ -20,19 +20,19 @@ def test_the_same_key_is_the_same_identity_everywhere() -> None:
     identity.cache_clear()
     again = identity(KEY)
     assert again is not before
-    assert met(Sealed(before, listening=False), Sealed(again, listening=True)) == (True, True)
+    assert met(TlsStream(before, listening=False), TlsStream(again, listening=True)) == (True, True)
 
 
 @pytest.mark.parametrize("part", [1, 2, 3, 100])
 def test_hands_are_shaken_byte_by_byte_too(part: int) -> None:
     own = identity(KEY)
-    assert met(Sealed(own, listening=False), Sealed(own, listening=True), part) == (True, True)
+    assert met(TlsStream(own, listening=False), TlsStream(own, listening=True), part) == (True, True)
 
 
 def test_another_key_is_another_identity_to_the_connector() -> None:
     other = identity("another key of the tests")
     with pytest.raises(ssl.SSLCertVerificationError):
-        met(Sealed(identity(KEY), listening=False), Sealed(other, listening=True))
+        met(TlsStream(identity(KEY), listening=False), TlsStream(other, listening=True))
 
 
 def test_a_connector_that_believes_everybody_is_not_believed() -> None:
@@ -41,7 +41,7 @@ def test_a_connector_that_believes_everybody_is_not_believed() -> None:
     trusting.connecting.verify_mode = ssl.CERT_NONE
     try:
         with pytest.raises(ssl.SSLCertVerificationError):
-            met(Sealed(trusting, listening=False), Sealed(identity(KEY), listening=True))
+            met(TlsStream(trusting, listening=False), TlsStream(identity(KEY), listening=True))
     finally:
         identity.cache_clear()
 
@@ -50,9 +50,9 @@ def test_a_connector_without_a_certificate_is_refused() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    nobody = Sealed(Identity(context, context), listening=False)
+    nobody = TlsStream(Identity(context, context), listening=False)
     with pytest.raises(ssl.SSLError, match="CERTIFICATE"):
-        met(nobody, Sealed(identity(KEY), listening=True))
+        met(nobody, TlsStream(identity(KEY), listening=True))
 
 
 def test_nothing_older_than_tls_1_3_is_spoken() -> None:
@@ -62,7 +62,7 @@ def test_nothing_older_than_tls_1_3_is_spoken() -> None:
     old.verify_mode = ssl.CERT_NONE
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError, match="PROTOCOL"):
-        met(Sealed(Identity(old, old), listening=False), Sealed(own, listening=True))
+        met(TlsStream(Identity(old, old), listening=False), TlsStream(own, listening=True))
 
 
 @hypothesis_settings(max_examples=50, deadline=None)
@@ -105,7 +105,7 @@ def test_what_was_sealed_cannot_be_said_twice() -> None:
         other.open(wire)
 
 
-def honest_connector(listener: Sealed) -> tuple[ssl.SSLObject, ssl.MemoryBIO]:
+def honest_connector(listener: TlsStream) -> tuple[ssl.SSLObject, ssl.MemoryBIO]:
     """One that has shaken hands, and what leaves it."""
     arrived, leaving, heard = ssl.MemoryBIO(), ssl.MemoryBIO(), bytearray()
     one = identity(KEY).connecting.wrap_bio(arrived, leaving)
@@ -119,7 +119,7 @@ def honest_connector(listener: Sealed) -> tuple[ssl.SSLObject, ssl.MemoryBIO]:
 
 
 def test_after_a_farewell_nothing_is_kept() -> None:
-    other = Sealed(identity(KEY), listening=True)
+    other = TlsStream(identity(KEY), listening=True)
     one, leaving = honest_connector(other)
     with pytest.raises(ssl.SSLWantReadError):
         one.unwrap()
@@ -129,7 +129,7 @@ def test_after_a_farewell_nothing_is_kept() -> None:
 
 def test_every_version_makes_the_same_certificate_of_a_key() -> None:
     """Where this fails, this version and earlier ones do not know each other: change the salt."""
-    one, _ = honest_connector(Sealed(identity(KEY), listening=True))
+    one, _ = honest_connector(TlsStream(identity(KEY), listening=True))
     certificate = one.getpeercert(binary_form=True) or b""
     assert (
         hashlib.sha256(certificate).hexdigest()

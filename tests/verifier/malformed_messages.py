@@ -73,7 +73,7 @@ def hellos(draw: st.DrawFn) -> Speech:
         st.fixed_dictionaries(
             {},
             optional={
-                **{"name": LONG, "source": LONG, "step_ms": FIGURES, "text_ms": FIGURES},
+                **{"name": LONG, "source": LONG, "step_ms": FIGURES, "prefill_ms": FIGURES},
                 **{"instance": NUMBERS, "noise": LONG},
             },
         )

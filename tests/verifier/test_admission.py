@@ -69,9 +69,9 @@ def make_admission(*sources: str) -> Admission:
         {"step_ms": float("inf")},
         {"step_ms": -1.0},
         {"step_ms": 1e-300},
-        {"text_ms": float("nan")},
-        {"text_ms": -1.0},
-        {"text_ms": 1e300},
+        {"prefill_ms": float("nan")},
+        {"prefill_ms": -1.0},
+        {"prefill_ms": 1e300},
     ],
 )
 def test_names_and_figures_are_checked(change: dict[str, object]) -> None:

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from ssd_serve.transport.channel import Intake, SocketChannel
-from ssd_serve.transport.shared_memory import PiecePlace, SharedReader
+from ssd_serve.transport.channel import ReceiveLimits, SocketChannel
+from ssd_serve.transport.shared_memory import SharedSpan, SharedReader
 from ssd_serve.base.draft_messages import (
     Features,
     Heartbeat,
     Message,
     Open,
     Outcome,
-    PiecesRead,
+    SharedMemoryRead,
     SharedMemory,
 )
-from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS
+from ssd_serve.drafter.verifier_connection import VERIFIER_LIMITS
 from ssd_serve.base.logs import get_logger
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.drafts.feature_sender import FeatureSender
@@ -81,7 +81,7 @@ class Far:
         self.drafters = Drafters(HELLO, clock=lambda: 0.0, log=get_logger("verifier", "error"))
         self.drafters.admission.offer(LAYERS)
         self.drafters.connect(SocketChannel(mine))
-        self.channel = SocketChannel(its, intake=Intake(descriptors=shares))
+        self.channel = SocketChannel(its, intake=ReceiveLimits(descriptors=shares))
         self.channel.send(replace(HELLO, features=LAYERS))
         self.requests: dict[int, Request] = {}
         self.told: list[Message] = []
@@ -101,7 +101,7 @@ class Far:
 
     def acknowledge(self) -> None:
         if self.shared is not None:
-            self.channel.send(PiecesRead(self.shared.read))
+            self.channel.send(SharedMemoryRead(self.shared.read))
         self.drain()
 
     def hear(self) -> bool:
@@ -133,7 +133,7 @@ class Far:
             assert message.shared is not None
             assert not message.data
             self.told[place] = replace(
-                message, data=self.shared.copied(PiecePlace(*message.shared)), shared=None
+                message, data=self.shared.copied(SharedSpan(*message.shared)), shared=None
             )
         return bool(unread)
 
@@ -189,7 +189,7 @@ def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
     """More than the memory holds passes, is heard of and read at any time: whole, in order, as it was."""
     memory = 24 * 2 * SHORT
     mine, its = socket.socketpair()
-    with closing(SocketChannel(mine)) as near, closing(SocketChannel(its, intake=FROM_VERIFIERS)) as far:
+    with closing(SocketChannel(mine)) as near, closing(SocketChannel(its, intake=VERIFIER_LIMITS)) as far:
         sender, request, rows = FeatureSender(near, memory), make_request(1), Rows(1, 0, SHORT)
         request.features = rows
         sender.begin(LAYERS, get_logger("verifier", "error"))
@@ -210,7 +210,7 @@ def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
                     assert isinstance(message, Features)
                     assert message.shared is not None
                     assert message.position * 2 * SHORT == len(found)
-                    found += reader.copied(PiecePlace(*message.shared))
+                    found += reader.copied(SharedSpan(*message.shared))
                 sender.read(reader.read)
                 heard.clear()
         assert len(found) == sent * 2 * SHORT > memory
@@ -221,7 +221,7 @@ def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
 @pytest.mark.parametrize("total", [-1, 1, 1 << 60])
 def test_who_claims_to_have_read_what_was_not_written_is_hung_up_on(total: int) -> None:
     with joined(shares=True) as far:
-        far.channel.send(PiecesRead(total))
+        far.channel.send(SharedMemoryRead(total))
         far.drain()
         assert far.drafters.alive == 0
 
@@ -233,7 +233,7 @@ def test_that_it_has_read_is_no_answer() -> None:
     now[0] = 1.0
     liveness.asked()
     now[0] = 2.0
-    liveness.heard(PiecesRead(3))
+    liveness.heard(SharedMemoryRead(3))
     assert not liveness.answers
     liveness.heard(Heartbeat())
     assert liveness.answers

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.cache.table import SlotTable
+from ssd_serve.cache.slots import SlotTable
 from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.base.draft_messages import (
     FINAL,

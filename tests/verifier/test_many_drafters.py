@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.draft_messages import Hello
-from ssd_serve.drafter.process import CoreAtWork, DrafterLoop
+from ssd_serve.drafter.process import DrafterRunner, DrafterLoop
 from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Committed
@@ -41,7 +41,7 @@ class Drafter:
             mine.on_wait = self.work
             engines[place].drafters.connect(mine)
             targets.append(VerifierConnection(core, hello, QUIET, (place, len(engines)), channel=its))
-        self._loop = DrafterLoop([CoreAtWork(core, targets, 0.001)])
+        self._loop = DrafterLoop([DrafterRunner(core, targets, 0.001)])
 
     def work(self) -> None:
         if not any(its.closed for _, its in self.ends):

@@ -135,10 +135,10 @@ def test_a_pause_that_did_not_fit_is_said_later() -> None:
 
 def test_a_layout_knows_how_long_its_drafters_beside_would_read_what_they_have_not_been_told() -> None:
     harness = DrafterHarness()
-    harness.join(replace(HELLO, text_ms=2.0))
+    harness.join(replace(HELLO, prefill_ms=2.0))
     assert harness.drafters.unread_s(Layout.ASYNC) == 0.0
-    assert harness.drafters.text_s(Layout.ASYNC) == pytest.approx(0.002)
-    assert harness.drafters.text_s(Layout.SYNC) == 0.0
+    assert harness.drafters.prefill_s_per_token(Layout.ASYNC) == pytest.approx(0.002)
+    assert harness.drafters.prefill_s_per_token(Layout.SYNC) == 0.0
     harness.drafters.use(Layout.OFF)
     late = harness.requests[2] = make_request(2)
     harness.drafters.open(late)
@@ -147,14 +147,14 @@ def test_a_layout_knows_how_long_its_drafters_beside_would_read_what_they_have_n
     assert harness.drafters.unread_s(Layout.SYNC) == 0.0
     harness.drafters.use(Layout.ASYNC)
     assert harness.drafters.unread_s(Layout.ASYNC) == 0.0
-    harness.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, text_ms=2.0))
-    assert harness.drafters.text_s(Layout.ASYNC) == pytest.approx(0.001), "each reads half of the texts"
+    harness.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, prefill_ms=2.0))
+    assert harness.drafters.prefill_s_per_token(Layout.ASYNC) == pytest.approx(0.001), "each reads half of the texts"
 
 
 def test_a_drafter_inline_has_read_what_it_has_grown_a_tree_below() -> None:
     """It works only while it is waited for: who pauses soon after a prompt has come has it still to read."""
     harness = DrafterHarness()
-    its = harness.join(replace(HELLO, text_ms=2.0), synchronous=True)
+    its = harness.join(replace(HELLO, prefill_ms=2.0), synchronous=True)
     harness.drafters.use(Layout.OFF)
     assert harness.drafters.unread_s(Layout.SYNC) == pytest.approx((3 + 3) * 0.002)
     harness.drafters.use(Layout.SYNC)

@@ -155,7 +155,7 @@ def begun(tokens: int, prompt: int = 40) -> float:
     """What a layout that begins now gives a request of 40 tokens, of which so many are there; its drafters
     read a token as fast as the target decodes one."""
     governor = Governor[Layout](WAYS)
-    drafters = joined(replace(HELLO, text_ms=1.0))
+    drafters = joined(replace(HELLO, prefill_ms=1.0))
     planner = governed(governor, CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)]), drafters=drafters)
     request = make_request(0, list(range(prompt)), 40)
     request.tokens.extend([7] * tokens)
@@ -207,14 +207,14 @@ def test_a_drafter_inline_should_slow_prompts_that_it_reads_while_others_wait_fo
     requests = [make_request(number, [1, 2], 8) for number in range(running)]
     for inline in (True, False):
         governor = Governor[Layout](WAYS)
-        hello = replace(HELLO, text_ms=0.2)
+        hello = replace(HELLO, prefill_ms=0.2)
         planner = governed(governor, cost, drafters=joined(hello, synchronous=inline))
         planner.choose(requests, [ScheduledChunk(requests[0], (0, 1), final=True)], lambda: None)
         assert governor.slowed(Layout.SYNC) == pytest.approx(1 + slower * inline)
         assert governor.slowed(Layout.ASYNC) == governor.slowed(Layout.OFF) == 1.0
 
 
-def foreseen(layout: Layout, text_ms: float, prompt: int = 50) -> float:
+def foreseen(layout: Layout, prefill_ms: float, prompt: int = 50) -> float:
     """What a drafter that reads a token in so long should give one request, whose prompt is read on two cores
     where the drafter has one of them."""
     ways = (layout, Layout.OFF)
@@ -223,7 +223,7 @@ def foreseen(layout: Layout, text_ms: float, prompt: int = 50) -> float:
     governing = Governing(
         governor, StillCores(), {layout: few, Layout.OFF: whole}, dict.fromkeys(ways, Never()), few
     )
-    drafters = joined(replace(HELLO, text_ms=text_ms), synchronous=layout is Layout.SYNC)
+    drafters = joined(replace(HELLO, prefill_ms=prefill_ms), synchronous=layout is Layout.SYNC)
     planner = governed(governor, few, governing, drafters)
     request = make_request(0, [7] * prompt, 40)
     planner.choose([request], [ScheduledChunk(request, tuple(range(prompt)), final=True)], lambda: None)

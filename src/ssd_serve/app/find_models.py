@@ -13,7 +13,7 @@ from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.hub_id import pinned
 from ssd_serve.base.setting_values import LOOKUPS
 from ssd_serve.base.settings import Settings
-from ssd_serve.drafter.sources.registry import is_source, own_layers
+from ssd_serve.drafter.sources.registry import is_source, self_draft_layers
 from ssd_serve.models.hub import Role, resolve_model
 from ssd_serve.sampling.validation import model_defaults
 
@@ -64,4 +64,4 @@ def find_models(
 
 def _needs_no_files(draft: str) -> bool:
     """But for the target's."""
-    return is_source(draft) or draft in LOOKUPS or own_layers(draft) is not None
+    return is_source(draft) or draft in LOOKUPS or self_draft_layers(draft) is not None

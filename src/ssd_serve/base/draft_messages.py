@@ -1,7 +1,7 @@
 """Messages between verifier and drafter.
 
-Hello <-> Hello, Open, Outcome, Features, SharedMemory, Close, Pause -> ; <- Growth, Resync, PiecesRead ;
-Heartbeat both ways; Refusal ends it.
+Both directions: Hello, Heartbeat, Refusal (which ends the connection), Resync. Verifier to drafter: Open,
+Outcome, Features, SharedMemory, Close, Pause. Drafter to verifier: Growth, SharedMemoryRead.
 
 All are msgspec structs, encoded as msgpack with a tag; arrays travel as raw little-endian buffers. They know
 nothing about sockets, trees or tensors.
@@ -34,7 +34,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What a drafter guesses with: those that name the same share the requests."""
     step_ms: float = 0.0
     """The drafter's measured step time, 0 when unknown."""
-    text_ms: float = 0.0
+    prefill_ms: float = 0.0
     """For how long it reads a token of a text, about; 0 when unknown."""
     features: tuple[int, ...] = ()
     """Layers of the target whose outputs a drafter reads, and `FINAL`."""
@@ -85,12 +85,12 @@ class Features(msgspec.Struct, frozen=True, tag=True):
 
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):
     """Verifier to a drafter of this machine: with this message comes an open file, which is memory of so many
-    bytes, for features. Who can read it answers with `PiecesRead`."""
+    bytes, for features. Who can read it answers with `SharedMemoryRead`."""
 
     size: int
 
 
-class PiecesRead(msgspec.Struct, frozen=True, tag=True):
+class SharedMemoryRead(msgspec.Struct, frozen=True, tag=True):
     """Drafter to verifier: so many pieces of the shared memory were read, of all that were told of. Their
     places may be written on again."""
 
@@ -152,7 +152,7 @@ DrafterMessage = (
     | Outcome
     | Features
     | SharedMemory
-    | PiecesRead
+    | SharedMemoryRead
     | Growth
     | Resync
     | Close

@@ -25,11 +25,10 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
 from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.cluster.local.run_dir import make_run_dir
-from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.instant import instant_channel
+from ssd_serve.drafter.lookup_channel import lookup_channel
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.hub import find_model
@@ -214,7 +213,7 @@ class Rig:
         return NoiseRows(vocabulary, capacity_for(vocabulary), device, self.native)
 
     def _lookup(self, settings: Settings) -> Channel:
-        return instant_channel("ngram", settings, self.hello, self.real.facts.eos_token_ids)
+        return lookup_channel("ngram", settings, self.hello, self.real.facts.eos_token_ids)
 
     def _governing(self, policy: GrowPolicy, cost: CostTable) -> Governing | None:
         """As in serving, on a device of the target's own."""
@@ -237,7 +236,7 @@ class Rig:
         limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
         guesses = DraftModel(inline.model, 2 * _SLOTS, inline.noise, self.native)
         ends = self.real.facts.eos_token_ids
-        return build_core(CoreParts(guesses=guesses, limits=limits, ends=ends, name="bench"))
+        return DrafterCore(guesses.source(limits.fan_out), limits, ends, "bench")
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def pack(
     )
 
 
-def pack_together(
+def pack_uniform(
     request: int,
     epoch: int,
     sequence: int,

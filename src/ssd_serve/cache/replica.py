@@ -7,9 +7,9 @@ are there: the verifier trusts its tokens and its ancestry, never its completene
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ssd_serve.base.draft_messages import Growth
 from ssd_serve.cache.expansions import Packed, unpack
 from ssd_serve.cache.tree import Advance, SpeculationTree
-from ssd_serve.base.draft_messages import Growth
 
 _ORPHAN_LIMIT = 256
 _ORPHAN_ROUNDS = 2

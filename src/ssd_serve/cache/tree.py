@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from ssd_serve.cache.blend import SourceWeights, better, blend
-from ssd_serve.cache.node import Node, Unread, move_below
 from ssd_serve.base.seeds import mix
+from ssd_serve.cache.node import Node, SourceWeights, Unread, better, blend, move_below
 
 
 class _Hanging(NamedTuple):

@@ -7,7 +7,7 @@ takes a core longer than the target's whole round. Knows settings and the sizes 
 from ssd_serve.base.devices import Machine, parse_device
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.settings import Settings
-from ssd_serve.drafter.sources.registry import is_head, is_source, own_layers
+from ssd_serve.drafter.sources.registry import is_head, is_source, self_draft_layers
 from ssd_serve.models.hub import model_here
 
 _SMALL_BYTES = 256 << 20
@@ -40,7 +40,7 @@ def names_cores(settings: Settings) -> bool:
 
 def _is_small(draft: str) -> bool:
     """A whole model with few bytes of weights: what a head reads would have to leave the GPU first."""
-    if is_source(draft) or own_layers(draft) is not None:
+    if is_source(draft) or self_draft_layers(draft) is not None:
         return False
     folder = model_here(draft, "draft")
     if folder is None or is_head(folder):

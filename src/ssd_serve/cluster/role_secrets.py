@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from ssd_serve.base.hub_id import hub_id
 from ssd_serve.base.settings import HUB_TOKEN_VARIABLE, OTHER_VARIABLES, PREFIX, SECRETS, Settings
-from ssd_serve.drafter.sources.registry import own_layers
+from ssd_serve.drafter.sources.registry import self_draft_layers
 
 _RAYS_OWN = "RAY_AUTH_TOKEN"
 _OTHERS = frozenset({HUB_TOKEN_VARIABLE, "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACEHUB_API_TOKEN", _RAYS_OWN})
@@ -28,7 +28,7 @@ def settings_for(worker: str, settings: Settings, *, elsewhere: bool = False) ->
     needed: set[str] = set()
     if role != "rank" and (elsewhere or (role == "verifier" and settings.drafter_address is not None)):
         needed.add("cluster_key")
-    drafts = [settings.target if own_layers(name) else name for name in settings.draft_models]
+    drafts = [settings.target if self_draft_layers(name) else name for name in settings.draft_models]
     models = {"drafter": drafts, "rank": (settings.target,)}.get(role, (settings.target, *drafts))
     if elsewhere and any(hub_id(name) for name in models):
         needed.add("hf_token")

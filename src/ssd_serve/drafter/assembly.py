@@ -5,23 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
-from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.hub_id import without_revision
+from ssd_serve.base.labels import as_label
+from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.base.settings import Settings
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
-from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts
-from ssd_serve.drafter.sources.registry import is_source, load_source, own_layers
-from ssd_serve.drafter.width import LiveWidth, widths_to_measure
-from ssd_serve.base.errors import SettingsError
-from ssd_serve.base.hub_id import without_revision
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, TokenizerInfo
+from ssd_serve.drafter.sources.registry import is_source, load_source, self_draft_layers
+from ssd_serve.drafter.step_time import LiveWidth, widths_to_measure
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.base.labels import as_label
-from ssd_serve.base.logs import Logger, get_logger
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.sampling.grammar import Grammars
-from ssd_serve.base.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def assemble_drafter(
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
     log = get_logger(name, settings.log_level, settings.log_format)
     loaded = load_draft(settings, draft, device, native, log)
-    texts, widths = loaded.texts, LiveWidth(loaded.seconds)
+    texts, widths = loaded.tokenizer, LiveWidth(loaded.seconds)
     limits = GrowthLimits(
         *(widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes),
         context=texts.context,
@@ -54,17 +53,8 @@ def assemble_drafter(
         reads_paused=not device.startswith("cpu"),
     )
     followed = (grammars or _grammars(texts)) if settings.draft_grammars else None
-    core = build_core(
-        CoreParts(
-            guesses=loaded.source,
-            limits=limits,
-            ends=texts.ends,
-            name=name,
-            log=log,
-            widths=widths,
-            paths=None if followed is None else GrammarPaths(followed),
-        )
-    )
+    paths = None if followed is None else GrammarPaths(followed)
+    core = DrafterCore(loaded.source, limits, texts.ends, name, log, widths, paths)
     return AssembledDrafter(core, greeting(loaded, draft, name, loaded.seconds[widths.width]))
 
 
@@ -72,8 +62,8 @@ def load_draft(
     settings: Settings, draft: str, device: str, native: NativeLibrary | None, log: Logger
 ) -> LoadedSource:
     """Load what a draft of this name guesses with, on `device`, with the times of its steps."""
-    layers = own_layers(draft)
-    order = SourceOrder(
+    layers = self_draft_layers(draft)
+    order = SourceConfig(
         settings=settings,
         folder=_folder(settings, draft, layers),
         device=device,
@@ -87,7 +77,7 @@ def load_draft(
 
 def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hello:
     """What a drafter of this name says first, whose source was loaded for this draft."""
-    texts = loaded.texts
+    texts = loaded.tokenizer
     return Hello(
         protocol=PROTOCOL_VERSION,
         noise=NOISE_SCHEME,
@@ -98,16 +88,16 @@ def greeting(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hell
         instance=secrets.randbits(63),
         source=as_label(without_revision(draft)),
         step_ms=1e3 * step_s,
-        text_ms=1e3 * loaded.reading_s,
+        prefill_ms=1e3 * loaded.prefill_s,
         features=loaded.features,
     )
 
 
-def _grammars(texts: Texts) -> Grammars | None:
+def _grammars(tokenizer: TokenizerInfo) -> Grammars | None:
     """Those of the texts, where a source can spell them."""
-    if texts.spelled is None:
+    if tokenizer.spelled is None:
         return None
-    grammars = Grammars(texts.spelled, texts.vocabulary, texts.ends)
+    grammars = Grammars(tokenizer.spelled, tokenizer.vocabulary, tokenizer.ends)
     grammars.prepare()
     return grammars
 

@@ -14,10 +14,6 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ssd_serve.cache.expansions import Expansion, pack, pack_together
-from ssd_serve.cache.node import Node
-from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.base.draft_messages import (
     Close,
     DrafterMessage,
@@ -28,24 +24,28 @@ from ssd_serve.base.draft_messages import (
     Pause,
     Resync,
 )
+from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.cache.expansions import Expansion, pack, pack_uniform
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
+from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.drafter.calibration import DEEPEST, Calibration
-from ssd_serve.drafter.drafted import Drafted, expanded, numbered, place_of
+from ssd_serve.drafter.draft_request import DraftRequest, expanded, numbered, place_of
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths, only
 from ssd_serve.drafter.sources.contract import (
+    CandidateBatch,
     Candidates,
+    ChunkedPrefillSource,
     DraftSource,
-    FeatureReader,
-    Found,
-    Guesses,
+    ExpandResult,
+    FeatureSource,
     NodeRequest,
     Subtree,
-    TextReader,
 )
-from ssd_serve.drafter.width import StepWidth
-from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.drafter.step_time import StepWidth
 
-_NOTHING: tuple[Sequence[Found], int, int] = ((None,), 0, 0)
+_NOTHING: tuple[Sequence[ExpandResult], int, int] = ((None,), 0, 0)
 
 
 class DrafterCore:
@@ -57,7 +57,7 @@ class DrafterCore:
         self,
         source: DraftSource,
         limits: GrowthLimits,
-        ends: frozenset[int],
+        ends: Collection[int],
         name: str,
         log: Logger | None = None,
         widths: StepWidth | None = None,
@@ -66,22 +66,22 @@ class DrafterCore:
         self._widths = widths
         self._paths = paths
         self._source = source
-        self._reads_features = isinstance(source, FeatureReader)
-        self._texts = source if isinstance(source, TextReader) else None
+        self._reads_features = isinstance(source, FeatureSource)
+        self._texts = source if isinstance(source, ChunkedPrefillSource) else None
         self._limits = limits
-        self._ends = ends
+        self._ends = frozenset(ends)
         self._name = name
         self._log = log or get_logger(name)
-        self._requests: dict[int, Drafted] = {}
+        self._requests: dict[int, DraftRequest] = {}
         self._calibration = Calibration()
         self._paused = False
         self.reading = False
         """Whether the last step has read a part of a text, of which there is more."""
 
     @property
-    def exceptional_step(self) -> bool:
-        """Whether the last step's time says nothing of later ones: `DraftSource.exceptional_step`."""
-        return self._source.exceptional_step
+    def is_warmup_step(self) -> bool:
+        """Whether the last step's time says nothing of later ones: `DraftSource.is_warmup_step`."""
+        return self._source.is_warmup_step
 
     @property
     def requests(self) -> Collection[int]:
@@ -140,7 +140,7 @@ class DrafterCore:
         for request in self._texts.unread if self._texts is not None else ():
             self._requests[request].frontier.rebuild()
             self.reading = True
-        if self._widths is not None and not self.exceptional_step:
+        if self._widths is not None and not self.is_warmup_step:
             self._widths.observe(len(picked), time.perf_counter() - started)
         return growth
 
@@ -164,10 +164,10 @@ class DrafterCore:
                 heapq.heappush(heap, (-reach, order, request, drafted))
         return picked
 
-    def _grow(self, picked: Sequence[NodeRequest], found: Sequence[Found]) -> list[Growth]:
+    def _grow(self, picked: Sequence[NodeRequest], found: Sequence[ExpandResult]) -> list[Growth]:
         """Append what was found to the trees; what there is to publish."""
         free = all(pick.allowed is None for pick in picked)
-        if free and isinstance(found, Guesses) and np.isfinite(found.log_probabilities).all():
+        if free and isinstance(found, CandidateBatch) and np.isfinite(found.log_probabilities).all():
             return self._grow_together(picked, found)
         grown: dict[int, list[Expansion]] = {}
         for index, ((request, node, allowed), candidates) in enumerate(zip(picked, found, strict=True)):
@@ -190,7 +190,7 @@ class DrafterCore:
                 grown.setdefault(request, []).append(expanded(node, tokens, values))
         return [self._growth(request, new) for request, new in grown.items()]
 
-    def _grow_together(self, picked: Sequence[NodeRequest], found: Guesses) -> list[Growth]:
+    def _grow_together(self, picked: Sequence[NodeRequest], found: CandidateBatch) -> list[Growth]:
         """The same by arrays: numbers are added and written for all nodes at once."""
         tokens: list[list[int]] = found.tokens.tolist()
         above = np.array([pick.at.cumulative for pick in picked])[:, None]
@@ -203,14 +203,14 @@ class DrafterCore:
             self._requests[request].grew(nodes, found)
         return [self._published(request, nodes, found) for request, nodes in grown.items()]
 
-    def _published(self, request: int, nodes: Sequence[tuple[int, Node]], found: Guesses) -> Growth:
+    def _published(self, request: int, nodes: Sequence[tuple[int, Node]], found: CandidateBatch) -> Growth:
         drafted = self._requests[request]
         tokens, values = found.tokens, found.log_probabilities
         if len(nodes) < len(found):
             rows = [index for index, _ in nodes]
             tokens, values = tokens[rows], values[rows]
         places = [place_of(node) for _, node in nodes]
-        growth = pack_together(request, drafted.epoch, drafted.sequence, places, (tokens, values), self._name)
+        growth = pack_uniform(request, drafted.epoch, drafted.sequence, places, (tokens, values), self._name)
         drafted.sequence += 1
         return growth
 
@@ -232,14 +232,14 @@ class DrafterCore:
             return
         if known is not None:
             self._source.close(message.request)
-        self._requests[message.request] = Drafted(message, self._limits, self._ends, self._paused)
+        self._requests[message.request] = DraftRequest(message, self._limits, self._ends, self._paused)
         self._source.open(message.request, message.prompt + message.output, message.parameters, message.seed)
         if self._paths is not None:
             self._paths.open(message.request, message.parameters, message.output)
 
     def _read(self, message: Features) -> None:
         known = self._requests.get(message.request)
-        if known is not None and known.epoch == message.epoch and isinstance(self._source, FeatureReader):
+        if known is not None and known.epoch == message.epoch and isinstance(self._source, FeatureSource):
             features = from_bytes(message.data, message.width)
             self._source.read(message.request, message.position, features)
             if not known.tree.root.expanded:
@@ -281,7 +281,7 @@ class DrafterCore:
         if self._reads_features:
             tree.forget()
 
-    def _learn(self, drafted: Drafted, tokens: Sequence[int]) -> None:
+    def _learn(self, drafted: DraftRequest, tokens: Sequence[int]) -> None:
         node: Node | None = drafted.tree.root
         for token in tokens:
             found, index, depth = drafted.guesses.get(node.name, _NOTHING) if node is not None else _NOTHING

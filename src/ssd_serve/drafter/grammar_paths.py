@@ -8,10 +8,10 @@ models nor who is asked for guesses.
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
-from ssd_serve.cache.node import Node
-from ssd_serve.drafter.sources.contract import Branch, NodeRequest
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.cache.node import Node
+from ssd_serve.drafter.sources.contract import Branch, NodeRequest
 from ssd_serve.sampling.grammar import Grammars, Mask, MatcherState
 from ssd_serve.sampling.thinking import output_state
 

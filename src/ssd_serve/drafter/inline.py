@@ -25,7 +25,7 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.step_time import StepTime
 
 
-class ChannelWithin(ABC):
+class InProcessChannel(ABC):
     """What channels without a socket have in common: messages are sent one by one, and nothing queues."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ChannelWithin(ABC):
         self._closed = True
 
 
-class InlineChannel(ChannelWithin):
+class InlineChannel(InProcessChannel):
     """The verifier's end of a channel to a core in the same thread."""
 
     def __init__(
@@ -97,7 +97,7 @@ class InlineChannel(ChannelWithin):
         self._inbox.extend(growth)
         if growth:
             self.steps += 1
-            if not self._core.exceptional_step:
+            if not self._core.is_warmup_step:
                 self._step_time.observe(self._clock() - started)
             self._inbox.append(Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes))
         return bool(growth)

@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ssd_serve.transport.polling import poll
-from ssd_serve.transport.reconnect import Dial
 from ssd_serve.base.draft_messages import Heartbeat
-from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.step_time import StepTime
-from ssd_serve.drafter.verifier_connection import FROM_VERIFIERS, VerifierConnection
 from ssd_serve.base.errors import PairMismatchError
-from ssd_serve.kernels.native.library import native_library
 from ssd_serve.base.logs import carry_library_logs, get_logger
 from ssd_serve.base.memory import Heap, settle_memory
 from ssd_serve.base.settings import Settings
+from ssd_serve.drafter.assembly import assemble_drafter
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.step_time import StepTime
+from ssd_serve.drafter.verifier_connection import VERIFIER_LIMITS, VerifierConnection
+from ssd_serve.kernels.native.library import native_library
+from ssd_serve.transport.channel import poll
+from ssd_serve.transport.listener import Reconnector
 
 _BEAT_S = 0.5
 _DIALLING_S = 0.05
@@ -54,7 +54,7 @@ def run(
     on_loaded()
     key = settings.cluster_key or ""
     cores = [
-        CoreAtWork(
+        DrafterRunner(
             each.core,
             [
                 VerifierConnection(
@@ -62,7 +62,7 @@ def run(
                     each.hello,
                     log,
                     (place, len(addresses)),
-                    Dial(address, log, key=key, intake=FROM_VERIFIERS),
+                    Reconnector(address, log, key=key, intake=VERIFIER_LIMITS),
                 )
                 for place, address in enumerate(addresses)
             ],
@@ -81,7 +81,7 @@ def _names(name: str, models: Sequence[str]) -> list[tuple[str, str]]:
     return [(f"{name}.{place}", model) for place, model in enumerate(models)]
 
 
-class CoreAtWork:
+class DrafterRunner:
     """A core and the verifiers that it drafts for. `step_s`: what its step takes, until that is observed."""
 
     def __init__(self, core: DrafterCore, targets: Sequence[VerifierConnection], step_s: float) -> None:
@@ -105,7 +105,7 @@ class CoreAtWork:
         growth = self._core.step()
         for message in growth:
             self.targets[message.request % len(self.targets)].grew(message)
-        if growth and not self._core.exceptional_step:
+        if growth and not self._core.is_warmup_step:
             self._step_time.observe(time.perf_counter() - started)
         return bool(growth) or self._core.reading
 
@@ -120,7 +120,7 @@ class DrafterLoop:
     """Steps the cores for as long as there is anybody to draft for."""
 
     def __init__(
-        self, cores: Sequence[CoreAtWork], patient: bool = False, alive_file: Path | None = None
+        self, cores: Sequence[DrafterRunner], patient: bool = False, alive_file: Path | None = None
     ) -> None:
         """`patient`: go on when all verifiers refuse a draft; they are asked again."""
         self._alive_file = alive_file

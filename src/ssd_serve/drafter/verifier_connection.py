@@ -10,9 +10,6 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ssd_serve.transport.channel import Channel, Intake, SocketChannel
-from ssd_serve.transport.reconnect import Dial
-from ssd_serve.transport.shared_memory import PiecePlace, SharedReader
 from ssd_serve.base.draft_messages import (
     Close,
     Features,
@@ -22,16 +19,19 @@ from ssd_serve.base.draft_messages import (
     Open,
     Outcome,
     Pause,
-    PiecesRead,
     Refusal,
     Resync,
     SharedMemory,
+    SharedMemoryRead,
 )
-from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.logs import Logger
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.transport.channel import Channel, ReceiveLimits, SocketChannel
+from ssd_serve.transport.listener import Reconnector
+from ssd_serve.transport.shared_memory import SharedReader, SharedSpan
 
-FROM_VERIFIERS = Intake(descriptors=True)
+VERIFIER_LIMITS = ReceiveLimits(descriptors=True)
 """A verifier of this machine may share memory."""
 _MAX_REQUESTS = 4096
 """Of one verifier; it runs at most 1024."""
@@ -48,7 +48,7 @@ class VerifierConnection:
         hello: Hello,
         log: Logger,
         place: tuple[int, int] = (0, 1),
-        dial: Dial | None = None,
+        dial: Reconnector | None = None,
         channel: Channel | None = None,
     ) -> None:
         self.channel = channel
@@ -104,7 +104,7 @@ class VerifierConnection:
 
     def _take(self, message: object) -> None:
         if isinstance(message, Features) and message.shared is not None:
-            self._serve(self._copied(message, PiecePlace(*message.shared)))
+            self._serve(self._copied(message, SharedSpan(*message.shared)))
         elif isinstance(message, SharedMemory):
             self._share(message)
         elif isinstance(message, Open | Outcome | Features | Close | Resync):
@@ -136,7 +136,7 @@ class VerifierConnection:
         else:
             self._told_read = -1
 
-    def _copied(self, message: Features, place: PiecePlace) -> Features:
+    def _copied(self, message: Features, place: SharedSpan) -> Features:
         if self._shared is None:
             raise ProtocolError("features are in a shared memory that there is not")
         return replace(message, data=self._shared.copied(place), shared=None)
@@ -146,7 +146,7 @@ class VerifierConnection:
         sleep: nobody is to wake for it alone."""
         if self._shared is None or self.channel is None or self._told_read == self._shared.read:
             return
-        if self.channel.post(PiecesRead(self._shared.read)):
+        if self.channel.post(SharedMemoryRead(self._shared.read)):
             self._told_read = self._shared.read
 
     def _refuse(self, why: str) -> None:

@@ -12,13 +12,14 @@ import ssl
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.transport.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
-from ssd_serve.transport.tls import Sealed
+from ssd_serve.transport.tls import TlsStream
 
 DEFAULT_QUEUE_BYTES = 4 * 1024 * 1024
 _READ_BYTES = 256 * 1024
@@ -26,7 +27,7 @@ _DESCRIPTOR = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class ReceiveLimits:
     """How much is taken from a peer, and what."""
 
     frame_bytes: int = MAX_FRAME_BYTES
@@ -37,7 +38,7 @@ class Intake:
     """Whether open files may come, on a unix socket."""
 
 
-TRUSTED = Intake()
+DEFAULT_LIMITS = ReceiveLimits()
 
 
 class Waitable(Protocol):
@@ -110,8 +111,8 @@ class SocketChannel:
         *,
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        intake: Intake = TRUSTED,
-        sealed: Sealed | None = None,
+        intake: ReceiveLimits = DEFAULT_LIMITS,
+        sealed: TlsStream | None = None,
     ) -> None:
         """`sealed`: encrypts what passes, once both ends have shaken hands."""
         connection.setblocking(False)
@@ -291,3 +292,29 @@ def _address_of(connection: socket.socket) -> str:
     with contextlib.suppress(OSError):  # it has gone again
         return str(connection.getpeername()[0])
     return "unknown"
+
+
+W = TypeVar("W", bound=Waitable)
+
+
+def poll(sources: Sequence[W], timeout_s: float) -> list[W]:
+    """Those of `sources` that have something to receive or accept (or have ended), waiting for the first.
+
+    Pending bytes are sent meanwhile. A channel that has ended is reported every time: drop it from the list.
+    """
+    ready = [source for source in sources if source.wait(0.0)]
+    deadline = time.monotonic() + timeout_s
+    rest = timeout_s  # to the last bit: channels in memory may have a clock of their own
+    while not ready:
+        if rest <= 0:
+            return []
+        poller = select.poll()
+        kernel = [source for source in sources if source.fileno() >= 0]
+        if not kernel:
+            return [source for source in sources if source.wait(rest)]
+        for source in kernel:
+            poller.register(source.fileno(), select.POLLIN | (select.POLLOUT if source.pending else 0))
+        poller.poll(rest * 1000)
+        ready = [source for source in sources if source.wait(0.0)]
+        rest = deadline - time.monotonic()
+    return ready

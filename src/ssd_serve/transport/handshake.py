@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ssd_serve.base.errors import ProtocolError, SettingsError
 from ssd_serve.base.scarcity import PAUSE_S, is_scarce
-from ssd_serve.transport.tls import Identity, Sealed
+from ssd_serve.transport.tls import Identity, TlsStream
 
 _LOOK_EVERY_S = 0.2
 _GREETING_S = 5.0
@@ -47,7 +47,7 @@ def tune(connection: socket.socket) -> None:
 class Handshake:
     """The listener's end: shakes hands with the peer, without ever blocking."""
 
-    def __init__(self, connection: socket.socket, peer: str, sealed: Sealed, deadline: float) -> None:
+    def __init__(self, connection: socket.socket, peer: str, sealed: TlsStream, deadline: float) -> None:
         """`deadline`: the time (`time.monotonic`) until which the peer must have proved itself."""
         connection.setblocking(False)
         self.connection = connection
@@ -109,7 +109,7 @@ class KeyGate:
         self._deaf = False
         self._deaf_until = -math.inf
 
-    def accept(self) -> tuple[socket.socket, Sealed] | None:
+    def accept(self) -> tuple[socket.socket, TlsStream] | None:
         """The next peer that has proved itself, or None."""
         proved = self._next()
         self.attend()
@@ -141,7 +141,7 @@ class KeyGate:
             greeting.connection.close()
         self._greetings.clear()
 
-    def _next(self) -> tuple[socket.socket, Sealed] | None:
+    def _next(self) -> tuple[socket.socket, TlsStream] | None:
         ready: list[Handshake | None] = [key.data for key, _ in self._selector.select(0)]
         if None in ready:
             self._greet()
@@ -177,7 +177,7 @@ class KeyGate:
                 continue
             if len(self._greetings) >= _MAX_GREETINGS:
                 self._make_room()
-            sealed = Sealed(self._own, listening=True)
+            sealed = TlsStream(self._own, listening=True)
             deadline = time.monotonic() + self._patience_s
             greeting = Handshake(connection, str(address[0]), sealed, deadline)
             self._selector.register(connection, selectors.EVENT_READ, greeting)
@@ -205,10 +205,10 @@ def introduce(
     address: str,
     deadline: float,
     give_up: Callable[[], bool],
-) -> Sealed:
+) -> TlsStream:
     """The connector's end. Raises `SettingsError` when the peer has another key or is something else, and
     `OSError` when it is gone or silent."""
-    sealed = Sealed(own, listening=False)
+    sealed = TlsStream(own, listening=False)
     received = b""
     try:
         while not sealed.shake(received, connection.sendall):

@@ -8,15 +8,17 @@ import os
 import select
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ssd_serve.base.errors import EngineDeadError, PermissionProblemError, SettingsError
+from ssd_serve.base.errors import EngineDeadError, PermissionProblemError, SettingsError, SsdError
+from ssd_serve.base.logs import Logger
 from ssd_serve.base.scarcity import PAUSE_S, is_scarce
 from ssd_serve.base.setting_values import STRONG_KEY, is_weak
-from ssd_serve.transport.channel import TRUSTED, Intake, SocketChannel
+from ssd_serve.transport.channel import DEFAULT_LIMITS, Channel, ReceiveLimits, SocketChannel
 from ssd_serve.transport.handshake import KeyGate, introduce, tune
 from ssd_serve.transport.tls import identity
 
@@ -93,7 +95,7 @@ class Listener:
         """A listener sends nothing."""
         return 0
 
-    def accept(self, intake: Intake = TRUSTED) -> SocketChannel | None:
+    def accept(self, intake: ReceiveLimits = DEFAULT_LIMITS) -> SocketChannel | None:
         """The next peer that connected and may speak, or None."""
         if self._gate is not None:
             proved = self._gate.accept()
@@ -174,7 +176,7 @@ def connect(
     timeout_s: float = 10.0,
     *,
     key: str = "",
-    intake: Intake = TRUSTED,
+    intake: ReceiveLimits = DEFAULT_LIMITS,
     give_up: Callable[[], bool] = lambda: False,
 ) -> SocketChannel:
     """Connect to a listener, trying again until it is there. On TCP both ends prove that they know `key`.
@@ -255,3 +257,65 @@ def _host_and_port(address: str) -> tuple[str, int]:
 def _check_key(key: str, doing: str) -> None:
     if is_weak(key):
         raise SettingsError(f"{doing} needs a key that both ends know: set SSD_CLUSTER_KEY to {STRONG_KEY}")
+
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_PATIENCE_S = 30.0
+"""A verifier that loads its model greets nobody meanwhile."""
+
+
+class Reconnector:
+    """Connections to one address, one after the other. Ask `answer` until it gives the next."""
+
+    def __init__(
+        self,
+        address: str,
+        log: Logger,
+        reach: Callable[[str], Channel] | None = None,
+        key: str = "",
+        longest_pause_s: float = _LONGEST_PAUSE_S,
+        intake: ReceiveLimits = DEFAULT_LIMITS,
+    ) -> None:
+        """`key`: what both ends of a TCP connection know. `reach` connects, or raises after a while."""
+        self._longest_pause_s = longest_pause_s
+        self.address = address
+        self._log = log
+        self._reach = reach or (lambda address: connect(address, _PATIENCE_S, key=key, intake=intake))
+        self._pause_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._answer: Channel | None = None
+        self._failing = False
+
+    def answer(self) -> Channel | None:
+        """The next connection, once there is one. Does not wait."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._dial, name="dial", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):  # the system has no thread now: asked again soon
+                return None
+            self._thread = thread
+        if self._thread.is_alive():
+            return None
+        self._thread = None
+        answer, self._answer = self._answer, None
+        return answer
+
+    def good(self) -> None:
+        """The connection serves: when it ends, the next is tried at once."""
+        self._pause_s = 0.0
+
+    def bad(self) -> None:
+        """The connection is of no use now: the next is tried after the longest pause."""
+        self._pause_s = self._longest_pause_s
+
+    def _dial(self) -> None:
+        time.sleep(self._pause_s)
+        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), self._longest_pause_s)
+        try:
+            self._answer = self._reach(self.address)
+            self._failing = False
+        except SsdError as error:
+            if not self._failing:
+                self._log.warning("waiting for a verifier", address=self.address, why=str(error))
+            self._failing = True

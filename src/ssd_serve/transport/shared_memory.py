@@ -20,20 +20,20 @@ _MOST_BYTES = 1 << 30
 """Of what a peer may offer."""
 
 
-class PiecePlace(NamedTuple):
+class SharedSpan(NamedTuple):
     """Where a piece is, in bytes."""
 
     offset: int
     length: int
 
 
-class PieceRing:
+class RingAllocator:
     """Which bytes of a memory of this size are taken: pieces are given back in the order in which they were
     taken, and lie behind each other, from the beginning again where the end is too near."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._taken: deque[PiecePlace] = deque()
+        self._taken: deque[SharedSpan] = deque()
         self._returned = 0
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class PieceRing:
             return end
         return 0 if length <= first else None
 
-    def take(self, place: PiecePlace) -> None:
+    def take(self, place: SharedSpan) -> None:
         """This is taken from now on, where there was room."""
         self._taken.append(place)
 
@@ -75,7 +75,7 @@ class SharedWriter:
     def __init__(self, size: int) -> None:
         if sys.platform != "linux":
             raise OSError("memory is shared on Linux only")
-        self.pieces = PieceRing(size)
+        self.pieces = RingAllocator(size)
         self.descriptor = os.memfd_create("ssd-features", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, size)
@@ -86,7 +86,7 @@ class SharedWriter:
             self.close()
             raise
 
-    def at(self, place: PiecePlace) -> memoryview:
+    def at(self, place: SharedSpan) -> memoryview:
         """These bytes, to write on: before they are told, and while they are not given back."""
         return self._bytes[place.offset : place.offset + place.length]
 
@@ -114,7 +114,7 @@ class SharedReader:
         finally:
             os.close(descriptor)
 
-    def copied(self, place: PiecePlace) -> bytes:
+    def copied(self, place: SharedSpan) -> bytes:
         """A piece, which may be written on again. Raises `ProtocolError` where it is none."""
         offset, length = place
         if offset < 0 or length < 0 or offset + length > self._size:

@@ -108,7 +108,7 @@ def _credentials(key: str) -> tuple[bytes, bytes, str]:
     )
 
 
-class Sealed:
+class TlsStream:
     """One end of an encrypted connection. It needs no farewell: messages tell their length, so that one who
     cuts the connection gains nothing."""
 

@@ -14,8 +14,8 @@ from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.instant import instant_channel
-from ssd_serve.drafter.sources.registry import is_head, is_source, own_layers
+from ssd_serve.drafter.lookup_channel import lookup_channel
+from ssd_serve.drafter.sources.registry import is_head, is_source, self_draft_layers
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.errors import MemoryShortError
 from ssd_serve.base.hub_id import without_revision
@@ -295,7 +295,7 @@ def _features(settings: Settings, target: Path) -> tuple[int, ...]:
     named = settings.eagle_features or ()
     found: list[int] = []
     for name in settings.draft_models if settings.mode is not Mode.AR else ():
-        if own_layers(name) is not None:
+        if self_draft_layers(name) is not None:
             continue
         folder = None if is_source(name) else model_here(name, "draft")
         if folder is None:
@@ -322,7 +322,7 @@ def _within(
         check_hello(hello, drafter.hello)
         yield InlineChannel(drafter.core, drafter.hello)
     for name in settings.lookups:
-        yield instant_channel(name, settings, hello, ends, grammars if settings.draft_grammars else None)
+        yield lookup_channel(name, settings, hello, ends, grammars if settings.draft_grammars else None)
 
 
 def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:

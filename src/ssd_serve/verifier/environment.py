@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ssd_serve.transport.channel import Channel
-from ssd_serve.transport.polling import poll
+from ssd_serve.transport.channel import poll
 from ssd_serve.base.errors import RecordingError
 from ssd_serve.models.interface import Model
 from ssd_serve.verifier.drafts.drafters import Tap, untapped

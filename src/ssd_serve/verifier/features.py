@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd_serve.cache.table import SlotTable
+from ssd_serve.cache.slots import SlotTable
 from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.models.interface import feature_name
 from ssd_serve.verifier.request import Request

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ssd_serve.transport.channel import Channel, Waitable
 from ssd_serve.transport.listener import Listener
-from ssd_serve.transport.polling import poll
+from ssd_serve.transport.channel import poll
 from ssd_serve.transport.rank_sockets import RankFiles
 from ssd_serve.base.settings import of_rank
 from ssd_serve.base.draft_messages import Message

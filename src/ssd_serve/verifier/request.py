@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
-from ssd_serve.cache.table import SlotTable
+from ssd_serve.cache.slots import SlotTable
 from ssd_serve.base.draft_messages import Open
 from ssd_serve.base.messages import Figures, RequestOptions, SamplingParameters, Submit
 from ssd_serve.sampling.overrides import LogitOverrides

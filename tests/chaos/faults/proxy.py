@@ -14,9 +14,8 @@ from pathlib import Path
 from ssd_serve.base.draft_messages import Hello, Message, Refusal
 from ssd_serve.base.errors import SsdError
 from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, seeded
-from ssd_serve.transport.channel import Channel, Waitable
+from ssd_serve.transport.channel import Channel, Waitable, poll
 from ssd_serve.transport.listener import Listener, connect
-from ssd_serve.transport.polling import poll
 
 TICK_S = 0.01
 _LOOK_EVERY_S = 0.005

@@ -61,7 +61,7 @@ class GuessSource:
     """A draft source with the guesses of a `GuessedTarget`, which knows how good they are. `stepped` is
     called in every step."""
 
-    exceptional_step = False
+    is_warmup_step = False
 
     def __init__(self, guesses: Sequence[float], stepped: Callable[[], object]) -> None:
         values = np.log(np.maximum(guesses, _LEAST)).astype(np.float32)

@@ -17,7 +17,7 @@ from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
-from ssd_serve.drafter.build import CoreParts, build_core
+from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -188,7 +188,7 @@ class _Pair:
                 clock.advance(clock.now + step_s)
 
         source = GuessSource(probabilities, stepped)
-        core = build_core(CoreParts(guesses=source, limits=costs.limits, ends=(), name=_NAME))
+        core = DrafterCore(source, costs.limits, (), _NAME)
         if beside:
             self._beside = VirtualChannel(clock, core, steps, hello, costs.message_s)
         channel = self._beside or InlineChannel(core, hello, clock)

@@ -22,7 +22,7 @@ from ssd_serve.base.draft_messages import (
     Pause,
     Resync,
 )
-from ssd_serve.drafter.inline import ChannelWithin
+from ssd_serve.drafter.inline import InProcessChannel
 from ssd_serve.models.interface import Model
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.round import InFlight, RequestStep, Rounds
@@ -138,7 +138,7 @@ class StepTimes:
         return seconds
 
 
-class VirtualChannel(ChannelWithin):
+class VirtualChannel(InProcessChannel):
     """The verifier's end of a channel to a drafter whose device works while the verifier's time passes."""
 
     def __init__(

@@ -10,9 +10,8 @@ from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.drafters import RigDraft
 from ssd_serve.bench.lossless.rig import GROWTH, LoadedTarget, load_on, wish
 from ssd_serve.drafter.assembly import greeting, load_draft
-from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.instant import instant_channel
+from ssd_serve.drafter.lookup_channel import lookup_channel
 from ssd_serve.drafter.sources.loading import LoadedSource
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.config import model_name
@@ -33,10 +32,8 @@ class _Cores:
         if self._last is not None:
             for request in list(self._last.requests):
                 self._last.forget(request)
-        parts = CoreParts(
-            guesses=self._loaded.source, limits=GROWTH, ends=self._loaded.texts.ends, name=self._name
-        )
-        self._last = build_core(parts)
+        loaded = self._loaded
+        self._last = DrafterCore(loaded.source, GROWTH, loaded.tokenizer.ends, self._name)
         return self._last
 
 
@@ -63,6 +60,6 @@ def load_named(settings: Settings, devices: Devices, native: NativeLibrary | Non
     for draft in target.drafts:
         check_hello(target.hello, draft.hello)
     target.lookups = [
-        partial(instant_channel, name, settings, target.hello, target.eos) for name in settings.lookups
+        partial(lookup_channel, name, settings, target.hello, target.eos) for name in settings.lookups
     ]
     return target

@@ -20,7 +20,6 @@ from ssd_serve.base.messages import Committed, Finished, Submit
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.drafters import GarbageDrafter, MemoryDrafter, RigDraft
 from ssd_serve.bench.lossless.fixed_costs import FixedCost, FixedHost
-from ssd_serve.drafter.build import CoreParts, build_core
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
@@ -167,7 +166,7 @@ class LoadedPair(LoadedTarget):
 
     def _core(self) -> DrafterCore:
         model = DraftModel(self.draft, _SLOTS, self._draft_noise)
-        return build_core(CoreParts(guesses=model, limits=GROWTH, ends=self.eos, name=self.name))
+        return DrafterCore(model.source(GROWTH.fan_out), GROWTH, self.eos, self.name)
 
 
 def wish(

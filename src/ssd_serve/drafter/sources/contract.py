@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, overload, run
 import numpy as np
 import numpy.typing as npt
 
-from ssd_serve.cache.node import Node
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.cache.node import Node
 from ssd_serve.sampling.grammar import Mask
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Candidates(NamedTuple):
     scale."""
 
 
-class Guesses(Sequence[Candidates]):
+class CandidateBatch(Sequence[Candidates]):
     """Candidates of all picks of a step, equally many of each, in arrays: nothing is done for each of them
     that can be done for all."""
 
@@ -117,12 +117,12 @@ class Subtree(NamedTuple):
     branches: Sequence[Branch]
 
 
-Found: TypeAlias = Candidates | Subtree | None
+ExpandResult: TypeAlias = Candidates | Subtree | None
 """Below one pick. None: nothing now, so it is considered again when the root moves."""
 
 
 @runtime_checkable
-class FeatureReader(Protocol):
+class FeatureSource(Protocol):
     """A source that reads what the target has computed of committed tokens."""
 
     def read(self, request: int, position: int, features: "torch.Tensor") -> None:
@@ -132,7 +132,7 @@ class FeatureReader(Protocol):
 
 
 @runtime_checkable
-class TextReader(Protocol):
+class ChunkedPrefillSource(Protocol):
     """A source that reads a long text in several steps, so that no other request waits for all of it."""
 
     @property
@@ -146,7 +146,7 @@ class DraftSource(Protocol):
     """`open / commit / expand / close`; re-rooting is part of `commit`."""
 
     @property
-    def exceptional_step(self) -> bool:
+    def is_warmup_step(self) -> bool:
         """Whether the last step's time says nothing of later ones: it was recorded first, or has read a text
         before it could guess."""
         ...
@@ -160,9 +160,9 @@ class DraftSource(Protocol):
         prefix of the tokens); `kept` names the expanded nodes that stay in the tree; all others are gone."""
         ...
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Found]:
+    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[ExpandResult]:
         """One draft step: the children of every pick, or a subtree, or None for a pick that memory has no
-        room for now or nothing is known of; `Guesses` where all have equally many children.
+        room for now or nothing is known of; `CandidateBatch` where all have equally many children.
 
         Feeds missing committed tokens and ancestors first where a pick needs them.
         """

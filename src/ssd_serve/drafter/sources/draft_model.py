@@ -10,28 +10,33 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ssd_serve.base.errors import DeviceMemoryError
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.drafter.sources.contract import Candidates, Guesses, NodeRequest
-from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, DraftRows, HeldText, StepRows, root_of
-from ssd_serve.base.errors import DeviceMemoryError
+from ssd_serve.drafter.sources.contract import CandidateBatch, Candidates, NodeRequest
+from ssd_serve.drafter.sources.tree_rows import (
+    MOST_TEXT_ROWS,
+    DraftKvState,
+    StepRows,
+    TreeRowBuilder,
+    root_of,
+)
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
-from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import release_memory, within_memory
 from ssd_serve.sampling.grammar import Mask
-from ssd_serve.sampling.processors import apply_masks
-from ssd_serve.sampling.ranking import NativeRanking
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy
-from ssd_serve.sampling.ranking import SamplingKeys, rank_children
+from ssd_serve.sampling.processors import apply_masks
+from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, rank_children
 
 _TOKENS_OF_ROUNDS = 16
 """Who has more tokens of a request to read than a few rounds commit reads its prompt, or was not asked for
 long."""
 
 
-class RowsToRank(NamedTuple):
+class RankingInputs(NamedTuple):
     """How the rows of a step are ranked, where their noise lies, if all of it fits, and which tokens may
     follow, where that is known."""
 
@@ -59,13 +64,13 @@ class ModelSource:
         self.pool = pool
         self._noise = noise
         self._fan_out = fan_out
-        self.held: OrderedDict[int, HeldText] = OrderedDict()
+        self.held: OrderedDict[int, DraftKvState] = OrderedDict()
         self._text_rows = text_rows
         self._unread = set[int]()
         self._exceptional_step = False
 
     @property
-    def exceptional_step(self) -> bool:
+    def is_warmup_step(self) -> bool:
         return self._exceptional_step
 
     @property
@@ -75,7 +80,7 @@ class ModelSource:
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         self.close(request)
         greedy = is_greedy(parameters)
-        self.held[request] = HeldText(
+        self.held[request] = DraftKvState(
             list(tokens), None if greedy else seed, 0.0 if greedy else parameters.temperature
         )
 
@@ -112,7 +117,7 @@ class ModelSource:
             choices.temperatures.extend([held.temperature] * len(indices))
         # Before the forward: on ROCm a copy to the device waits for what was started there.
         lines = self._noise.lines_of(choices.seeds, choices.positions)
-        wish = RowsToRank(
+        wish = RankingInputs(
             choices,
             lines,
             [scales[index] for index in wanted],
@@ -125,13 +130,13 @@ class ModelSource:
             return [None] * len(picks)
         return _in_order(ranked, wanted, len(picks))
 
-    def _groups(self, picks: Sequence[NodeRequest]) -> list[tuple[HeldText, StepRows, list[int]]]:
+    def _groups(self, picks: Sequence[NodeRequest]) -> list[tuple[DraftKvState, StepRows, list[int]]]:
         """The rows of each request, and which picks they are for, as far as memory allows; of texts too long
         for one step, the next part."""
         order: dict[int, list[int]] = {}
         for index, pick in enumerate(picks):
             order.setdefault(pick.request, []).append(index)
-        groups: list[tuple[HeldText, StepRows, list[int]]] = []
+        groups: list[tuple[DraftKvState, StepRows, list[int]]] = []
         self._unread.clear()
         left = self._text_rows
         for request, indices in order.items():
@@ -150,7 +155,7 @@ class ModelSource:
         return groups
 
     def _ranked_or_none(
-        self, groups: Sequence[tuple[HeldText, StepRows, list[int]]], wish: RowsToRank
+        self, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]], wish: RankingInputs
     ) -> Sequence[Candidates] | None:
         """The candidates of all groups' picks; None where the device has too little memory for them."""
         batch = self.prepared(build_batch([group.rows for _, group, _ in groups]), groups)
@@ -172,18 +177,20 @@ class ModelSource:
         except DeviceMemoryError:
             return None
 
-    def prepared(self, batch: Batch, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> Batch:
+    def prepared(self, batch: Batch, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]) -> Batch:
         """The batch as the model wants it."""
         del groups
         return batch
 
-    def computed(self, result: ForwardResult, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> None:
+    def computed(
+        self, result: ForwardResult, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]
+    ) -> None:
         """The model has computed these rows."""
 
     def _group(
         self,
         request: int,
-        held: HeldText,
+        held: DraftKvState,
         nodes: Sequence[Node],
         busy: Collection[int],
         most: int | None = None,
@@ -193,7 +200,7 @@ class ModelSource:
         if len(held.slots) == len(held.tokens) and any(node.parent is None for node in nodes):
             self.pool.free([held.slots.pop()])  # the root's logits are wanted again
         first = held.start + len(held.tokens) - 1 - (root_of(nodes[0]).depth if nodes else 0)
-        tree = DraftRows(held, first, most)
+        tree = TreeRowBuilder(held, first, most)
         rows = [tree.row_of(node) for node in nodes]
         slots = self._allocate(len(tree.tokens), held.slots.last(), busy)
         if slots is None:
@@ -214,14 +221,14 @@ class ModelSource:
         names = [nodes[index].name for index in order]
         return StepRows(request, part, new_nodes, tree.parents, slots[: tree.fed], order, after, names)
 
-    def _keep(self, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> None:
+    def _keep(self, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]) -> None:
         for held, group, _ in groups:
             held.slots.extend(group.fed)
             held.nodes.update(group.new_nodes)
 
-    def _rank(self, logits: torch.Tensor, wish: RowsToRank) -> Sequence[Candidates]:
+    def _rank(self, logits: torch.Tensor, wish: RankingInputs) -> Sequence[Candidates]:
         """Noisy scores and their best children."""
-        return Guesses(
+        return CandidateBatch(
             *rank_children(
                 logits, wish.keys, self._noise, wish.scales, self._fan_out, self._native, wish.lines
             )
@@ -250,9 +257,9 @@ def _in_order(ranked: Sequence[Candidates], wanted: list[int], picks: int) -> Se
     """What was found for the picks `wanted`, in the order of all."""
     if wanted == list(range(picks)):
         return ranked
-    if isinstance(ranked, Guesses) and len(wanted) == picks:
+    if isinstance(ranked, CandidateBatch) and len(wanted) == picks:
         rows = np.argsort(wanted)
-        return Guesses(
+        return CandidateBatch(
             ranked.tokens[rows],
             ranked.log_probabilities[rows],
             ranked.scores[rows],

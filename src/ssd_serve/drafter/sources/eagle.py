@@ -13,18 +13,29 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ssd_serve.base.errors import ProtocolError, SettingsError
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import ModelSource
-from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, HeldText, StepRows
-from ssd_serve.base.errors import ProtocolError
+from ssd_serve.drafter.sources.loading import (
+    LoadedSource,
+    SourceConfig,
+    draft_slots,
+    measure_draft,
+    tokenizer_info,
+)
+from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, DraftKvState, StepRows, text_rows_of
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.heads.eagle import OWN, EagleHead
+from ssd_serve.models.heads.load import head_sizes, load_head
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult, Model
-from ssd_serve.sampling.ranking import NativeRanking
-from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.models.load import served_options
+from ssd_serve.models.wrapped import WrappedModel, wrap_model
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.sampling.ranking import NativeRanking, trusted_ranking
 
 
 @dataclass(slots=True)
@@ -104,7 +115,7 @@ class EagleSource(ModelSource):
         places = {index: place for place, index in enumerate(ready)}
         return [found[places[index]] if index in places else None for index in range(len(picks))]
 
-    def prepared(self, batch: Batch, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> Batch:
+    def prepared(self, batch: Batch, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]) -> Batch:
         """With a vector for each row."""
         parts: list[torch.Tensor] = []
         for held, group, _ in groups:
@@ -113,7 +124,9 @@ class EagleSource(ModelSource):
             parts += [known.own[parent][None] for parent in group.parents]
         return replace(batch, vectors=torch.cat(parts))
 
-    def computed(self, result: ForwardResult, groups: Sequence[tuple[HeldText, StepRows, list[int]]]) -> None:
+    def computed(
+        self, result: ForwardResult, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]
+    ) -> None:
         """The nodes that were wanted have vectors for their children."""
         own = iter(result.features[OWN])
         for _, group, _ in groups:
@@ -132,7 +145,57 @@ class EagleSource(ModelSource):
         return True
 
 
-def _read_on(held: HeldText, known: _Known) -> None:
+def _read_on(held: DraftKvState, known: _Known) -> None:
     """A token can be read once the place before it has a vector."""
     end = min(len(known.text), known.given.end + 1) if len(known.given) else 0
     held.tokens.extend(known.text[held.start + len(held.tokens) : end])
+
+
+class _WithoutFeatures(WrappedModel):
+    """A head whose rows carry nothing: it takes as long."""
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        vectors = torch.zeros(batch.rows, self._model.facts.hidden)
+        return self._model.forward(replace(batch, vectors=vectors))
+
+
+def load_eagle(order: SourceConfig) -> LoadedSource:
+    """Load the head, for the target that the settings name."""
+    settings, folder, device = order.settings, order.folder, order.device
+    if folder is None:
+        raise SettingsError(f"{settings.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
+    target = find_model(settings, settings.target, "target")
+    sizes = head_sizes(
+        folder,
+        target,
+        device=device,
+        dtype=settings.dtype,
+        features=settings.eagle_features,
+        allow_pickle=settings.allow_pickle,
+        native=order.native,
+    )
+    slots = draft_slots(settings, sizes, device)
+    wish = replace(served_options(settings, device, slots, order.native), graphs=False)
+    head = load_head(folder, wish, sizes, order.log)
+    model: Model = wrap_model(head, "draft", settings.model_wrapper)
+    seconds, prefill_s_per_token = measure_draft(_WithoutFeatures(model), order.widths)
+    facts = head.facts
+    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, order.native)
+    ranking = trusted_ranking(order.native) if facts.device == "cpu" else None
+    return LoadedSource(
+        EagleSource(
+            *(
+                head,
+                SlotPool(slots),
+                noise,
+                settings.draft_fan_out,
+                ranking,
+                text_rows_of(prefill_s_per_token),
+            ),
+            model=model,
+        ),
+        tokenizer_info(target, facts.context),
+        seconds,
+        sizes.description.config.features,
+        prefill_s_per_token,
+    )

@@ -3,24 +3,30 @@
 Knows settings and folders; not how anything is guessed.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssd_serve.drafter.sources.contract import DraftSource
-from ssd_serve.drafter.sources.reading_time import measure_reading
-from ssd_serve.kernels.native.library import NativeLibrary
+import numpy as np
+
+from ssd_serve.base.devices import parse_device
 from ssd_serve.base.logs import Logger
+from ssd_serve.base.settings import Settings
+from ssd_serve.drafter.sources.contract import DraftSource
+from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model
+from ssd_serve.models.memory import available_memory
+from ssd_serve.models.sizes import ModelSizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
-from ssd_serve.base.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceOrder:
+class SourceConfig:
     """A source that is to be loaded on `device`. `folder` has the draft's files; None: it is a name that
     needs none. `widths` are numbers of nodes in a step whose times must be known; `layers`: how many of a
     model's layers draft, the first ones, if not all."""
@@ -35,7 +41,7 @@ class SourceOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TokenizerInfo:
     """The texts that a source can draft. The verifier compares them with its own."""
 
     tokenizer: str
@@ -51,25 +57,25 @@ class Texts:
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
     """A source that is ready. `seconds` are those of a step of each width; `features` are the target's layers
-    whose outputs it reads. `text_s` are the seconds of a token of a new text that it reads, without them a
+    whose outputs it reads. `prefill_s_per_token` are the seconds of a token of a new text that it reads, without them a
     row's of the widest step."""
 
     source: DraftSource
-    texts: Texts
+    tokenizer: TokenizerInfo
     seconds: Mapping[int, float]
     features: tuple[int, ...] = ()
-    text_s: float | None = None
+    prefill_s_per_token: float | None = None
 
     @property
-    def reading_s(self) -> float:
+    def prefill_s(self) -> float:
         """Seconds for which a token of a new text is read, as far as that is known."""
-        return _widest_row_s(self.seconds) if self.text_s is None else self.text_s
+        return _widest_row_s(self.seconds) if self.prefill_s_per_token is None else self.prefill_s_per_token
 
 
 def measure_draft(model: Model, widths: Sequence[int]) -> tuple[dict[int, float], float]:
     """Seconds of a step of each width, and those for which a token of a new text is read."""
     seconds = {rows: min(each) for (rows, _), each in measure_steps(model, widths).items()}
-    return seconds, measure_reading(model, _widest_row_s(seconds))
+    return seconds, measure_prefill(model, _widest_row_s(seconds))
 
 
 def _widest_row_s(seconds: Mapping[int, float]) -> float:
@@ -78,14 +84,52 @@ def _widest_row_s(seconds: Mapping[int, float]) -> float:
     return seconds[widest] / widest
 
 
-def texts_of_target(settings: Settings) -> Texts:
+def target_tokenizer_info(settings: Settings) -> TokenizerInfo:
     """Those of the target, for sources that have no model of their own."""
-    return texts_of(find_model(settings, settings.target, "target"), settings.context)
+    return tokenizer_info(find_model(settings, settings.target, "target"), settings.context)
 
 
-def texts_of(folder: Path, context: int | None) -> Texts:
+def tokenizer_info(folder: Path, context: int | None) -> TokenizerInfo:
     """Those of a model in this folder, of at most so many tokens."""
     config = load_description(folder).config
     most = min(context or config.context, config.context)
     tokenizer, ends = Tokenizer(folder), config.eos_token_ids
-    return Texts(tokenizer.vocabulary_hash(), config.vocabulary, most, ends, tokenizer.to_json)
+    return TokenizerInfo(tokenizer.vocabulary_hash(), config.vocabulary, most, ends, tokenizer.to_json)
+
+
+_USUAL, _FEWEST = 256 << 20, 1024
+
+
+def draft_slots(settings: Settings, sizes: ModelSizes, device: str) -> int:
+    """As many as all requests need, or fewer where there is not so much memory for them."""
+    most = settings.max_running * (settings.context or sizes.context) + settings.tree_nodes
+    return min(most, max(_FEWEST, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
+
+
+def _kv_bytes(settings: Settings, sizes: ModelSizes, device: str) -> int:
+    """Bytes: what the settings name, or a share of a GPU that has no target, which would be loading now."""
+    if settings.draft_kv_memory_mb is not None:
+        return settings.draft_kv_memory_mb << 20
+    own, target = parse_device(device), parse_device(settings.target_device or "cpu")
+    if own.kind == "cpu" or (target.kind == "cuda" and set(own.indices) & set(target.indices)):
+        return _USUAL
+    return (available_memory(torch_device(device)) - sizes.resident_bytes) // 10
+
+
+_ROWS, _MOST_S, _TURNS = 256, 0.1, 3
+"""Rows that are read at a time, or fewer that should take so long; the first turn warms up."""
+
+
+def measure_prefill(model: Model, row_s: float) -> float:
+    """Seconds a token of a new text that is read some hundred tokens at a time, which give no logits but the
+    last; `row_s` is what a row of a smaller forward takes, for models so slow that fewer are read. Writes
+    garbage into KV slots: call it before any request runs."""
+    rows = min(_ROWS, max(1, int(_MOST_S / row_s)), model.slots, model.facts.context)
+    places = list(range(rows))
+    text = RequestRows([1] * rows, places, places, np.arange(0, dtype=np.int32), wanted=[rows - 1])
+    batch = build_batch([text])
+    taken: list[float] = []
+    for _ in range(_TURNS):
+        started = time.perf_counter()
+        taken.append(model.forward(batch).completion.wait() - started)
+    return min(taken[1:]) / rows

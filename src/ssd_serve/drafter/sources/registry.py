@@ -14,12 +14,12 @@ from ssd_serve.models.heads.kinds import head_kind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder
+    from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig
 
 ANY_MODEL, EAGLE = "*", "*eagle"
 SOURCES: dict[str, str] = {
     ANY_MODEL: "ssd_serve.drafter.sources.whole_model:load_draft_model",
-    EAGLE: "ssd_serve.drafter.sources.eagle_loading:load_eagle",
+    EAGLE: "ssd_serve.drafter.sources.eagle:load_eagle",
 }
 """What loads a source, as `module:function`, by what chooses it: the name that `SSD_DRAFT` gives, or an entry
 of `architectures` in the draft's `config.json`. All other drafts are whole models."""
@@ -28,7 +28,7 @@ ENTRY_POINTS = "ssd_serve.draft_sources"
 """The group in which installed packages name sources of their own, likewise."""
 
 
-def own_layers(name: str) -> int | None:
+def self_draft_layers(name: str) -> int | None:
     """Of a target that drafts for itself (`self:N`) with how many of its layers; None: another draft. Raises
     `SettingsError`."""
     if not name.startswith(ITSELF):
@@ -48,13 +48,13 @@ def is_head(folder: Path) -> bool:
     return _kind(folder) == EAGLE
 
 
-def load_source(name: str, order: "SourceOrder") -> "LoadedSource":
+def load_source(name: str, order: "SourceConfig") -> "LoadedSource":
     """The source that a draft of this name is; its files, if it has any, are in the order's folder."""
     kind = name if order.folder is None else _kind(order.folder)
     found = SOURCES.get(kind)
     point = EntryPoint(kind, found, ENTRY_POINTS) if found else next(iter(_entry_points(kind)))
     try:
-        load = cast("Callable[[SourceOrder], LoadedSource]", point.load())
+        load = cast("Callable[[SourceConfig], LoadedSource]", point.load())
     except (ImportError, AttributeError) as error:
         raise SettingsError(f"the draft source {kind} ({point.value}) cannot be loaded: {error}") from error
     return load(order)

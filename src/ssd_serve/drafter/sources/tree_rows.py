@@ -6,7 +6,7 @@ Knows what is remembered of a request, and trees; no models and no memory.
 from dataclasses import dataclass, field
 
 from ssd_serve.cache.node import Node
-from ssd_serve.cache.table import SlotTable
+from ssd_serve.cache.slots import SlotTable
 from ssd_serve.kernels.batch import RequestRows
 
 MOST_TEXT_ROWS = 512
@@ -14,14 +14,14 @@ _LEAST_TEXT_ROWS = 64
 _TEXT_S = 0.03
 
 
-def text_rows_of(text_s: float) -> int:
-    """How many tokens of a text a step reads where one takes `text_s` seconds: as many as take about 30 ms,
+def text_rows_of(prefill_s_per_token: float) -> int:
+    """How many tokens of a text a step reads where one takes `prefill_s_per_token` seconds: as many as take about 30 ms,
     so that nobody waits longer for other drafts."""
-    return min(MOST_TEXT_ROWS, max(_LEAST_TEXT_ROWS, int(_TEXT_S / text_s)))
+    return min(MOST_TEXT_ROWS, max(_LEAST_TEXT_ROWS, int(_TEXT_S / prefill_s_per_token)))
 
 
 @dataclass(slots=True)
-class HeldText:
+class DraftKvState:
     """What is remembered of one request: `tokens` are the committed ones from position `start` on, `slots`
     those of the first of them, `nodes` by name. seed None and temperature 0: no noise."""
 
@@ -60,14 +60,14 @@ _Place = tuple[int, int, int]
 """A node: its row (-1: it has KV already), and the masks of the chain that ends with it."""
 
 
-class DraftRows:
+class TreeRowBuilder:
     """The rows of one request: committed tokens not fed yet, then nodes that have no KV yet.
 
     Tree slots are numbered: first the new rows in order, then the nodes that have KV and are ancestors of a
     new row. How many new rows there are is known last, so the bits of those ancestors are shifted at the end.
     """
 
-    def __init__(self, held: HeldText, first: int, most: int | None = None) -> None:
+    def __init__(self, held: DraftKvState, first: int, most: int | None = None) -> None:
         """`first` is the position of nodes of depth 0; `most` committed tokens are fed."""
         fed = held.tokens[len(held.slots) :][:most]
         self.tokens = fed

@@ -3,24 +3,28 @@ requests."""
 
 from dataclasses import dataclass
 
+from ssd_serve.base.errors import PairMismatchError, SettingsError
+from ssd_serve.base.settings import Settings
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.draft_model import ModelSource
-from ssd_serve.drafter.sources.loading import LoadedSource, SourceOrder, Texts, measure_draft, texts_of
-from ssd_serve.drafter.sources.memory import draft_slots
+from ssd_serve.drafter.sources.loading import (
+    LoadedSource,
+    SourceConfig,
+    TokenizerInfo,
+    draft_slots,
+    measure_draft,
+    tokenizer_info,
+)
 from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, text_rows_of
-from ssd_serve.base.errors import PairMismatchError, SettingsError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import model_here
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
-from ssd_serve.models.wrapped import MappedModel
 from ssd_serve.models.sizes import model_sizes
-from ssd_serve.models.text.tokenizer import common_tokens
-from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.models.wrapped import wrap_model
+from ssd_serve.models.text.tokenizer import Tokenizer, common_tokens
+from ssd_serve.models.wrapped import MappedModel, wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.ranking import trusted_ranking
-from ssd_serve.base.settings import Settings
 
 _LEAST_COMMON = 0.5
 
@@ -46,7 +50,7 @@ class DraftModel:
         return ModelSource(self.model, SlotPool(self.slots), noise, fan_out, native, self.text_rows)
 
 
-def load_draft_model(order: SourceOrder) -> LoadedSource:
+def load_draft_model(order: SourceConfig) -> LoadedSource:
     """Load the draft model and measure its step."""
     settings, path, device = order.settings, order.folder, order.device
     if path is None:
@@ -63,22 +67,24 @@ def load_draft_model(order: SourceOrder) -> LoadedSource:
     loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)
     model, texts = _in_targets_tokens(settings, loaded, Tokenizer(path))
     model = wrap_model(model, "draft", settings.model_wrapper)
-    seconds, text_s = measure_draft(model, order.widths)
-    draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(text_s))
-    return LoadedSource(draft.source(settings.draft_fan_out), texts, seconds, text_s=text_s)
+    seconds, prefill_s_per_token = measure_draft(model, order.widths)
+    draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(prefill_s_per_token))
+    return LoadedSource(
+        draft.source(settings.draft_fan_out), texts, seconds, prefill_s_per_token=prefill_s_per_token
+    )
 
 
-def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tuple[Model, Texts]:
+def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tuple[Model, TokenizerInfo]:
     """The model as it is where the target's ids mean the same to it, else one that translates them. Raises
     `PairMismatchError` where too few tokens are common. Without the target's files it speaks its own."""
     facts = model.facts
-    own_texts = Texts(
+    own_texts = TokenizerInfo(
         own.vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids, own.to_json
     )
     folder = model_here(settings.target, "target") if "target" in settings.model_fields_set else None
     if folder is None:
         return model, own_texts
-    texts = texts_of(folder, facts.context)
+    texts = tokenizer_info(folder, facts.context)
     if texts.tokenizer == own_texts.tokenizer and texts.vocabulary >= facts.vocabulary:
         return model, own_texts
     tokens = common_tokens(Tokenizer(folder), own, texts.vocabulary, facts.vocabulary)

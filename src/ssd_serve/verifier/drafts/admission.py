@@ -9,12 +9,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 
-from ssd_serve.transport.channel import Intake
+from ssd_serve.transport.channel import ReceiveLimits
 from ssd_serve.base.draft_messages import (
     Growth,
     Heartbeat,
     Hello,
-    PiecesRead,
+    SharedMemoryRead,
     Refusal,
     Resync,
 )
@@ -22,7 +22,7 @@ from ssd_serve.base.errors import PairMismatchError, ProtocolError
 from ssd_serve.base.labels import LONGEST_LABEL, is_label
 from ssd_serve.models.interface import listed
 
-FROM_DRAFTERS = Intake(2 << 20, 128 << 10, Hello | Growth | Resync | PiecesRead | Refusal | Heartbeat)
+FROM_DRAFTERS = ReceiveLimits(2 << 20, 128 << 10, Hello | Growth | Resync | SharedMemoryRead | Refusal | Heartbeat)
 """The largest frame is the snapshot of the largest tree."""
 MAX_STRANGERS = 64
 _MAX_OF_A_PEER = 32
@@ -131,7 +131,7 @@ class Admission:
         if not is_label(theirs.name) or not is_label(theirs.source):
             raise ProtocolError(f"names and draft models are at most {LONGEST_LABEL} printable bytes")
         check_step(theirs.step_ms)
-        check_text(theirs.text_ms)
+        check_text(theirs.prefill_ms)
         if not set(theirs.features) <= set(self._features) or len({*theirs.features}) < len(theirs.features):
             given = listed(self._features) if self._features else "none"
             raise PairMismatchError(
@@ -181,10 +181,10 @@ def check_step(step_ms: float) -> None:
         raise ProtocolError(f"a draft step cannot take {step_ms:g} ms")
 
 
-def check_text(text_ms: float) -> None:
+def check_text(prefill_ms: float) -> None:
     """Raise `ProtocolError` unless a token can take so long to read; 0 means that nobody knows."""
-    if not 0 <= text_ms <= _SLOWEST_STEP_MS:  # also where it is no number
-        raise ProtocolError(f"a token cannot take {text_ms:g} ms to read")
+    if not 0 <= prefill_ms <= _SLOWEST_STEP_MS:  # also where it is no number
+        raise ProtocolError(f"a token cannot take {prefill_ms:g} ms to read")
 
 
 def check_figures(beat: Heartbeat) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ssd_serve.transport.channel import Channel
-from ssd_serve.transport.polling import poll
+from ssd_serve.transport.channel import poll
 from ssd_serve.base.draft_messages import Heartbeat, Hello
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.logs import Logger, get_logger
@@ -149,12 +149,12 @@ class Drafters:
     def unread_s(self, layout: Layout) -> float:
         """Seconds for which those that work in a layout would read before they could draft, as far as that is
         known."""
-        return max((link.unread * link.text_s for link in self._of(layout)), default=0.0)
+        return max((link.unread * link.prefill_s_per_token for link in self._of(layout)), default=0.0)
 
-    def text_s(self, layout: Layout) -> float:
+    def prefill_s_per_token(self, layout: Layout) -> float:
         """Seconds that those that work in a layout take to read a token of some text, which they share out;
         0: unknown."""
-        reading = [link.text_s for link in self._of(layout) if link.text_s]
+        reading = [link.prefill_s_per_token for link in self._of(layout) if link.prefill_s_per_token]
         return max(reading, default=0.0) / max(1, len(reading))
 
     def admit(self, channel: Channel, peer: str, stranger: bool) -> None:

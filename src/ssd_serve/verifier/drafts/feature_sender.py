@@ -8,7 +8,7 @@ when they are due.
 from msgspec.structs import replace
 
 from ssd_serve.transport.channel import Channel, SocketChannel
-from ssd_serve.transport.shared_memory import PiecePlace, SharedWriter
+from ssd_serve.transport.shared_memory import SharedSpan, SharedWriter
 from ssd_serve.base.draft_messages import Features, SharedMemory
 from ssd_serve.base.logs import Logger
 from ssd_serve.verifier.request import Request, TokenFeatures
@@ -104,7 +104,7 @@ class FeatureSender:
         offset = memory.pieces.room(length)
         if offset is None:
             return False
-        place = PiecePlace(offset, length)
+        place = SharedSpan(offset, length)
         table.write(message.position, count, self.layers, memory.at(place))
         if not self._channel.post(replace(message, shared=place)):
             return False

@@ -104,7 +104,7 @@ class Link:
         self.instance = 0
         self.source = ""
         self.source_bit = OTHERS_BIT
-        self.text_s = 0.0
+        self.prefill_s_per_token = 0.0
         """Seconds for which it reads a token of a text; 0: unknown."""
         self._features = FeatureSender(channel)
         self.joined = False
@@ -175,7 +175,7 @@ class Link:
         """Its `Hello` was found to agree: answer."""
         self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
         self.joined, self.liveness.step_s = True, theirs.step_ms / 1e3
-        self.text_s = theirs.text_ms / 1e3
+        self.prefill_s_per_token = theirs.prefill_ms / 1e3
         self.since = self.liveness.heard_at
         self.channel.send(mine)
         self._features.begin(theirs.features, log)

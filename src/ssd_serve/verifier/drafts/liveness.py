@@ -6,7 +6,7 @@ Knows messages by what they are worth; no requests, no channels and no other dra
 import math
 from collections.abc import Callable
 
-from ssd_serve.base.draft_messages import Heartbeat, Message, PiecesRead
+from ssd_serve.base.draft_messages import Heartbeat, Message, SharedMemoryRead
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.verifier.drafts.admission import check_figures
 
@@ -61,7 +61,7 @@ class Liveness:
 
     def heard(self, message: Message) -> None:
         """It has said something. That it has read is no answer to an outcome."""
-        if isinstance(message, PiecesRead):
+        if isinstance(message, SharedMemoryRead):
             return
         self.heard_at = self._clock()
         if isinstance(message, Heartbeat):

@@ -11,7 +11,7 @@ from ssd_serve.base.draft_messages import (
     Heartbeat,
     Hello,
     Message,
-    PiecesRead,
+    SharedMemoryRead,
     Refusal,
     Resync,
 )
@@ -102,7 +102,7 @@ class Reception:
                 link.liveness.said_nothing()
             else:
                 link.resync(request)
-        elif isinstance(message, PiecesRead):
+        elif isinstance(message, SharedMemoryRead):
             link.pieces_read(message.total)
         elif not isinstance(message, Heartbeat | Hello):
             raise ProtocolError(f"a drafter says nothing like {type(message).__name__}")

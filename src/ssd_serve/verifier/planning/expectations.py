@@ -82,14 +82,14 @@ class Expectations:
         layout's drafters read their prompts."""
         prompts = sum([request.prompt_length for request in self._running])
         tokens = sum([request.parameters.max_tokens for request in self._running])
-        return max(self._plain_s(tokens), 1e-9), self._drafters.text_s(layout) * prompts
+        return max(self._plain_s(tokens), 1e-9), self._drafters.prefill_s_per_token(layout) * prompts
 
     def _slowed(self, layout: Layout) -> float:
         """By how much the layout should slow rounds that read prompts: drafters on the target's device read
         them too."""
         if layout is not Layout.SYNC:
             return 1.0
-        return slowed_by_reading(self._costs[Layout.OFF], self._beside_others * self._drafters.text_s(layout))
+        return slowed_by_reading(self._costs[Layout.OFF], self._beside_others * self._drafters.prefill_s_per_token(layout))
 
     def _plain_s(self, tokens: int) -> float:
         """Seconds of plain decoding for so many tokens of the running requests together."""

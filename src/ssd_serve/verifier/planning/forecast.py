@@ -104,10 +104,10 @@ def with_reading(gain: float, plain_s: float, read_s: float, beside: bool) -> fl
     return plain_s / (plain_s / gain + lost_s)
 
 
-def slowed_by_reading(plain: CostTable, text_s: float) -> float:
+def slowed_by_reading(plain: CostTable, prefill_s_per_token: float) -> float:
     """By how much rounds that read prompts take longer where the target's device reads them for drafts too,
-    in `text_s` seconds a token."""
-    return 1 + text_s * _PROMPT_ROWS / max(plain.first_seconds(_PROMPT_ROWS, Reading()), 1e-9)
+    in `prefill_s_per_token` seconds a token."""
+    return 1 + prefill_s_per_token * _PROMPT_ROWS / max(plain.first_seconds(_PROMPT_ROWS, Reading()), 1e-9)
 
 
 def _inline(round_s: float, depth: int, level_s: float, right: float) -> float:

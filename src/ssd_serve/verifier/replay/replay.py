@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ssd_serve.base.draft_messages import Message, Refusal
-from ssd_serve.drafter.inline import ChannelWithin
+from ssd_serve.drafter.inline import InProcessChannel
 from ssd_serve.base.errors import DeviceMemoryError, ProtocolError, RecordingError
 from ssd_serve.base.messages import ServerMessage, Submit, SubmitChoices
 from ssd_serve.verifier.engine import Engine
@@ -160,7 +160,7 @@ class Replay(Observer):
         return f"round {self.result.rounds + 1}"
 
 
-class _Nobody(ChannelWithin):
+class _Nobody(InProcessChannel):
     """The other end of a drafter's channel: what it said is on the tape."""
 
     def send(self, message: Message) -> bool:

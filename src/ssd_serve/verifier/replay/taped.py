@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ssd_serve.transport.channel import Channel
-from ssd_serve.transport.polling import poll
+from ssd_serve.transport.channel import poll
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, Model

@@ -6,16 +6,16 @@ Knows nothing of other requests, of messages that go out, nor of what guesses.
 import math
 from collections.abc import Sequence
 
+from ssd_serve.base.draft_messages import Open
+from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.base.draft_messages import Open
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
-from ssd_serve.drafter.sources.contract import Branch, Found
-from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.drafter.sources.contract import Branch, ExpandResult
 
 
-class Drafted:
+class DraftRequest:
     """What the core remembers about a request."""
 
     __slots__ = (
@@ -39,10 +39,10 @@ class Drafted:
         deepest = min(left - 1, limits.context - self.position)
         self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
-        self.guesses: dict[int, tuple[Sequence[Found], int, int]] = {}
+        self.guesses: dict[int, tuple[Sequence[ExpandResult], int, int]] = {}
         """The step in which each node was expanded, its place there, and how deep it stood below the root."""
 
-    def grew(self, nodes: Sequence[tuple[int, Node]], found: Sequence[Found]) -> None:
+    def grew(self, nodes: Sequence[tuple[int, Node]], found: Sequence[ExpandResult]) -> None:
         """The tree has the candidates of some nodes, each with its place in what its step found."""
         guesses, top = self.guesses, self.tree.root.depth
         for index, node in nodes:

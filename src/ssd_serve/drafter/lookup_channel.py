@@ -19,21 +19,21 @@ from ssd_serve.base.draft_messages import (
     Pause,
     Resync,
 )
-from ssd_serve.drafter.build import CoreParts, build_core
-from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.grammar_paths import GrammarPaths
-from ssd_serve.drafter.inline import ChannelWithin
-from ssd_serve.drafter.lookup.shared import SharedTexts
-from ssd_serve.drafter.lookup.source import LookupSource
 from ssd_serve.base.labels import as_label
-from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.base.setting_values import SUFFIX
 from ssd_serve.base.settings import Settings
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.grammar_paths import GrammarPaths
+from ssd_serve.drafter.inline import InProcessChannel
+from ssd_serve.drafter.sources.lookup import LookupSource
+from ssd_serve.drafter.sources.lookup_text import SharedHistory
+from ssd_serve.sampling.grammar import Grammars
 
 _FAN_OUT = 4
 
 
-class AskedWidth:
+class PerRequestWidth:
     """`StepWidth` of as many nodes as requests have moved."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class AskedWidth:
         """It is not time that bounds a step."""
 
 
-class InstantChannel(ChannelWithin):
+class LookupChannel(InProcessChannel):
     """The verifier's end of a channel to a lookup over its requests' own texts."""
 
     def __init__(
@@ -51,23 +51,21 @@ class InstantChannel(ChannelWithin):
         hello: Hello,
         limits: GrowthLimits,
         ends: Collection[int],
-        shared: SharedTexts | None = None,
+        shared: SharedHistory | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         """`hello` names a step of 0 ms: it is what tells that nobody has to wait. `ends` end a text; `shared`
         are texts of other requests, which are looked up too; `grammars` are those of the texts."""
         super().__init__()
-        self._width = AskedWidth()
+        self._width = PerRequestWidth()
         self._source = LookupSource(limits.fan_out, shared)
-        self._core = build_core(
-            CoreParts(
-                guesses=self._source,
-                limits=limits,
-                ends=ends,
-                name=hello.name,
-                widths=self._width,
-                paths=None if grammars is None else GrammarPaths(grammars),
-            )
+        self._core = DrafterCore(
+            self._source,
+            limits,
+            ends,
+            hello.name,
+            widths=self._width,
+            paths=None if grammars is None else GrammarPaths(grammars),
         )
         self._inbox: list[DrafterMessage] = [hello]
         self._moved = set[int]()
@@ -100,17 +98,17 @@ class InstantChannel(ChannelWithin):
         return bool(self._inbox or self._moved)
 
 
-def instant_channel(
+def lookup_channel(
     name: str,
     settings: Settings,
     mine: Hello,
     ends: Collection[int],
     grammars: Grammars | None = None,
-) -> InstantChannel:
+) -> LookupChannel:
     """The lookup of this name for a verifier that says `mine`. `grammars` are those of the texts, where
     drafts keep to them."""
     hello = replace(
-        mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0, text_ms=0.0
+        mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0, prefill_ms=0.0
     )
     limits = GrowthLimits(
         width=1,
@@ -119,5 +117,5 @@ def instant_channel(
         nodes=settings.tree_nodes,
         context=mine.context,
     )
-    shared = SharedTexts(settings.suffix_shared) if name == SUFFIX and settings.suffix_shared else None
-    return InstantChannel(hello, limits, ends, shared, grammars)
+    shared = SharedHistory(settings.suffix_shared) if name == SUFFIX and settings.suffix_shared else None
+    return LookupChannel(hello, limits, ends, shared, grammars)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd_serve.drafter.lookup.text import LONGEST, MAX_PLACES, GrowingText
+from ssd_serve.drafter.sources.lookup_text import LONGEST, MAX_PLACES, TokenHistory
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 PATHS = st.lists(st.integers(0, 2), max_size=6)
@@ -31,7 +31,7 @@ def _repeated(tokens: Sequence[int], most: int) -> list[int]:
 @example([], [], 3)
 @example([1], [], 3)
 def test_the_places_that_are_most_alike_are_found(tokens: list[int], path: list[int], most: int) -> None:
-    found = GrowingText(tokens).match(path, most)
+    found = TokenHistory(tokens).match(path, most)
     expected = by_hand([*tokens, *path], most)
     if expected is None:
         assert found is None
@@ -43,10 +43,10 @@ def test_the_places_that_are_most_alike_are_found(tokens: list[int], path: list[
 
 @given(st.lists(TOKENS, max_size=8), PATHS)
 def test_a_text_that_grew_is_looked_up_as_one_that_was_there(parts: list[list[int]], path: list[int]) -> None:
-    grown = GrowingText(parts[0] if parts else ())
+    grown = TokenHistory(parts[0] if parts else ())
     for part in parts[1:]:
         grown.match([7, 7, 7], 2)  # what is only asked for leaves nothing behind
         grown.extend(part)
     whole = [token for part in parts for token in part]
     assert len(grown) == len(whole)
-    assert grown.match(path, 4) == GrowingText(whole).match(path, 4)
+    assert grown.match(path, 4) == TokenHistory(whole).match(path, 4)

@@ -3,6 +3,7 @@
 Plain numpy: a search goes over the whole text at once. Knows tokens; not what they are looked up for.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class Match(NamedTuple):
     following: list[list[int]]
 
 
-class GrowingText:
+class TokenHistory:
     """The tokens of one request: its prompt and its output."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -82,7 +83,7 @@ class GrowingText:
 
 
 def match_elsewhere(text: Tokens, suffix: Tokens, most: int) -> Match | None:
-    """Where the end of `suffix` stands in another text, as in `GrowingText.match`; behind the end of that
+    """Where the end of `suffix` stands in another text, as in `TokenHistory.match`; behind the end of that
     text follow `NOTHING`s."""
     found = _places(text, suffix) if len(text) and len(suffix) else None
     if found is None or found[0] < _SHORTEST_ELSEWHERE:
@@ -112,3 +113,39 @@ def _places(text: Tokens, suffix: Tokens) -> tuple[int, npt.NDArray[np.int64]] |
     lengths = np.where(equal.all(axis=1), LONGEST, equal.argmin(axis=1))
     longest = int(lengths.max())
     return longest, last[lengths == longest] + 1
+
+
+class SharedHistory:
+    """At most `limit` tokens of recent requests."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._texts: OrderedDict[bytes, TokenHistory] = OrderedDict()
+        self._kept = 0
+
+    def __len__(self) -> int:
+        """Tokens that are kept."""
+        return self._kept
+
+    def add(self, salt: bytes, tokens: Tokens) -> None:
+        """A request of this salt is over."""
+        text = self._texts.setdefault(salt, TokenHistory(()))
+        self._texts.move_to_end(salt)
+        self._kept -= len(text)
+        text.extend([NOTHING])
+        text.extend(tokens[-self._limit :])
+        self._kept += len(text)
+        while self._kept > 2 * self._limit and len(self._texts) > 1:
+            _, oldest = self._texts.popitem(last=False)
+            self._kept -= len(oldest)
+        if self._kept > 2 * self._limit:  # not with every request: it copies all that stays
+            text.keep_last(self._limit)
+            self._kept = len(text)
+
+    def match(self, salt: bytes, suffix: Tokens, most: int) -> Match | None:
+        """Where the end of a text stands in these."""
+        text = self._texts.get(salt)
+        if text is None:
+            return None
+        self._texts.move_to_end(salt)
+        return match_elsewhere(text.tokens, suffix, most)

@@ -14,11 +14,11 @@ from ssd_serve.base.draft_messages import (
     Outcome,
     Resync,
 )
-from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.instant import InstantChannel, instant_channel
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
 from ssd_serve.base.settings import Settings
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.lookup_channel import LookupChannel, lookup_channel
 from ssd_serve.verifier.planning.layout import Layout
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
 
@@ -29,15 +29,15 @@ def opening(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 100) -> Open:
     return Open(1, 1, prompt, (), SamplingParameters(temperature=0.0, max_tokens=max_tokens), 0, root=1)
 
 
-def make() -> InstantChannel:
-    channel = instant_channel("ngram", Settings(draft_fan_out=2, draft_depth=2), HELLO, (EOS,))
+def make() -> LookupChannel:
+    channel = lookup_channel("ngram", Settings(draft_fan_out=2, draft_depth=2), HELLO, (EOS,))
     (hello,) = channel.receive()
     assert isinstance(hello, Hello)
     assert (hello.name, hello.source, hello.step_ms) == ("ngram", "ngram", 0.0)
     return channel
 
 
-def grown(channel: InstantChannel) -> list[int]:
+def grown(channel: LookupChannel) -> list[int]:
     """How many nodes each message expands."""
     messages = channel.receive()
     return [len(each.parents) // 8 for each in messages if isinstance(each, Growth)]
@@ -80,7 +80,7 @@ def test_nothing_grows_beyond_the_end_of_a_text() -> None:
 
 def test_suffix_looks_into_texts_that_are_over_and_ngram_does_not() -> None:
     for name, found in (("ngram", []), ("suffix", [2])):
-        channel = instant_channel(name, Settings(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
+        channel = lookup_channel(name, Settings(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
         channel.receive()
         channel.send(opening((1, 2, 3, 4, 5, 6)))
         channel.send(Close(1, 1))
@@ -105,12 +105,15 @@ def test_only_who_answers_at_once_is_told_a_salt() -> None:
         channel.send = heard
         return channel
 
-    instant = instant_channel("suffix", Settings(), HELLO, (EOS,))
+    instant = lookup_channel("suffix", Settings(), HELLO, (EOS,))
     engine.drafters.connect(listening(instant, "instant"), synchronous=True)
     inline = InlineChannel(make_core(Case()), HELLO)
     engine.drafters.connect(listening(inline, "inline"), synchronous=True)
     engine.drafters.drain({})
-    run(engine, [Submit(1, PROMPT, SamplingParameters(max_tokens=4), 7, options=RequestOptions(salt=b"secret"))])
+    run(
+        engine,
+        [Submit(1, PROMPT, SamplingParameters(max_tokens=4), 7, options=RequestOptions(salt=b"secret"))],
+    )
     assert told == {"instant": [b"secret"], "inline": [b""]}
 
 
@@ -118,7 +121,7 @@ def test_only_who_answers_at_once_is_told_a_salt() -> None:
 def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> None:
     case = Case(slots=4096)
     engine, _ = make_engine(case)
-    engine.drafters.connect(instant_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
+    engine.drafters.connect(lookup_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
     outputs = run(engine, mixed_requests(count))
     expected = run(make_engine(case)[0], mixed_requests(count))
     assert {n: each.tokens for n, each in outputs.items()} == {n: each.tokens for n, each in expected.items()}
@@ -128,7 +131,7 @@ def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> N
 
 def test_it_works_in_every_layout_that_drafts_and_nobody_waits_for_it() -> None:
     engine, _ = make_engine(Case())
-    engine.drafters.connect(instant_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
+    engine.drafters.connect(lookup_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
     for layout, works in ((Layout.OFF, False), (Layout.ASYNC, True), (Layout.SYNC, True)):
         engine.drafters.use(layout)
         engine.drafters.drain({})

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ssd_serve.drafter.lookup.shared import SharedTexts
-from ssd_serve.drafter.lookup.text import LONGEST, NOTHING, GrowingText, Match
-from ssd_serve.drafter.lookup.trust import Trust
-from ssd_serve.drafter.sources.contract import Branch, NodeRequest, Subtree
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.drafter.calibration import temperature_band
+from ssd_serve.drafter.sources.contract import Branch, NodeRequest, Subtree
+from ssd_serve.drafter.sources.lookup_text import LONGEST, NOTHING, Match, SharedHistory, TokenHistory
 
 _DEPTH = 24
 """Levels of a subtree at most."""
@@ -29,7 +28,7 @@ Path = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Held:
-    text: GrowingText
+    text: TokenHistory
     temperature: float
     salt: bytes = b""
     guesses: dict[Path, tuple[int, frozenset[int]]] = field(
@@ -42,16 +41,16 @@ class LookupSource:
     """`DraftSource` over the requests' own texts and, where they are given, over `shared` ones; `fan_out`
     candidates of a node at most."""
 
-    exceptional_step = False
+    is_warmup_step = False
 
-    def __init__(self, fan_out: int, shared: SharedTexts | None = None) -> None:
+    def __init__(self, fan_out: int, shared: SharedHistory | None = None) -> None:
         self._fan_out = fan_out
         self._shared = shared
-        self._trust = Trust()
+        self._trust = MatchAccuracy()
         self._requests: dict[int, _Held] = {}
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        self._requests[request] = _Held(GrowingText(tokens), parameters.temperature)
+        self._requests[request] = _Held(TokenHistory(tokens), parameters.temperature)
 
     def salt(self, request: int, salt: bytes) -> None:
         """An open request finds the texts of this salt."""
@@ -120,3 +119,42 @@ class LookupSource:
                 ]
             level = sorted(deeper, key=lambda each: -each[1])
         return branches
+
+
+_MEMORY = 256.0
+"""Guesses of one length that are remembered, about."""
+_PRIOR = 8.0
+"""Guesses that the start value weighs as much as."""
+_HALF = 3.0
+"""Tokens in common of which every other place should go on alike, before anything is known."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    right: float
+    all: float = _PRIOR
+
+
+def _nothing_seen() -> list[_Seen]:
+    return [_Seen(_PRIOR * length / (length + _HALF)) for length in range(LONGEST + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class MatchAccuracy:
+    """By temperature band and shared tokens."""
+
+    _bands: list[list[_Seen]] = field(default_factory=lambda: [_nothing_seen() for _ in range(3)])
+
+    def share(self, temperature: float, length: int) -> float:
+        """Probability that the text goes on as one of the places did, from above 0 to below 1."""
+        seen = self._bands[temperature_band(temperature)][min(length, LONGEST)]
+        return (seen.right + 0.05) / (seen.all + 0.1)
+
+    def observe(self, temperature: float, length: int, right: bool) -> None:
+        """One of them was right, or none."""
+        seen = self._bands[temperature_band(temperature)][min(length, LONGEST)]
+        if seen.all >= _MEMORY:
+            seen.right *= 1 - 1 / _MEMORY
+            seen.all *= 1 - 1 / _MEMORY
+        seen.right += right
+        seen.all += 1

@@ -4,12 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.drafter.lookup.shared import SharedTexts
-from ssd_serve.drafter.lookup.source import LookupSource
-from ssd_serve.drafter.lookup.text import NOTHING, Tokens
-from ssd_serve.drafter.sources.contract import NodeRequest, Subtree
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.cache.tree import SpeculationTree
+from ssd_serve.drafter.sources.contract import NodeRequest, Subtree
+from ssd_serve.drafter.sources.lookup import LookupSource
+from ssd_serve.drafter.sources.lookup_text import NOTHING, SharedHistory, Tokens
 
 
 def ids(*tokens: int) -> Tokens:
@@ -17,7 +16,7 @@ def ids(*tokens: int) -> Tokens:
 
 
 def test_a_text_is_found_by_its_salt_only_and_ends_where_it_ended() -> None:
-    texts = SharedTexts(100)
+    texts = SharedHistory(100)
     assert texts.match(b"a", ids(1, 2), 3) is None
     texts.add(b"a", ids(1, 2, 3))
     texts.add(b"b", ids(1, 2, 9))
@@ -30,7 +29,7 @@ def test_a_text_is_found_by_its_salt_only_and_ends_where_it_ended() -> None:
 
 
 def test_nothing_is_found_across_the_end_of_a_text() -> None:
-    texts = SharedTexts(100)
+    texts = SharedHistory(100)
     texts.add(b"", ids(1, 2))
     texts.add(b"", ids(3, 4))
     assert texts.match(b"", ids(2, 3), 2) is None
@@ -44,7 +43,7 @@ def test_nothing_is_found_across_the_end_of_a_text() -> None:
     st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.lists(st.integers(0, 5), max_size=50))),
 )
 def test_they_are_bounded_and_the_newest_is_there(limit: int, added: list[tuple[bytes, list[int]]]) -> None:
-    texts = SharedTexts(limit)
+    texts = SharedHistory(limit)
     for salt, tokens in added:
         texts.add(salt, ids(*tokens))
         assert len(texts) <= 2 * limit
@@ -66,7 +65,7 @@ def opened(of: LookupSource, request: int, text: list[int], salt: bytes) -> None
 
 
 def test_a_request_finds_what_others_of_its_salt_have_left() -> None:
-    of = LookupSource(2, SharedTexts(100))
+    of = LookupSource(2, SharedHistory(100))
     opened(of, 1, [1, 2, 3, 4], b"key")
     of.commit(1, (5, 6), (), ())
     opened(of, 2, [9, 3, 4], b"key")
@@ -79,7 +78,7 @@ def test_a_request_finds_what_others_of_its_salt_have_left() -> None:
 
 
 def test_its_own_text_comes_first_where_it_is_as_much_alike() -> None:
-    of = LookupSource(2, SharedTexts(100))
+    of = LookupSource(2, SharedHistory(100))
     opened(of, 1, [1, 3, 4, 5], b"")
     of.share(1)
     opened(of, 2, [3, 4, 8, 3, 4], b"")

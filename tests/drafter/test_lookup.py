@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.drafter.lookup.source import LookupSource
-from ssd_serve.drafter.sources.contract import Branch, NodeRequest
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.cache.tree import SpeculationTree
+from ssd_serve.drafter.sources.contract import Branch, NodeRequest
+from ssd_serve.drafter.sources.lookup import LookupSource
 
 
 def source(text: Sequence[int], fan_out: int = 3, temperature: float = 0.0) -> LookupSource:
