@@ -15,24 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from ssd_serve.app.cli.main import EXIT_CODES
 from ssd_serve.app.cli.settings_table import as_markdown
 from ssd_serve.base.attention_backends import BACKENDS
-from ssd_serve.base.messages import Ready, Status
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import origins, resolve
 from ssd_serve.server.access.tenants import Tenants
+from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.observability.metrics import ServerMetrics
 from tests.server.fakes import READY, STATUS
 
 DOCS = Path(__file__).parents[1] / "docs"
 _BUCKETS_BOUND = "le"
-
-
-class TalkativeEngine:
-    """An engine that has told everything that a metric can show."""
-
-    ready: Ready | None = READY
-    status: Status | None = msgspec.structs.replace(STATUS, drafter_requests={"drafter-0": 1})
-    restarts = 0
-    resumed = 0
 
 
 def settings_table() -> str:
@@ -48,9 +39,10 @@ def exit_codes_table() -> str:
 
 def metrics_table() -> str:
     """Every metric of a server that has keys and an engine."""
-    metrics = ServerMetrics(
-        TalkativeEngine(), lambda: True, Tenants(Settings(api_key="0123456789abcdef" * 2))
-    )
+    engine = EngineClient()
+    engine.ready = READY
+    engine.status = msgspec.structs.replace(STATUS, drafter_requests={"drafter-0": 1})
+    metrics = ServerMetrics(engine, lambda: True, Tenants(Settings(api_key="0123456789abcdef" * 2)))
     metrics.ended.labels("stop").inc()
     families: Iterable[Metric] = text_string_to_metric_families(metrics.render().decode())
     rows = sorted(_metric_row(family) for family in families if not family.name.endswith("_created"))

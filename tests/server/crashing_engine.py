@@ -20,9 +20,9 @@ from ssd_serve.base.messages import (
     TokenLogprobs,
 )
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.engine.event_channel import MessageChannel
-from ssd_serve.server.engine.submitted import Report
-from tests.server.fakes import READY, channel_pair
+from ssd_serve.server.engine.connection import MessageChannel
+from ssd_serve.server.engine.inflight import Report
+from tests.server.fakes import READY, channel_pair, submit
 
 
 def token_at(seed: int, position: int) -> int:
@@ -84,7 +84,7 @@ class CrashingEngine:
         ours, theirs = channel_pair()
         self.engine = Engine(theirs, self.source)
         self.explained = 0
-        self.client = EngineClient(ours, self.reconnect, on_explained=self.explain)
+        self.client = EngineClient(ours, self.reconnect, on_poison=self.explain)
         self.client.start()
         theirs.send(READY)
 
@@ -152,7 +152,7 @@ async def begun(crashing: CrashingEngine, most: int = 1000) -> tuple[int, Heard]
     """A request that has some tokens."""
     heard = Heard()
     await crashing.until(lambda: crashing.client.ready is not None)
-    request = crashing.client.submit((1, 2), SamplingParameters(max_tokens=most), 5, heard.reports.append)
+    request = submit(crashing.client, (1, 2), SamplingParameters(max_tokens=most), 5, heard.reports.append)
     await some(crashing, heard)
     return request, heard
 

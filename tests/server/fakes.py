@@ -25,12 +25,16 @@ from ssd_serve.base.messages import (
     Finished,
     Ready,
     Refused,
+    RequestOptions,
+    SamplingParameters,
     SourceFigures,
     Status,
     Submit,
     SubmitChoices,
     TokenLogprobs,
 )
+from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.engine.inflight import Deliver, InflightRequest
 
 BEGIN, END, OTHER_END = 256, 257, 258
 VOCABULARY = 259
@@ -331,3 +335,17 @@ def channel_pair() -> tuple[SocketChannel, SocketChannel]:
     """The server's end and the engine's."""
     ours, theirs = socket.socketpair()
     return SocketChannel(ours), SocketChannel(theirs)
+
+
+def submit(
+    client: EngineClient,
+    prompt: tuple[int, ...],
+    parameters: SamplingParameters,
+    seed: int,
+    deliver: Deliver,
+    options: RequestOptions = RequestOptions(),
+) -> int:
+    """Submit one request; return its number."""
+    number = client.next_number()
+    client.submit([InflightRequest(Submit(number, prompt, parameters, seed, options=options), deliver)])
+    return number

@@ -22,8 +22,8 @@ from ssd_serve.base.messages import (
     SubmitChoices,
 )
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.engine.submitted import MAX_TOKENS, Report, Wanted, together
-from tests.server.fakes import READY, channel_pair
+from ssd_serve.server.engine.inflight import MAX_TOKENS, InflightRequest, Report, group_choices
+from tests.server.fakes import READY, channel_pair, submit
 
 pytestmark = pytest.mark.anyio
 PARAMETERS = SamplingParameters()
@@ -32,7 +32,7 @@ OPTIONS = RequestOptions(salt=b"salt", priority=2)
 
 async def drain(client: EngineClient) -> None:
     """A memory channel has no descriptor to watch: look once, as the event loop would."""
-    client._line.drain()  # pyright: ignore[reportPrivateUsage]
+    client._connection.drain()  # pyright: ignore[reportPrivateUsage]
     await asyncio.sleep(0)
 
 
@@ -47,8 +47,8 @@ async def test_reports_reach_who_submitted_and_nobody_after_the_end() -> None:
     client, engine = pair()
     first: list[Report] = []
     second: list[Report] = []
-    one = client.submit((1,), PARAMETERS, 7, first.append)
-    two = client.submit((2,), PARAMETERS, 8, second.append)
+    one = submit(client, (1,), PARAMETERS, 7, first.append)
+    two = submit(client, (2,), PARAMETERS, 8, second.append)
     assert one != two
     for message in (Committed(one, (5,)), Committed(two, (6,)), Finished(one, "stop", Figures())):
         engine.send(message)
@@ -65,7 +65,7 @@ async def test_what_is_aborted_hears_nothing_more_and_what_is_finished_its_end()
     client, engine = pair()
     heard: list[Report] = []
     finished: list[Report] = []
-    requests = [client.submit((1,), PARAMETERS, 7, deliver.append) for deliver in (heard, finished)]
+    requests = [submit(client, (1,), PARAMETERS, 7, deliver.append) for deliver in (heard, finished)]
     client.abort(requests[0])
     client.finish(requests[1])
     client.abort(requests[0])
@@ -82,9 +82,9 @@ async def test_what_is_aborted_hears_nothing_more_and_what_is_finished_its_end()
 
 async def test_a_full_queue_refuses_requests_but_never_loses_an_abort() -> None:
     client, engine = pair(capacity=2)
-    requests = [client.submit((1,), PARAMETERS, 7, lambda _: None) for _ in range(2)]
+    requests = [submit(client, (1,), PARAMETERS, 7, lambda _: None) for _ in range(2)]
     with pytest.raises(OverloadedError):
-        client.submit((1,), PARAMETERS, 7, lambda _: None)
+        submit(client, (1,), PARAMETERS, 7, lambda _: None)
     for request in requests:
         client.abort(request)
     arrived: list[Message] = []
@@ -100,17 +100,21 @@ async def test_a_full_queue_refuses_requests_but_never_loses_an_abort() -> None:
 async def test_choices_of_a_prompt_travel_together_and_end_alone() -> None:
     client, engine = pair()
     prompt, heard = tuple(range(50)), [list[Report]() for _ in range(3)]
-    wanted = [Wanted(prompt, PARAMETERS, seed, each.append, (4,) * seed) for seed, each in enumerate(heard)]
-    numbers = client.submit_all([*wanted, Wanted((1,), PARAMETERS, 9, lambda _: None)], OPTIONS)
+    requests = [
+        InflightRequest(Submit(1 + seed, prompt, PARAMETERS, seed, (4,) * seed, options=OPTIONS), each.append)
+        for seed, each in enumerate(heard)
+    ]
+    other = Submit(4, (1,), PARAMETERS, 9, options=OPTIONS)
+    client.submit([*requests, InflightRequest(other, lambda _: None)])
     together, single = engine.receive()
     assert together == SubmitChoices(
         prompt,
         PARAMETERS,
-        tuple(Choice(number, seed, (4,) * seed) for seed, number in enumerate(numbers[:3])),
+        tuple(Choice(1 + seed, seed, (4,) * seed) for seed in range(3)),
         OPTIONS,
     )
-    assert single == Submit(numbers[3], (1,), PARAMETERS, 9, options=OPTIONS)
-    engine.send(Finished(numbers[1], "stop", Figures()))
+    assert single == other
+    engine.send(Finished(2, "stop", Figures()))
     await drain(client)
     assert [len(each) for each in heard] == [0, 1, 0]
     client.stop()
@@ -122,12 +126,14 @@ async def test_what_is_begun_is_sent_whole_and_what_cannot_be_sent_is_no_overloa
     client = EngineClient(ours)
     client.start()
     prompts = [(70_000 + number,) * 600_000 for number in range(3)]
-    wanted = [Wanted(prompt, PARAMETERS, seed, lambda _: None) for prompt in prompts for seed in range(4)]
-    assert len(client.submit_all(wanted)) == 12
+    submits = [
+        Submit(client.next_number(), prompt, PARAMETERS, seed) for prompt in prompts for seed in range(4)
+    ]
+    client.submit([InflightRequest(each, lambda _: None) for each in submits])
     with pytest.raises(OverloadedError):
-        client.submit((1,), PARAMETERS, 7, lambda _: None)
+        submit(client, (1,), PARAMETERS, 7, lambda _: None)
     with pytest.raises(RequestError, match="tokens"):
-        client.submit((1,) * (MAX_TOKENS + 1), PARAMETERS, 7, lambda _: None)
+        submit(client, (1,) * (MAX_TOKENS + 1), PARAMETERS, 7, lambda _: None)
     arrived: list[Message] = []
     for _ in range(500):
         arrived += theirs.receive()
@@ -147,7 +153,7 @@ def test_messages_hold_the_same_requests_and_are_never_too_large(asked: list[tup
         Submit(number, prompts[which], kinds[kind], number, outputs[length])
         for number, (which, kind, length) in enumerate(asked)
     ]
-    messages = together(submits)
+    messages = group_choices(submits)
     apart = [
         each
         for message in messages
@@ -163,13 +169,13 @@ def test_messages_hold_the_same_requests_and_are_never_too_large(asked: list[tup
 async def test_nonsense_ends_the_engine_and_tells_everyone() -> None:
     client, engine = pair()
     heard: list[Report] = []
-    client.submit((1,), PARAMETERS, 7, heard.append)
+    submit(client, (1,), PARAMETERS, 7, heard.append)
     engine.send_raw(b"GET / HTTP/1.1\r\n\r\n" * 10)
     await drain(client)
     assert isinstance(heard[0], EngineDeadError)
     assert client.dead is not None
     with pytest.raises(EngineDeadError):
-        client.submit((1,), PARAMETERS, 7, heard.append)
+        submit(client, (1,), PARAMETERS, 7, heard.append)
 
 
 async def test_a_process_that_ends_is_noticed_through_its_socket() -> None:
@@ -178,7 +184,7 @@ async def test_a_process_that_ends_is_noticed_through_its_socket() -> None:
     client.start()
     heard: asyncio.Queue[Report] = asyncio.Queue()
     theirs.send(READY)
-    client.submit((1,), PARAMETERS, 7, heard.put_nowait)
+    submit(client, (1,), PARAMETERS, 7, heard.put_nowait)
     theirs.close()
     assert isinstance(await asyncio.wait_for(heard.get(), 5.0), EngineDeadError)
     assert client.ready == READY
@@ -189,7 +195,7 @@ async def test_more_than_the_kernel_takes_is_sent_when_it_can_be() -> None:
     client = EngineClient(ours)
     client.start()
     for _ in range(30):
-        client.submit(tuple(range(1000, 21000)), PARAMETERS, 7, lambda _: None)
+        submit(client, tuple(range(1000, 21000)), PARAMETERS, 7, lambda _: None)
     arrived: list[Message] = []
     for _ in range(500):
         arrived += theirs.receive()
@@ -211,4 +217,4 @@ async def test_a_verifier_of_another_version_is_refused_clearly(version: int) ->
     assert f"server {PROTOCOL_VERSION}, verifier {version}" in client.dead
     assert "install the same version" in client.dead
     with pytest.raises(EngineDeadError, match="protocol versions differ"):
-        client.submit((1,), PARAMETERS, 7, lambda _report: None)
+        submit(client, (1,), PARAMETERS, 7, lambda _report: None)

@@ -2,21 +2,12 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ssd_serve.base.messages import Ready, Status
+from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.observability.metrics import ServerMetrics, join_pages
 
 
-class SilentEngine:
-    """An engine that has said nothing yet."""
-
-    ready: Ready | None = None
-    status: Status | None = None
-    restarts = 0
-    resumed = 0
-
-
 def page(requests: int) -> str:
-    metrics = ServerMetrics(SilentEngine(), lambda: True)
+    metrics = ServerMetrics(EngineClient(), lambda: True)
     for _ in range(requests):
         metrics.ended.labels("stop").inc()
         metrics.first_token.observe(0.2)

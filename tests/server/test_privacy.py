@@ -9,7 +9,7 @@ from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.base.settings import Settings
 from tests.server.crashing_engine import CrashingEngine
-from tests.server.fakes import FIGURES, FakeEngine, say
+from tests.server.fakes import FIGURES, FakeEngine, say, submit
 from tests.server.running_server import RunningServer, events, running_server, post
 from tests.server.test_auth import OPERATOR_KEY, bearer
 from tests.server.test_keys import ANNA, BEN, write
@@ -151,7 +151,7 @@ async def test_a_request_that_goes_on_in_another_engine_keeps_its_salt(crashing:
         return [submit for submit, *_ in crashing.engine.requests.values()]
 
     await crashing.until(lambda: crashing.client.ready is not None)
-    crashing.client.submit((7,), SamplingParameters(max_tokens=4), 1, lambda _: None, options=RequestOptions(salt=b"mine"))
+    submit(crashing.client, (7,), SamplingParameters(max_tokens=4), 1, lambda _: None, options=RequestOptions(salt=b"mine"))
     for _ in range(2):
         await crashing.until(lambda: bool(submitted()))
         assert [submit.options.salt for submit in submitted()] == [b"mine"]

@@ -6,9 +6,9 @@ import pytest
 
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.messages import Finished, SamplingParameters
-from ssd_serve.server.engine.submitted import Interrupted
+from ssd_serve.server.engine.inflight import Interrupted
 from tests.server.crashing_engine import Heard, CrashingEngine, begun, some
-from tests.server.fakes import channel_pair
+from tests.server.fakes import channel_pair, submit
 
 pytestmark = pytest.mark.anyio
 
@@ -48,15 +48,15 @@ async def until_all_ended(crashing: CrashingEngine, heard: list[Heard], poison: 
     return deaths
 
 
-def submit(crashing: CrashingEngine, seed: int) -> Heard:
+def submit_short(crashing: CrashingEngine, seed: int) -> Heard:
     heard = Heard()
-    crashing.client.submit((1,), SamplingParameters(max_tokens=5), seed, heard.reports.append)
+    submit(crashing.client, (1,), SamplingParameters(max_tokens=5), seed, heard.reports.append)
     return heard
 
 
 async def test_who_only_waits_beside_a_request_that_kills_every_engine_gets_its_text(crashing: CrashingEngine) -> None:
     await crashing.until(lambda: crashing.client.ready is not None)
-    heard = [submit(crashing, seed) for seed in range(4)]
+    heard = [submit_short(crashing, seed) for seed in range(4)]
     assert await until_all_ended(crashing, heard, {3}) <= 4
     assert isinstance(heard[2].reports[-1], EngineDeadError)
     assert [len(each.tokens) for each in heard] == [5, 5, 0, 5]
@@ -64,11 +64,11 @@ async def test_who_only_waits_beside_a_request_that_kills_every_engine_gets_its_
 
 async def test_who_was_there_at_a_death_before_is_not_blamed_for_another_request(crashing: CrashingEngine) -> None:
     await crashing.until(lambda: crashing.client.ready is not None)
-    innocent = submit(crashing, 1)
+    innocent = submit_short(crashing, 1)
     crashing.engine.take()
     crashing.die()  # of something else
     await crashing.until(lambda: crashing.client.lost_s is not None)
-    guilty = submit(crashing, 2)
+    guilty = submit_short(crashing, 2)
     crashing.live()
     await crashing.until(lambda: crashing.client.lost_s is None)
     assert await until_all_ended(crashing, [innocent, guilty], {2}) <= 4
@@ -78,7 +78,7 @@ async def test_who_was_there_at_a_death_before_is_not_blamed_for_another_request
 
 async def test_many_guilty_ones_are_found_one_after_the_other(crashing: CrashingEngine) -> None:
     await crashing.until(lambda: crashing.client.ready is not None)
-    heard = [submit(crashing, seed) for seed in range(9)]
+    heard = [submit_short(crashing, seed) for seed in range(9)]
     assert await until_all_ended(crashing, heard, {2, 3, 4, 6, 7, 9}, spared=1) <= 16
     assert [len(each.tokens) for each in heard if isinstance(each.reports[-1], Finished)] == [5, 5, 5]
     assert crashing.explained == 6

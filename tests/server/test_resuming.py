@@ -9,10 +9,10 @@ import pytest
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.messages import Finished, SamplingParameters
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.engine.event_channel import MessageChannel
-from ssd_serve.server.engine.submitted import Interrupted, Wanted
+from ssd_serve.server.engine.connection import MessageChannel
+from ssd_serve.server.engine.inflight import Interrupted
 from tests.server.crashing_engine import Engine, Heard, CrashingEngine, begun, some, token_at
-from tests.server.fakes import READY, channel_pair
+from tests.server.fakes import READY, channel_pair, submit
 
 pytestmark = pytest.mark.anyio
 
@@ -28,9 +28,8 @@ async def test_no_token_is_lost_or_repeated_whenever_engines_die(crashing: Crash
             length, most, choices = source.randint(1, 8), source.randint(1, 25), source.randint(1, 3)
             parameters, prompt = SamplingParameters(max_tokens=most, prompt_logprobs=0), (7,) * length
             new = [(length, most, len(requests) + choice, Heard()) for choice in range(choices)]
-            crashing.client.submit_all(
-                [Wanted(prompt, parameters, number, heard.reports.append) for *_, number, heard in new]
-            )
+            for *_, number, heard in new:
+                submit(crashing.client, prompt, parameters, number, heard.reports.append)
             requests += new
         crashing.engine.step()
         # Two engines in a row may give somebody nothing, no third one: that would be given up.
@@ -57,7 +56,7 @@ async def test_who_comes_while_there_is_no_engine_waits_and_who_leaves_is_forgot
     crashing.die()
     await crashing.until(lambda: crashing.client.lost_s is not None)
     heard = Heard()
-    crashing.client.submit((3,), SamplingParameters(max_tokens=9), 8, heard.reports.append)
+    submit(crashing.client, (3,), SamplingParameters(max_tokens=9), 8, heard.reports.append)
     crashing.client.abort(request)
     crashing.live()
     await crashing.until(lambda: crashing.client.lost_s is None)
@@ -78,7 +77,7 @@ async def test_a_text_that_had_its_end_does_not_wait_for_another_engine(crashing
     crashing.client.finish(during)
     for heard in (first, second):
         assert isinstance(heard.reports[-1], EngineDeadError)
-        assert "figures" in str(heard.reports[-1])
+        assert "statistics" in str(heard.reports[-1])
     assert crashing.client.active == 0
 
 
@@ -88,7 +87,7 @@ async def test_long_texts_go_on_although_the_next_engine_reads_nothing_while_it_
     crashing.die()
     await crashing.until(lambda: crashing.client.lost_s is not None)
     for seed in range(2):
-        crashing.client.submit((70_000,) * 1_000_000, parameters, seed, Heard().reports.append)
+        submit(crashing.client, (70_000,) * 1_000_000, parameters, seed, Heard().reports.append)
     crashing.live()
     await crashing.until(lambda: crashing.client.lost_s is None)
 
@@ -125,7 +124,7 @@ async def test_whatever_goes_wrong_with_the_next_engine_everybody_is_told() -> N
     theirs.send(READY)
     client, heard = EngineClient(ours, reconnect), Heard()
     client.start()
-    client.submit((1,), SamplingParameters(), 1, heard.reports.append)
+    submit(client, (1,), SamplingParameters(), 1, heard.reports.append)
     theirs.close()
     for _ in range(400):
         await asyncio.sleep(0.005)
@@ -141,7 +140,7 @@ async def test_when_no_engine_will_come_everybody_is_told_why(crashing: Crashing
     await crashing.until(lambda: heard.ended)
     assert str(heard.reports[-1]) == crashing.client.dead == "it died too often"
     with pytest.raises(EngineDeadError, match="too often"):
-        crashing.client.submit((1,), SamplingParameters(), 1, heard.reports.append)
+        submit(crashing.client, (1,), SamplingParameters(), 1, heard.reports.append)
 
 
 async def test_an_engine_that_was_never_ready_is_not_waited_for() -> None:
@@ -171,10 +170,10 @@ async def test_a_stop_while_an_engine_is_awaited_ends_everything(crashing: Crash
 async def test_an_engine_that_works_and_falls_silent_is_reported_until_it_speaks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ssd_serve.server.engine.client._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("ssd_serve.server.engine.client._CHECK_INTERVAL_S", 0.05)
     ours, theirs = channel_pair()
     silences: list[float] = []
-    client = EngineClient(ours, on_silence=silences.append, longest_silence_s=0.1)
+    client = EngineClient(ours, on_silence=silences.append, silence_limit_s=0.1)
     client.start()
     await asyncio.sleep(0.3)
     assert silences == [], "one that loads says little"
@@ -191,7 +190,7 @@ async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
     crashing: CrashingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, heard = await begun(crashing)
-    monkeypatch.setattr("ssd_serve.server.engine.client._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("ssd_serve.server.engine.client._CHECK_INTERVAL_S", 0.01)
     refusals: list[str] = []
 
     def refuse(thread: threading.Thread) -> None:
@@ -211,7 +210,7 @@ async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
 async def test_an_engine_is_looked_for_again_where_the_system_was_short_of_something(
     crashing: CrashingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ssd_serve.server.engine.client._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("ssd_serve.server.engine.client._CHECK_INTERVAL_S", 0.01)
     shortages: list[Exception] = [OSError(errno.EMFILE, "Too many open files"), MemoryError()]
 
     def reconnect() -> MessageChannel:

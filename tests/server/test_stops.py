@@ -79,7 +79,7 @@ async def test_an_engine_that_has_ended_already_need_not_be_told() -> None:
 
 @pytest.mark.anyio
 async def test_an_engine_that_never_says_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd_serve.server.engine.generation._LONGEST_END_S", 0.05)
+    monkeypatch.setattr("ssd_serve.server.engine.generation._FIGURES_TIMEOUT_S", 0.05)
     async with running_server(lambda _: say("one two three", group=7, hold_after=1)) as server:
         server.engine.mute = True
         found = await post(server, PATH, prompt="a", stop="two")

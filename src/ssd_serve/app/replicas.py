@@ -38,7 +38,7 @@ from ssd_serve.server.access.keys import read_keys
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics, join_pages
-from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
+from ssd_serve.server.text.tokenizer import ServingTokenizer
 
 DEPLOYMENT = "ssd"
 _PROXYS = {
@@ -203,7 +203,7 @@ class ServerReplica:
     def _start_engine(self, rank: int) -> RunningEngine:
         found = find_models(self._settings, lambda text: self._log.debug(text), self._log.warning)
         self._tokenizer = ServingTokenizer()
-        self._tokenizer.arrive(Tokenizer(found.target))
+        self._tokenizer.set(Tokenizer(found.target))
         settle_memory()
         if self._settings.launcher == "ray":
             return self._parts.enter_context(ray_engine(found.settings, self._log, place_s=_PLACE_S))

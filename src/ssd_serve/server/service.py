@@ -17,7 +17,7 @@ from ssd_serve.base.hub_id import hub_id
 from ssd_serve.base.messages import Ready
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.bodies.body import Bodies
-from ssd_serve.server.engine.interface import ServedEngine
+from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
 from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.limits import Limits
@@ -39,7 +39,7 @@ class Service:
 
     settings: Settings
     limits: Limits
-    engine: ServedEngine
+    engine: EngineClient
     tokenizer: TextTokenizer
     texts: TokenTexts
     metrics: ServerMetrics

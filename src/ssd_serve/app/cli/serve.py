@@ -41,7 +41,7 @@ from ssd_serve.server.http.http_port import listen_all, listens_alone
 from ssd_serve.server.http.request_ids import request_in_logs
 from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, heeded_signals
 from ssd_serve.server.http.tls import tls_context
-from ssd_serve.server.text.serving_tokenizer import ServingTokenizer
+from ssd_serve.server.text.tokenizer import ServingTokenizer
 from ssd_serve.transport.channel import Channel
 
 _LOOK_EVERY_S = 0.1
@@ -61,7 +61,7 @@ class ServingClient(EngineClient):
             reconnect=lambda: self._started().connect(_COMES_BACK_S),
             on_ready=lambda: self._started().target_is_ready(),
             on_silence=lambda silent_s: self._started().suspect_verifier(silent_s),
-            on_explained=lambda: self._started().deaths_are_explained(),
+            on_poison=lambda: self._started().deaths_are_explained(),
         )
         self._engine: RunningEngine | None = None
 
@@ -69,7 +69,7 @@ class ServingClient(EngineClient):
         """The engine has been started. On the event loop."""
         self._engine = engine
         self.target = engine.settings.target
-        self.meet(channel)
+        self.attach(channel)
 
     def stop(self) -> None:
         """Abort what runs and close the channel."""
@@ -112,7 +112,7 @@ def run_serve(settings: Settings) -> int:
         server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, alone))
         with ServerThread(server, [sock, *others]) as answering:
             found = find_models(settings, tell, log.warning)
-            tokenizer.arrive(Tokenizer(found.target))
+            tokenizer.set(Tokenizer(found.target))
             settle_memory()
             tell("starting")
             with start_engine(found.settings, log, machine) as engine:

@@ -1,8 +1,8 @@
-"""The server's end of the conversation with the verifier process.
+"""The server's end of the connection to the verifier process.
 
-Sends Submit, Abort and Finish; hands reports on to whoever submitted. When the verifier dies, what runs is
-submitted again to the one that comes after it, and goes on where it was. Lives on one event loop and never
-blocks it. Knows nothing about HTTP or text, and nothing about how the engine works.
+Sends Submit, Abort and Finish, and hands reports to the submitter of each request. When the verifier dies,
+running requests are submitted again to its successor. Lives on one event loop and never blocks it. Knows
+nothing about HTTP or text.
 """
 
 import asyncio
@@ -14,44 +14,32 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ssd_serve.base.draft_messages import PROTOCOL_VERSION, Message
-from ssd_serve.base.errors import EngineDeadError, OverloadedError, in_a_line
-from ssd_serve.base.messages import (
-    Abort,
-    Committed,
-    Finish,
-    Finished,
-    Progress,
-    Ready,
-    Refused,
-    RequestOptions,
-    SamplingParameters,
-    Status,
-)
-from ssd_serve.server.engine.event_channel import EngineLine, MessageChannel, NoChannel
-from ssd_serve.server.engine.quarantine import Quarantine, interrupt_all
-from ssd_serve.server.engine.submitted import (
-    Deliver,
+from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError, in_a_line
+from ssd_serve.base.messages import Abort, Committed, Finish, Finished, Progress, Ready, Refused, Status
+from ssd_serve.server.engine.connection import AsyncConnection, MessageChannel, NullChannel
+from ssd_serve.server.engine.inflight import (
+    MAX_TOKENS,
+    InflightRequest,
     Interrupted,
-    Submitted,
-    Wanted,
-    submissions,
-    together,
+    Quarantine,
+    group_choices,
+    interrupt_all,
 )
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 
 Reconnect = Callable[[], MessageChannel]
-"""Waits, on a thread, for the channel of the next engine; raises `EngineDeadError` where none will come."""
+"""Blocks a thread until the next engine has a channel; raises `EngineDeadError` where none will come."""
 
 
 class EngineClient:
-    """One per server. `start` on the event loop, then `submit`; `stop` closes the channel.
+    """Submits requests to one engine and its successors: `start`, then `submit`, then `stop`.
 
-    `target` is the model as the engine was told it, with its commit, where somebody knows; `ready`, `status`
-    and `progress` hold the latest of each; `dead` is the reason once the engine is gone for good. `restarts`
-    and `resumed` count engines that came after another one, and requests that went on there.
+    `target` is the model's name with its commit, where known. `ready`, `status` and `progress` hold the
+    latest message of each kind; `dead` is the reason once no engine will come. `restarts` counts engines
+    after the first, `resumed` the requests that continued on another engine.
     """
 
     def __init__(
@@ -60,25 +48,25 @@ class EngineClient:
         reconnect: Reconnect | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_silence: Callable[[float], None] = lambda _silent_s: None,
-        on_explained: Callable[[], None] = lambda: None,
-        longest_silence_s: float = 60.0,
+        on_poison: Callable[[], None] = lambda: None,
+        silence_limit_s: float = 60.0,
     ) -> None:
-        """Without a `channel`, `meet` brings it. Without `reconnect` the first death is for good, as it is
-        before the engine was ever ready. `on_ready` is called whenever an engine can generate, `on_silence`
-        every second while one that could has said nothing for longer than it may, with the seconds,
-        `on_explained` when a request was found of which engines died."""
-        self._line = EngineLine(channel or NoChannel(), self._hear, self._lose)
+        """Without a `channel`, `attach` brings it. Without `reconnect`, the first death is final, as is any
+        death before the first `Ready`. `on_ready` is called for each engine that can generate. `on_silence`
+        is called every second, with the seconds, while a ready engine has sent nothing for longer than
+        `silence_limit_s`. `on_poison` is called when a request is found that kills engines."""
+        self._connection = AsyncConnection(channel or NullChannel(), self._on_messages, self._on_lost)
         self._reconnect = reconnect
         self._on_ready = on_ready
         self._on_silence = on_silence
-        self._on_explained = on_explained
-        self._longest_silence_s = longest_silence_s
+        self._on_poison = on_poison
+        self._silence_limit_s = silence_limit_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
-        self._running: dict[int, Submitted] = {}
-        self._trial = Quarantine(self._running)
-        self._trial.admitted()  # nobody is suspect
-        self._heard_at = time.monotonic()
+        self._running: dict[int, InflightRequest] = {}
+        self._quarantine = Quarantine(self._running)
+        self._quarantine.next_requests()  # no suspects: it is over at once
+        self._received_at = time.monotonic()
         self._lost_at: float | None = None
         self.target: str | None = None
         self.ready: Ready | None = None
@@ -90,143 +78,126 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._running)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine last said anything."""
-        return time.monotonic() - self._heard_at
+        """Seconds since the last message of the engine."""
+        return time.monotonic() - self._received_at
 
     @property
     def lost_s(self) -> float | None:
-        """Seconds since the engine was lost whose successor is not ready yet; None where there is one."""
+        """Seconds since the engine was lost; None while there is one."""
         return None if self._lost_at is None else time.monotonic() - self._lost_at
 
     def start(self) -> None:
-        """Begin to listen on the running event loop. A second call changes nothing."""
+        """Begin to read on the running event loop. A second call changes nothing."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._heard_at = time.monotonic()
-            self._line.start(self._loop)
-            self._listen_for_silence(self._loop)
+            self._received_at = time.monotonic()
+            self._connection.start(self._loop)
+            self._check_silence(self._loop)
 
-    def meet(self, channel: MessageChannel) -> None:
-        """The first engine has been started: from now on it is listened to. On the event loop."""
+    def attach(self, channel: MessageChannel) -> None:
+        """Use the channel of the first engine from now on. Must be called on the event loop."""
         if self.dead is not None or self._loop is None:
             channel.close()
             return
-        self._line.close()
-        self._heard_at = time.monotonic()
-        self._line = EngineLine(channel, self._hear, self._lose)
-        self._line.start(self._loop)
+        self._connection.close()
+        self._received_at = time.monotonic()
+        self._connection = AsyncConnection(channel, self._on_messages, self._on_lost)
+        self._connection.start(self._loop)
 
     def stop(self) -> None:
-        """Abort what runs, close the channel, and tell every submitter. The engine takes it as the end."""
-        for request in self._running:
-            self._line.send_surely(Abort(request=request))
+        """Abort running requests, close the channel, and report the end to every submitter."""
+        for number in self._running:
+            self._connection.send_or_queue(Abort(request=number))
         self._die("the server is shutting down")
 
-    def submit(
-        self,
-        prompt: tuple[int, ...],
-        parameters: SamplingParameters,
-        seed: int,
-        deliver: Deliver,
-        output: tuple[int, ...] = (),
-        options: RequestOptions = RequestOptions(),
-    ) -> int:
-        """`submit_all` of one request."""
-        return self.submit_all([Wanted(prompt, parameters, seed, deliver, output)], options)[0]
+    def next_number(self) -> int:
+        """Return an unused request number for a `Submit`."""
+        return next(self._numbers)
 
-    def submit_all(
-        self, wanted: Sequence[Wanted], options: RequestOptions = RequestOptions()
-    ) -> list[int]:
-        """Send requests, all or none of them, and return their numbers; `deliver` is called on the event loop
-        with each report.
+    def submit(self, requests: Sequence[InflightRequest]) -> None:
+        """Send all requests or none; each `deliver` is called on the event loop with the request's reports.
 
-        While another engine is awaited, they wait with those that will go on there.
+        Between two engines they wait with the requests that will be resumed. Raises `EngineDeadError`,
+        `OverloadedError`, or `RequestError` for more tokens than a message may have.
         """
-        made = submissions(wanted, options, self._numbers)
-        self.take(made)
-        return [each.first.request for each in made]
-
-    def take(self, made: Sequence[Submitted]) -> None:
-        """Send requests that have numbers, all or none of them."""
-        if self.dead is None and self._lost_at is None and self._line.closed:
-            self._line.drain()
+        if any(len(each.submit.prompt) + len(each.submit.output) > MAX_TOKENS for each in requests):
+            raise RequestError(f"a prompt and its output have more than {MAX_TOKENS} tokens", "prompt")
+        if self.dead is None and self._lost_at is None and self._connection.closed:
+            self._connection.drain()
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        if self._trial.over and not self._line.closed:
-            self._send(made)
-        self._running.update({each.first.request: each for each in made})
+        if self._quarantine.over and not self._connection.closed:
+            self._send(requests)
+        self._running.update({each.number: each for each in requests})
 
-    def _send(self, made: Sequence[Submitted]) -> None:
-        messages = together(each.first for each in made)
+    def _send(self, requests: Sequence[InflightRequest]) -> None:
+        messages = group_choices(each.submit for each in requests)
         if self._lost_at is not None:
             for message in messages:
-                self._line.send_surely(message)
-        elif not self._line.send_all(messages):
+                self._connection.send_or_queue(message)
+        elif not self._connection.send_all(messages):
             raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
-        for each in made:
-            each.sent = not self._line.closed
+        for each in requests:
+            each.sent = not self._connection.closed
 
-    def abort(self, request: int) -> None:
-        """The client is gone: free the request. Does nothing when it has already ended."""
-        if self._running.pop(request, None) is not None:
-            self._line.send_surely(Abort(request=request))
+    def abort(self, number: int) -> None:
+        """Free a request whose client is gone. Does nothing when it has already ended."""
+        if self._running.pop(number, None) is not None:
+            self._connection.send_or_queue(Abort(request=number))
 
-    def finish(self, request: int) -> None:
-        """A stop string was found: end the request; its `Finished` follows, or an error where the engine has
-        died. Nothing when it has ended."""
-        submitted = self._running.get(request)
-        if submitted is None:
+    def finish(self, number: int) -> None:
+        """End a request whose stop string was found. `Finished` follows, or an error where the engine died."""
+        request = self._running.get(number)
+        if request is None:
             return
-        submitted.finishing = True
+        request.finishing = True
         if self._lost_at is None:
-            self._line.send_surely(Finish(request=request))
+            self._connection.send_or_queue(Finish(request=number))
         else:
-            self._line.send_surely(Abort(request=request))  # the next engine may have been given it already
-            self._end(request, EngineDeadError("the figures of the request went with the engine"))
+            self._connection.send_or_queue(Abort(request=number))  # the next engine may already have it
+            self._end(number, EngineDeadError("the request's statistics were lost with the engine"))
 
-    def _hear(self, messages: Sequence[Message]) -> None:
-        self._heard_at = time.monotonic()
+    def _on_messages(self, messages: Sequence[Message]) -> None:
+        self._received_at = time.monotonic()
         for message in messages:
             self._dispatch(message)
-        self._admit()
+        self._send_admitted()
 
-    def _listen_for_silence(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What has arrived is heard first, also after this process was stopped for a while."""
+    def _check_silence(self, loop: asyncio.AbstractEventLoop) -> None:
+        # The event loop reads first, so that a stopped and continued process does not look like silence.
         works = self.ready is not None and self._lost_at is None
-        if works and self.silent_s > self._longest_silence_s:
+        if works and self.silent_s > self._silence_limit_s:
             self._on_silence(self.silent_s)
         if self.dead is None:
-            loop.call_later(_LOOK_EVERY_S, self._listen_for_silence, loop)
+            loop.call_later(_CHECK_INTERVAL_S, self._check_silence, loop)
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Committed):
-            submitted = self._running.get(message.request)
-            if submitted is not None:
-                submitted.take(message)
-                submitted.deliver(message)
+            request = self._running.get(message.request)
+            if request is not None:
+                request.receive(message)
         elif isinstance(message, Finished | Refused):
             self._end(message.request, message)
         elif isinstance(message, Status):
             self.status = message
         elif isinstance(message, Ready):
-            self._welcome(message)
+            self._on_engine_ready(message)
         elif isinstance(message, Progress):
             self.progress = message.text
         else:
             logger.warning("unexpected %s from the engine", type(message).__name__)
 
-    def _end(self, request: int, report: Finished | Refused | EngineDeadError) -> None:
-        submitted = self._running.pop(request, None)
-        if submitted is not None:
-            submitted.deliver(report)
+    def _end(self, number: int, report: Finished | Refused | EngineDeadError) -> None:
+        request = self._running.pop(number, None)
+        if request is not None:
+            request.deliver(report)
 
-    def _welcome(self, ready: Ready) -> None:
-        """An engine can generate: the first one, or another. One of another version is not talked to."""
+    def _on_engine_ready(self, ready: Ready) -> None:
         if ready.protocol != PROTOCOL_VERSION:
             self._die(
                 f"protocol versions differ (server {PROTOCOL_VERSION}, verifier {ready.protocol}): "
@@ -237,97 +208,96 @@ class EngineClient:
         self._on_ready()
         lost_s = self.lost_s
         if lost_s is not None:
-            resumed = sum(submitted.interrupted for submitted in self._running.values())
-            logger.warning("the engine is back after %.1f s; requests that go on: %d", lost_s, resumed)
+            resumed = sum(request.interrupted for request in self._running.values())
+            logger.warning("engine restarted after %.1f s; resumed requests: %d", lost_s, resumed)
             self._lost_at = None
             self.restarts += 1
             self.resumed += resumed
 
-    def _lose(self, reason: str) -> None:
-        """The engine is gone. What runs waits for the next one, if one may come."""
+    def _on_lost(self, reason: str) -> None:
+        """Interrupt running requests, and wait for the next engine if one may come."""
         if self._reconnect is None or self._loop is None or self.ready is None:
             self._die(reason)
             return
         if self._lost_at is None:
             logger.warning("%s; requests that wait for the next one: %d", reason, self.active)
             self._lost_at = time.monotonic()
-            self.status = None  # no gauge tells of what is gone
+            self.status = None  # its gauges are out of date
             interrupt_all(self._running)
-            for request, submitted in list(self._running.items()):
-                self._interrupt(request, submitted)
-        self._seek(self._reconnect, self._loop)
+            for number, request in list(self._running.items()):
+                self._interrupt(number, request)
+        self._start_reconnect(self._reconnect, self._loop)
 
-    def _seek(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait for the next engine, as soon as there is a thread to wait on."""
+    def _interrupt(self, number: int, request: InflightRequest) -> None:
+        if request.finishing:
+            self._end(number, EngineDeadError("the request's statistics were lost with the engine"))
+        elif request.is_poison:
+            reason = f"{request.crash_count} engines in a row died while they worked on this request"
+            logger.error("request %d is aborted: %s", number, reason)
+            self._end(number, EngineDeadError(reason))
+            self._on_poison()
+        else:
+            request.deliver(Interrupted())
+
+    def _start_reconnect(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
         if self.dead is not None:
             return
-        # A thread of its own: the loop's pool would be waited for when the server ends.
-        seeker = threading.Thread(
+        # A thread of its own: at shutdown the loop would wait for a thread of its pool.
+        thread = threading.Thread(
             target=self._await_engine, args=(reconnect, loop), name="reconnect", daemon=True
         )
         try:
-            seeker.start()
+            thread.start()
         except (RuntimeError, MemoryError) as error:
-            logger.warning("the next engine is not waited for yet: %s", error)
-            loop.call_later(_LOOK_EVERY_S, self._seek, reconnect, loop)
-
-    def _interrupt(self, request: int, submitted: Submitted) -> None:
-        if submitted.finishing:
-            self._end(request, EngineDeadError("the figures of the request went with the engine"))
-        elif submitted.guilty:
-            reason = f"{submitted.losses} engines in a row died while they worked on this request"
-            logger.error("request %d is given up: %s", request, reason)
-            self._end(request, EngineDeadError(reason))
-            self._on_explained()
-        else:
-            submitted.deliver(Interrupted())
+            logger.warning("no thread to reconnect yet: %s", error)
+            loop.call_later(_CHECK_INTERVAL_S, self._start_reconnect, reconnect, loop)
 
     def _await_engine(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
-        """On a thread: get the next channel, or the reason why there is none."""
+        """Runs on the reconnect thread."""
         found: MessageChannel | EngineDeadError
         try:
             found = reconnect()
         except EngineDeadError as error:
             found = error
-        except (OSError, MemoryError) as error:  # what has run out comes back
+        except (OSError, MemoryError) as error:  # shortages pass
             logger.warning("the next engine cannot be reached yet: %s", in_a_line(error))
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(loop.call_later, _LOOK_EVERY_S, self._seek, reconnect, loop)
+                loop.call_soon_threadsafe(
+                    loop.call_later, _CHECK_INTERVAL_S, self._start_reconnect, reconnect, loop
+                )
             return
-        except Exception as error:  # whatever it is, nobody may wait for ever
+        except Exception as error:  # requests must not wait for ever
             logger.exception("the next engine cannot be reached")
             found = EngineDeadError(f"the next engine cannot be reached: {in_a_line(error)}")
-        with suppress(RuntimeError):  # the loop has ended, and with it who waited
-            loop.call_soon_threadsafe(self._go_on, found)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self._use_next_engine, found)
 
-    def _go_on(self, found: MessageChannel | EngineDeadError) -> None:
-        """Submit everything again, behind the tokens that it has. The engine reads it when it has loaded."""
+    def _use_next_engine(self, found: MessageChannel | EngineDeadError) -> None:
         if isinstance(found, EngineDeadError):
             self._die(str(found))
             return
         if self.dead is not None or self._loop is None:
             found.close()
             return
-        self._line = EngineLine(found, self._hear, self._lose)
-        for submitted in self._running.values():
-            submitted.sent = False  # also what an engine was given that died before it could read
-        self._trial = Quarantine(self._running)
-        self._admit()
-        self._line.start(self._loop)
+        self._connection = AsyncConnection(found, self._on_messages, self._on_lost)
+        for request in self._running.values():
+            request.sent = False  # an engine may also have died before it read anything
+        self._quarantine = Quarantine(self._running)
+        self._send_admitted()
+        self._connection.start(self._loop)
 
-    def _admit(self) -> None:
-        """Send what the engine may have now."""
-        admitted = self._trial.admitted()
-        for message in together(submitted.again() for submitted in admitted):
-            self._line.send_surely(message)
-        for submitted in admitted:
-            submitted.sent = True
+    def _send_admitted(self) -> None:
+        admitted = self._quarantine.next_requests()
+        for message in group_choices(request.resubmission() for request in admitted):
+            self._connection.send_or_queue(message)
+        for request in admitted:
+            request.sent = True
 
     def _die(self, reason: str) -> None:
         if self.dead is not None:
             return
         self.dead = reason
-        self._line.close()
+        self._connection.close()
         running, self._running = self._running, {}
-        for submitted in running.values():
-            submitted.deliver(EngineDeadError(reason))
+        for request in running.values():
+            request.deliver(EngineDeadError(reason))

@@ -1,7 +1,7 @@
-"""Runs the choices of one HTTP request on the engine and gives their output piece by piece.
+"""Runs the choices of one HTTP request on the engine, and yields their output as it comes.
 
-Whatever way the caller leaves (done, error, client gone), everything that still runs is aborted. Knows no
-protocol of either side but the engine's reports.
+However the caller leaves (done, error, client gone), running choices are aborted. Knows no protocol but the
+engine's reports.
 """
 
 import asyncio
@@ -11,37 +11,35 @@ from functools import partial
 from types import TracebackType
 
 from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError
-from ssd_serve.base.messages import Committed, Finished, Refused, RequestOptions
-from ssd_serve.server.engine.choices import ChoicePiece, ChoicePlan, RunningChoice
-from ssd_serve.server.engine.submitted import Interrupted, Report, Wanted
+from ssd_serve.base.messages import Committed, Finished, Refused, RequestOptions, Submit
+from ssd_serve.server.engine.choice import ChoiceDelta, ChoicePlan, RunningChoice
+from ssd_serve.server.engine.inflight import InflightRequest, Interrupted, Report
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.observability.stopwatch import Course
-from ssd_serve.server.openai.prompts import token_units
 from ssd_serve.server.service import Service
+from ssd_serve.server.text.tokenizer import token_units
 
-_LONGEST_END_S = 5.0
-"""How long the figures of a choice that a stop string ended are waited for: about a round."""
+_FIGURES_TIMEOUT_S = 5.0
+"""Longest wait for the statistics of a choice that a stop string ended; a round is usually enough."""
 
 _DECODED_AT_ONCE = 32
-_READ_AT_ONCE = 16
-_TOLD_AT_ONCE = 8
-"""Reports of a choice that become one piece, where so many wait: writing a piece takes longer than reading a
-report, so that this is how a server that has fallen behind catches up."""
+_YIELD_EVERY = 16
+_REPORTS_PER_DELTA = 8
+"""Most waiting reports that become one delta. Writing a delta takes longer than reading a report, so a
+server that has fallen behind catches up."""
 MAX_UNREAD = 1 << 18
-"""Numbers in reports that wait to be read, over all choices of a request: some ten megabytes."""
+"""Most numbers in unread reports of one HTTP request: some ten megabytes."""
 
 
-class Run:
-    """The choices of one HTTP request: `async with Run(...) as run: async for piece in run.pieces()`."""
+class GenerationStream:
+    """The choices of one HTTP request: `async with GenerationStream(...) as s: async for d in s.deltas()`."""
 
     def __init__(
-        self,
-        service: Service,
-        plans: Sequence[ChoicePlan],
-        options: RequestOptions = RequestOptions(),
+        self, service: Service, plans: Sequence[ChoicePlan], options: RequestOptions = RequestOptions()
     ) -> None:
         self._service = service
+        self._engine = service.engine
         self._plans = plans
         self._options = options
         self._choices: list[RunningChoice] = []
@@ -49,25 +47,25 @@ class Run:
         self._reported = asyncio.Event()
         self._unread = 0
         self._largest = 0
-        self._behind = False
-        """Whoever reads takes less than comes, and more would have to be kept than may be."""
+        self._too_slow = False
+        """True once the client reads so slowly that more than `MAX_UNREAD` would be kept."""
 
     @property
     def courses(self) -> list[Course]:
-        """How the choices went that have ended."""
+        """Times and counts of the choices that have ended."""
         return [choice.course for choice in self._choices if choice.course is not None]
 
     @property
-    def engine_requests(self) -> list[int]:
-        """What the engine calls them."""
+    def request_numbers(self) -> list[int]:
+        """The engine's numbers of the choices."""
         return [choice.request for choice in self._choices]
 
-    async def __aenter__(self) -> "Run":
+    async def __aenter__(self) -> "GenerationStream":
         choices = [RunningChoice(self._service, index, plan) for index, plan in enumerate(self._plans)]
-        had = [len(plan.generated) for plan in self._plans]
-        if any(had):
-            await self._service.off_loop.steps(token_units(had), self._catch_up(choices))
-            self._service.require_room(len(choices))  # others may have come meanwhile
+        generated = [len(plan.generated) for plan in self._plans]
+        if any(generated):
+            await self._service.off_loop.steps(token_units(generated), self._resume(choices))
+            self._service.require_room(len(choices))  # other requests may have come meanwhile
         try:
             self._submit(choices)
         except BaseException:
@@ -80,29 +78,22 @@ class Run:
     ) -> None:
         self._abort("error" if isinstance(error, Exception) else "abort")
 
-    def _catch_up(self, choices: Sequence[RunningChoice]) -> Steps[None]:
-        """Decode what the client has already."""
+    def _resume(self, choices: Sequence[RunningChoice]) -> Steps[None]:
         for choice, plan in zip(choices, self._plans, strict=True):
-            for place in range(0, len(plan.generated), _DECODED_AT_ONCE):
-                choice.catch_up(plan.generated[place : place + _DECODED_AT_ONCE])
+            for start in range(0, len(plan.generated), _DECODED_AT_ONCE):
+                choice.resume(plan.generated[start : start + _DECODED_AT_ONCE])
                 yield
 
     def _submit(self, choices: Sequence[RunningChoice]) -> None:
-        """All at once; of those that what the client has stopped there is nothing to ask for."""
-        asked = [
-            (
-                choice,
-                Wanted(
-                    plan.prompt, plan.parameters, plan.seed, partial(self._deliver, choice), plan.generated
-                ),
-            )
-            for choice, plan in zip(choices, self._plans, strict=True)
-            if not choice.stopped
-        ]
-        wanted = [each for _, each in asked]
-        numbers = self._service.engine.submit_all(wanted, self._options)
-        for (choice, _), number in zip(asked, numbers, strict=True):
-            choice.request = number
+        requests: list[InflightRequest] = []
+        for choice, plan in zip(choices, self._plans, strict=True):
+            if not choice.stopped:  # output of the earlier response may end with a stop string
+                choice.request = self._engine.next_number()
+                submit = Submit(
+                    choice.request, plan.prompt, plan.parameters, plan.seed, plan.generated, 0, self._options
+                )
+                requests.append(InflightRequest(submit, partial(self._deliver, choice)))
+        self._engine.submit(requests)
         for choice in choices:
             if choice.stopped:
                 self._put(choice, None)
@@ -110,18 +101,17 @@ class Run:
             self._choices.append(choice)
 
     def _deliver(self, choice: RunningChoice, report: Report) -> None:
-        """Keep a report until it is read; of those that nobody reads only so much."""
-        if self._behind:
+        if self._too_slow:
             return
         weight = _weight(report)
         self._unread += weight
         self._largest = max(self._largest, weight)
         # One report alone, however large, is no backlog.
         if self._unread > MAX_UNREAD + self._largest:
-            self._behind = True
+            self._too_slow = True
             self._reports.clear()
             for each in self._choices:
-                self._service.engine.abort(each.request)
+                self._engine.abort(each.request)
         self._put(choice, report)
 
     def _put(self, choice: RunningChoice, report: Report | None) -> None:
@@ -131,11 +121,11 @@ class Run:
     def _abort(self, reason: str) -> None:
         for choice in self._choices:
             if choice.running:
-                self._service.engine.abort(choice.request)
+                self._engine.abort(choice.request)
                 choice.close(reason)
 
-    async def pieces(self) -> AsyncIterator[ChoicePiece]:
-        """Pieces of all choices as they come; ends when every choice has ended."""
+    async def deltas(self) -> AsyncIterator[ChoiceDelta]:
+        """Yield output of all choices as it comes, until every choice has ended."""
         read = 0
         while any(choice.running for choice in self._choices):
             if not self._reports:
@@ -143,9 +133,9 @@ class Run:
                 await self._reported.wait()
             choice, report = self._reports.popleft()
             read += 1
-            if read % _READ_AT_ONCE == 0:
-                await asyncio.sleep(0)  # a queue that is not empty keeps nobody waiting
-            if self._behind:
+            if read % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)  # a queue that never empties would block the event loop
+            if self._too_slow:
                 raise ApiError(
                     408, "the client reads too slowly: too much output waits for it", code="slow_reader"
                 )
@@ -154,22 +144,22 @@ class Run:
                 continue
             if isinstance(report, Committed):
                 if not choice.stopped:
-                    yield choice.absorb([report, *self._waiting(choice)])
+                    yield choice.receive([report, *self._more_reports(choice)])
                     self._finish_if_stopped(choice)
             elif isinstance(report, Interrupted):
                 choice.interrupted = True
             elif isinstance(report, Finished) and report.reason != "error":
                 yield choice.end(report)
             elif choice.stopped or report is None:
-                self._service.engine.abort(choice.request)
-                yield choice.end_alone()
+                self._engine.abort(choice.request)
+                yield choice.end_without_report()
             else:
                 raise _failure(report)
 
-    def _waiting(self, choice: RunningChoice) -> list[Committed]:
-        """What else has come of it, and of nobody before that."""
+    def _more_reports(self, choice: RunningChoice) -> list[Committed]:
+        """Take further reports of this choice that stand first in the queue."""
         found: list[Committed] = []
-        while self._reports and len(found) < _TOLD_AT_ONCE - 1 and self._reports[0][0] is choice:
+        while self._reports and len(found) < _REPORTS_PER_DELTA - 1 and self._reports[0][0] is choice:
             report = self._reports[0][1]
             if not isinstance(report, Committed):
                 break
@@ -179,15 +169,14 @@ class Run:
         return found
 
     def _finish_if_stopped(self, choice: RunningChoice) -> None:
-        """Ask the engine to end a choice whose stop string was found; it answers with its figures."""
+        """Ask the engine to end a choice whose stop string was found; its answer has the statistics."""
         if choice.stopped:
-            self._service.engine.finish(choice.request)
-            loop = asyncio.get_running_loop()
-            loop.call_later(_LONGEST_END_S, self._put, choice, None)
+            self._engine.finish(choice.request)
+            asyncio.get_running_loop().call_later(_FIGURES_TIMEOUT_S, self._put, choice, None)
 
 
 def _weight(report: Report) -> int:
-    """About how many numbers a report holds."""
+    """Estimate how many numbers a report holds."""
     if not isinstance(report, Committed):
         return 1
     scored = report.logprobs or report.prompt_logprobs
@@ -196,7 +185,6 @@ def _weight(report: Report) -> int:
 
 
 def _failure(report: Finished | Refused | EngineDeadError) -> Exception:
-    """What a report that is not output means for the whole HTTP request."""
     if isinstance(report, EngineDeadError):
         return report
     if isinstance(report, Finished):

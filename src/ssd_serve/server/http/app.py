@@ -19,7 +19,7 @@ from ssd_serve.server.access.exposure import metrics_may_tell_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
 from ssd_serve.server.anthropic.endpoint import MessagesEndpoint
 from ssd_serve.server.bodies.body import Bodies
-from ssd_serve.server.engine.interface import ServedEngine
+from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
 from ssd_serve.server.http.off_loop import OffLoop
 from ssd_serve.server.http.request_ids import HEADER, RequestIds
@@ -53,7 +53,7 @@ Handler = Callable[..., Awaitable[Response]]
 
 def create_app(
     settings: Settings,
-    engine: ServedEngine,
+    engine: EngineClient,
     tokenizer: TextTokenizer,
     limits: Limits | None = None,
     gate: StopGate | None = None,

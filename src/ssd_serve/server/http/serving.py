@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 
 from ssd_serve.base.descriptors import descriptor_limit
 from ssd_serve.server.access.hosts import AllowedHosts
-from ssd_serve.server.engine.interface import ServedEngine
+from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.http.connections import Crowd, CrowdControl
 from ssd_serve.server.http.door import Door, max_connections, open_door
@@ -173,7 +173,7 @@ class ServerThread:
 
 def build_server(
     settings: Settings,
-    engine: ServedEngine,
+    engine: EngineClient,
     tokenizer: TextTokenizer,
     limits: Limits | None = None,
     hosts: Collection[str] | None = None,
@@ -207,7 +207,7 @@ def build_server(
 
 def serve(
     settings: Settings,
-    engine: ServedEngine,
+    engine: EngineClient,
     tokenizer: TextTokenizer,
     sock: socket.socket,
     limits: Limits | None = None,

@@ -20,7 +20,7 @@ from ssd_serve.base.messages import (
     Status,
 )
 from ssd_serve.server.access.tenants import Tenants, Used
-from ssd_serve.server.engine.interface import EngineView
+from ssd_serve.server.engine.client import EngineClient
 
 PREFIX = "ssd_"
 SECONDS = (
@@ -113,7 +113,7 @@ _BY_SOURCE: dict[str, tuple[str, Callable[[SourceFigures], int]]] = {
 class EngineCollector(Collector):
     """Reads what the engine said last when scraped."""
 
-    def __init__(self, engine: EngineView, up: Callable[[], bool], tell_cached: bool) -> None:
+    def __init__(self, engine: EngineClient, up: Callable[[], bool], tell_cached: bool) -> None:
         self._engine = engine
         self._up = up
         self._left_out = set() if tell_cached else {"prefix_cache_hits"}
@@ -235,7 +235,7 @@ class ServerMetrics:
 
     def __init__(
         self,
-        engine: EngineView,
+        engine: EngineClient,
         up: Callable[[], bool],
         tenants: Tenants | None = None,
         tell_cached: bool = True,

@@ -14,8 +14,8 @@ from fastapi import Request, Response
 from ssd_serve.base.messages import RequestOptions
 from ssd_serve.server.access.auth import tenant_of
 from ssd_serve.server.access.tenants import Tenant
-from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
-from ssd_serve.server.engine.generation import Run
+from ssd_serve.server.engine.choice import ChoiceOutput, ChoiceDelta, ChoicePlan, ChoiceEnd
+from ssd_serve.server.engine.generation import GenerationStream
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.http.request_ids import HEADER, named_in_logs
@@ -47,7 +47,7 @@ class AnswerShape(Protocol):
         """What a choice says before its first token, in a stream."""
         ...
 
-    def part(self, piece: ChoicePiece) -> dict[str, object] | None:
+    def part(self, piece: ChoiceDelta) -> dict[str, object] | None:
         """A piece of a choice in a stream; None when there is nothing to tell."""
         ...
 
@@ -107,19 +107,19 @@ class Visit:
     trace: RequestTrace | None = None
 
     @asynccontextmanager
-    async def run(self) -> AsyncGenerator[Run, None]:
+    async def run(self) -> AsyncGenerator[GenerationStream, None]:
         """The job's choices. When they have ended, whatever way, that is told."""
         job = self.job
-        run = Run(self.service, job.plans, msgspec.structs.replace(job.options, salt=self.salt))
+        run = GenerationStream(self.service, job.plans, msgspec.structs.replace(job.options, salt=self.salt))
         try:
             async with run:
                 yield run
         finally:
             if run.courses:
                 of = (self.path, self.tenant.name, job.prompt_tokens)
-                tell_finished(FinishedRequest(*of, run.courses, run.engine_requests), self.trace)
+                tell_finished(FinishedRequest(*of, run.courses, run.request_numbers), self.trace)
 
-    def timings(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
+    def timings(self, tokens: int, endings: dict[int, ChoiceEnd]) -> dict[str, object]:
         """Where the time went; what was read of the prompt, and for how long, only to whom it may be told."""
         return timings(self.job.prompt_tokens, tokens, list(endings.values()), self._tells_cached)
 
@@ -128,7 +128,7 @@ class Visit:
         """Whether only the client's own prompts can have been cached, or all may know of it."""
         return bool(self.salt) or self.service.settings.tell_cached_tokens
 
-    def usage(self, tokens: int, endings: dict[int, Ending]) -> dict[str, object]:
+    def usage(self, tokens: int, endings: dict[int, ChoiceEnd]) -> dict[str, object]:
         """Usage so far. What was cached is told where only the client's own prompts can be."""
         job = self.job
         if not self._tells_cached:
@@ -191,11 +191,11 @@ async def answer(service: Service, request: Request, job: Job) -> Response:
 async def _whole(visit: Visit) -> dict[str, object]:
     job = visit.job
     outputs = [ChoiceOutput() for _ in job.plans]
-    async with visit.run() as run:
-        async for piece in run.pieces():
+    async with visit.run() as stream:
+        async for piece in stream.deltas():
             outputs[piece.choice].add(piece)
             visit.tenant.output(len(piece.tokens))
-    endings = {i: output.ending for i, output in enumerate(outputs) if output.ending is not None}
+    endings = {i: output.end for i, output in enumerate(outputs) if output.end is not None}
 
     def write() -> Steps[list[msgspec.Raw]]:
         written: list[msgspec.Raw] = []
@@ -227,14 +227,14 @@ async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
     """The chunks of a stream, then the usage if it was asked for, then `[DONE]`."""
     job, shape, tokens, begun = visit.job, visit.job.shape, 0, False
     write = obfuscated if job.obfuscate else event
-    endings: dict[int, Ending] = {}
+    endings: dict[int, ChoiceEnd] = {}
     rounds: dict[int, list[int]] = {}
     """Those that are not told yet, by choice."""
     base = job.head.object(shape.chunk_kind)
     if job.told_usage != "never":
         base["usage"] = visit.usage(0, {}) if job.told_usage == "always" else None
-    async with visit.run() as run:
-        async for piece in run.pieces():
+    async with visit.run() as stream:
+        async for piece in stream.deltas():
             if not begun:
                 begun = True
                 for chunk in _openings(job, base):
@@ -248,8 +248,8 @@ async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
                 rounds.setdefault(piece.choice, []).extend(piece.rounds)
                 part = None if part is None else {**part, "rounds": rounds.pop(piece.choice)}
             last: dict[str, object] = {}
-            if piece.ending is not None:
-                endings[piece.choice] = piece.ending
+            if piece.end is not None:
+                endings[piece.choice] = piece.end
                 if len(endings) == len(job.plans) and job.told_figures:
                     last = {"metrics": _metrics(endings), "timings": visit.timings(tokens, endings)}
             if part is not None:
@@ -262,7 +262,7 @@ async def _events(visit: Visit) -> AsyncGenerator[bytes, None]:
     yield DONE
 
 
-def _metrics(endings: dict[int, Ending]) -> dict[str, object]:
+def _metrics(endings: dict[int, ChoiceEnd]) -> dict[str, object]:
     """Speculation figures over all choices."""
     complete = all(ending.complete for ending in endings.values())
     return speculation([ending.figures for ending in endings.values()], complete)

@@ -11,7 +11,7 @@ from ssd_serve.sampling.validation import engine_parameters, output_limit
 from ssd_serve.sampling.grammar import GrammarPart
 from ssd_serve.sampling.thinking import BEGIN, starts_in_thinking, make_thinking_budget
 from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
-from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
+from ssd_serve.server.engine.choice import ChoiceOutput, ChoiceDelta, ChoicePlan, ChoiceEnd
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
@@ -52,26 +52,26 @@ class ChatShape:
         """The role comes first."""
         return self._delta(choice, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, piece: ChoicePiece) -> dict[str, object] | None:
+    def part(self, piece: ChoiceDelta) -> dict[str, object] | None:
         """One piece."""
-        self.writers[piece.choice].begin_behind(piece.before)
-        delta = self.writers[piece.choice].push(piece.text, last=piece.ending is not None)
-        if not (delta or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
+        self.writers[piece.choice].begin_behind(piece.resumed_text)
+        delta = self.writers[piece.choice].push(piece.text, last=piece.end is not None)
+        if not (delta or piece.end or (piece.tokens and (self.logprobs or self.token_ids))):
             return None
         scored = self.logprobs and piece.tokens
         details = chat_logprobs(self.texts, piece.tokens, piece.logprobs) if scored else None
-        entry = self._delta(piece.choice, delta, details, piece.ending)
+        entry = self._delta(piece.choice, delta, details, piece.end)
         return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
 
     def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """A whole choice."""
         details = (yield from self._all_logprobs(output)) if self.logprobs else None
-        self.writers[choice].begin_behind(output.before)
+        self.writers[choice].begin_behind(output.resumed_text)
         self.writers[choice].push(output.text, last=True)
         entry: dict[str, object] = {
             "index": choice,
             "message": self.writers[choice].message(),
-            **self._rest(choice, details, output.ending),
+            **self._rest(choice, details, output.end),
         }
         if self.prompt_logprobs:
             told = yield from prompt_logprobs(self.texts, self.prompt.ids, output.prompt_logprobs)
@@ -83,12 +83,12 @@ class ChatShape:
         return {"prompt_token_ids": list(self.prompt.ids)} if self.token_ids else {}
 
     def _delta(
-        self, choice: int, delta: dict[str, object], details: dict[str, object] | None, ending: Ending | None
+        self, choice: int, delta: dict[str, object], details: dict[str, object] | None, ending: ChoiceEnd | None
     ) -> dict[str, object]:
         return {"index": choice, "delta": delta, **self._rest(choice, details, ending)}
 
     def _rest(
-        self, choice: int, details: dict[str, object] | None, ending: Ending | None
+        self, choice: int, details: dict[str, object] | None, ending: ChoiceEnd | None
     ) -> dict[str, object]:
         called = ending is not None and ending.reason == "stop" and self.writers[choice].called
         return {

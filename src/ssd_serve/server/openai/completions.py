@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from ssd_serve.sampling.validation import engine_parameters, output_limit
 from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
-from ssd_serve.server.engine.choices import ChoiceOutput, ChoicePiece, ChoicePlan, Ending
+from ssd_serve.server.engine.choice import ChoiceOutput, ChoiceDelta, ChoicePlan, ChoiceEnd
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.off_loop import Steps
@@ -64,19 +64,19 @@ class CompletionShape:
             return None
         return {**self._entry(choice, text, None, None), **self._prompt_ids(prompt)}
 
-    def part(self, piece: ChoicePiece) -> dict[str, object] | None:
+    def part(self, piece: ChoiceDelta) -> dict[str, object] | None:
         """One piece."""
-        if not (piece.text or piece.ending or (piece.tokens and (self.logprobs or self.token_ids))):
+        if not (piece.text or piece.end or (piece.tokens and (self.logprobs or self.token_ids))):
             return None
         details = self._logprobs(piece.choice, piece) if self.logprobs and piece.tokens else None
-        entry = self._entry(piece.choice, piece.text, details, piece.ending)
+        entry = self._entry(piece.choice, piece.text, details, piece.end)
         return {**entry, "token_ids": list(piece.tokens)} if self.token_ids else entry
 
     def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """A whole choice."""
         prompt = choice // self.choices
         details = (yield from self._all_logprobs(prompt, output)) if self.logprobs else None
-        entry = self._entry(choice, self.echoes[prompt].text + output.text, details, output.ending)
+        entry = self._entry(choice, self.echoes[prompt].text + output.text, details, output.end)
         if self.prompt_logprobs:
             ids = self.prompts[prompt].ids
             entry["prompt_logprobs"] = yield from prompt_logprobs(self.texts, ids, output.prompt_logprobs)
@@ -91,7 +91,7 @@ class CompletionShape:
         return {}
 
     def _entry(
-        self, choice: int, text: str, details: dict[str, object] | None, ending: Ending | None
+        self, choice: int, text: str, details: dict[str, object] | None, ending: ChoiceEnd | None
     ) -> dict[str, object]:
         return {
             "index": choice,
@@ -101,7 +101,7 @@ class CompletionShape:
             "stop_reason": ending.cause if ending else None,
         }
 
-    def _logprobs(self, choice: int, piece: ChoicePiece) -> dict[str, object]:
+    def _logprobs(self, choice: int, piece: ChoiceDelta) -> dict[str, object]:
         before = len(self.echoes[choice // self.choices].text)
         offsets = [before + offset for offset in piece.offsets]
         return completion_logprobs(self.texts, piece.tokens, piece.logprobs, offsets)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from ssd_serve.server.engine.choices import Ending
+from ssd_serve.server.engine.choice import ChoiceEnd
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.streaming import named_event
 from ssd_serve.server.openai.answers import Visit
@@ -78,16 +78,16 @@ class Spoken:
 
     async def _told(self, visit: Visit) -> AsyncGenerator[Told, None]:
         voice, tokens, begun, thoughts = self._voice, 0, False, _ThoughtCount()
-        ending: Ending | None = None
-        async with visit.run() as run:
-            async for piece in run.pieces():
+        ending: ChoiceEnd | None = None
+        async with visit.run() as stream:
+            async for piece in stream.deltas():
                 if not begun:
                     begun = True
                     for told in voice.opening(_counted(visit, 0, 0, None)):
                         yield told
                 tokens += len(piece.tokens)
                 visit.tenant.output(len(piece.tokens))
-                ending = piece.ending or ending
+                ending = piece.end or ending
                 entry = visit.job.shape.part(piece)
                 thoughts.part({} if entry is None else entry["delta"], len(piece.tokens))
                 if entry is not None:
@@ -99,7 +99,7 @@ class Spoken:
             yield told
 
 
-def _counted(visit: Visit, tokens: int, thoughts: int, ending: Ending | None) -> TokenCount:
+def _counted(visit: Visit, tokens: int, thoughts: int, ending: ChoiceEnd | None) -> TokenCount:
     usage = cast("Mapping[str, Any]", visit.usage(tokens, {} if ending is None else {0: ending}))
     cached: Mapping[str, int] = usage["prompt_tokens_details"] or {}
     return TokenCount(

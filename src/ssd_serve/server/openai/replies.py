@@ -11,7 +11,7 @@ import msgspec
 
 from ssd_serve.base.depths import added, rates
 from ssd_serve.base.messages import Figures, TokenLogprobs
-from ssd_serve.server.engine.choices import Ending
+from ssd_serve.server.engine.choice import ChoiceEnd
 from ssd_serve.server.http.off_loop import Steps
 from ssd_serve.server.text.tokenizer import TokenTexts
 
@@ -97,7 +97,7 @@ def speculation(figures: Sequence[Figures], complete: bool) -> dict[str, object]
 
 
 def timings(
-    prompt_tokens: int, tokens: int, endings: Sequence[Ending], tells_cached: bool
+    prompt_tokens: int, tokens: int, endings: Sequence[ChoiceEnd], tells_cached: bool
 ) -> dict[str, object]:
     """Where the time went, by llama.cpp's names and ours; of several choices the slowest. Null: not known, or
     it would tell what others have asked."""
@@ -164,7 +164,7 @@ def prompt_logprobs(
         written.append(
             msgspec.json.encode(
                 {
-                    str(each): {"logprob": value, "rank": ranks.get(each), "decoded_token": texts.of(each)}
+                    str(each): {"logprob": value, "rank": ranks.get(each), "decoded_token": texts.text_of(each)}
                     for each, value in told.items()
                 }
             )
@@ -182,7 +182,7 @@ def completion_logprobs(
 ) -> dict[str, object]:
     """The logprobs object of the completions API; None stands for a prompt's first token, which has none."""
     return {
-        "tokens": [texts.of(token) for token in tokens],
+        "tokens": [texts.text_of(token) for token in tokens],
         "token_logprobs": [None if entry is None else finite(entry.chosen) for entry in entries],
         "top_logprobs": [
             None if entry is None else _top_by_text(texts, token, entry)
@@ -194,10 +194,10 @@ def completion_logprobs(
 
 def _top_by_text(texts: TokenTexts, chosen: int, entry: TokenLogprobs) -> dict[str, float]:
     """The chosen token is always there, so there may be one more than was asked for."""
-    found = {texts.of(chosen): finite(entry.chosen)}
+    found = {texts.text_of(chosen): finite(entry.chosen)}
     for token, value in entry.top:
         # Different tokens may share a text (pieces of characters): the more probable one stays.
-        found.setdefault(texts.of(token), finite(value))
+        found.setdefault(texts.text_of(token), finite(value))
     return found
 
 
@@ -218,7 +218,7 @@ def chat_logprobs(
 
 
 def _chat_token(texts: TokenTexts, token: int, logprob: float) -> dict[str, object]:
-    text = texts.of(token)
+    text = texts.text_of(token)
     known = "�" not in text
     return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode()) if known else None}
 

@@ -62,7 +62,7 @@ class TokenizingEndpoints:
     def _strings(self, ids: Sequence[int]) -> Steps[list[str]]:
         found: list[str] = []
         for place in range(0, len(ids), _TOLD_AT_ONCE):
-            found += map(self.service.texts.of, ids[place : place + _TOLD_AT_ONCE])
+            found += map(self.service.texts.text_of, ids[place : place + _TOLD_AT_ONCE])
             yield
         return found
 

@@ -1,6 +1,6 @@
-"""A channel on an event loop: what arrives is handed on at once, and what must arrive is sent, however late.
+"""A message channel on an event loop: hands on what arrives, and keeps what must arrive until there is room.
 
-Knows no requests, and nothing of what comes after its end.
+Knows no requests, and nothing of what happens after its end.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ RETRY_SEND_S = 0.01
 
 
 class MessageChannel(Protocol):
-    """What a line needs of a channel; none of it blocks."""
+    """Non-blocking channel to the verifier, such as `SocketChannel`."""
 
     @property
     def closed(self) -> bool:
-        """The peer is gone."""
+        """True once the peer is gone."""
         ...
 
     @property
@@ -28,11 +28,11 @@ class MessageChannel(Protocol):
         ...
 
     def send(self, message: Message) -> bool:
-        """False: not taken, the queue is full or the channel closed."""
+        """Return False where the queue is full or the channel closed."""
         ...
 
     def post(self, message: Message) -> bool:
-        """The same, but `flush` sends it."""
+        """Queue a message until `flush`; return False as `send` does."""
         ...
 
     def flush(self) -> bool:
@@ -40,82 +40,71 @@ class MessageChannel(Protocol):
         ...
 
     def receive(self) -> list[Message]:
-        """All waiting messages, in order."""
+        """Return all messages that have arrived, in order."""
         ...
 
     def fileno(self) -> int:
-        """Descriptor to wait on for reading."""
+        """Return the descriptor to wait on for reading, or -1."""
         ...
 
-    def close(self) -> None:
-        """Close now."""
-        ...
+    def close(self) -> None: ...
 
 
-class NoChannel:
-    """In place of a channel until there is one: says nothing, takes nothing, and has not ended."""
+class NullChannel:
+    """Stands for the channel until the first engine is started: open, silent, and always full."""
 
     closed = False
     pending = 0
 
     def send(self, message: Message) -> bool:
-        """There is nobody to take it."""
         del message
         return False
 
-    def post(self, message: Message) -> bool:
-        """There is nobody to take it."""
-        return self.send(message)
+    post = send
 
     def flush(self) -> bool:
-        """Nothing is pending."""
         return True
 
     def receive(self) -> list[Message]:
-        """Nobody speaks."""
         return []
 
     def fileno(self) -> int:
-        """There is nothing to wait on."""
         return -1
 
     def close(self) -> None:
-        """Nothing is open."""
+        pass
 
 
-class EngineLine:
-    """One channel, from `start` on the event loop to `close`. `ended` is called once with the reason when the
-    peer is gone, after everything that it had said; not after `close`."""
+class AsyncConnection:
+    """One channel, from `start` on the event loop to `close`.
+
+    `on_messages` gets what arrives. `on_end` is called once with the reason when the peer is gone, after all
+    messages; never after `close`.
+    """
 
     def __init__(
         self,
         channel: MessageChannel,
-        heard: Callable[[Sequence[Message]], None],
-        ended: Callable[[str], None],
+        on_messages: Callable[[Sequence[Message]], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self._channel = channel
-        self._heard = heard
-        self._ended = ended
+        self._on_messages = on_messages
+        self._on_end = on_end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._descriptor = -1
         self._unsent: deque[Message] = deque()
         self._retry: asyncio.TimerHandle | None = None
-        self._soon = False
         self._flushing = False
         self._over = False
 
     @property
     def closed(self) -> bool:
-        """Nothing can be sent any more."""
+        """True when nothing can be sent any more."""
         return self._over or self._channel.closed
 
-    @property
-    def waiting(self) -> int:
-        """Messages that the channel has not taken yet."""
-        return len(self._unsent)
-
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to listen, and send what waits."""
+        """Begin to read, and send what is queued."""
         self._loop = loop
         self._descriptor = self._channel.fileno()
         if self._descriptor >= 0:
@@ -125,48 +114,39 @@ class EngineLine:
         self._send_unsent()
         self.drain()
 
-    def send(self, message: Message) -> bool:
-        """Send now, behind everything that waits. False: there is no room, or the peer is gone."""
-        return not self._unsent and self._send(message)
-
-    def send_surely(self, message: Message) -> None:
-        """Send now, or keep it until there is room; in order."""
+    def send_or_queue(self, message: Message) -> None:
+        """Send now, or keep the message until there is room; the order stays."""
         self._unsent.append(message)
         self._send_unsent()
 
     def send_all(self, messages: Iterable[Message]) -> bool:
-        """All of them or none: what is begun is sent whole, since who is told to try again would come with as
-        much. False: there is no room."""
+        """Send all messages or none; False: there is no room for the first.
+
+        The rest is queued: a client that is told to retry would come back with as much.
+        """
         for index, message in enumerate(messages):
             if index:
-                self.send_surely(message)
-            elif not self.send(message) and not self.closed:
+                self.send_or_queue(message)
+            elif (self._unsent or not self._send(message)) and not self.closed:
                 return False
         return True
 
-    def send_soon(self, message: Message) -> None:
-        """The same, with all that is said in this turn of the loop in one go."""
-        self._unsent.append(message)
-        if not self._soon and self._loop is not None:
-            self._soon = True
-            self._loop.call_soon(self._send_unsent)
-
     def drain(self) -> None:
-        """Hand on everything that waits; notice the end."""
+        """Hand on everything that has arrived; notice the end."""
         if self._over:
             return
         try:
             messages = self._channel.receive()
         except ProtocolError as error:
-            self._end(f"the engine sent something that is not the protocol: {error}")
+            self._end(f"the engine sent a malformed message: {error}")
             return
         if messages:
-            self._heard(messages)
+            self._on_messages(messages)
         if self._channel.closed:
             self._end("the engine process ended")
 
     def close(self) -> None:
-        """Let go of the channel; nobody is told."""
+        """Close the channel without a call of `on_end`."""
         self._over = True
         self._stop_flushing()
         self._stop_retrying()
@@ -177,7 +157,7 @@ class EngineLine:
     def _end(self, reason: str) -> None:
         if not self._over:
             self.close()
-            self._ended(reason)
+            self._on_end(reason)
 
     def _send(self, message: Message) -> bool:
         taken = not self._over and self._channel.send(message)
@@ -187,7 +167,6 @@ class EngineLine:
 
     def _send_unsent(self) -> None:
         self._stop_retrying()
-        self._soon = False
         while self._unsent and not self._over and self._channel.post(self._unsent[0]):
             self._unsent.popleft()
         if not self._over and not self._channel.flush():
