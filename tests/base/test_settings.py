@@ -67,6 +67,12 @@ def test_removed_setting_error_names_what_to_do_instead(monkeypatch: pytest.Monk
         resolve_arguments({"api_workers": 4})
 
 
+def test_removed_setting_without_successor_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_RECORD", "/tmp/recordings")
+    with pytest.raises(SettingsError, match="SSD_RECORD is not a setting; report requests with their seeds"):
+        resolve({})
+
+
 def test_a_wrong_value_names_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="the flag --port: input should be"):
         resolve({"port": "many"})

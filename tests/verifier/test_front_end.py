@@ -1,26 +1,19 @@
 """What the front end is told: figures when it ends a request, slots in use without what can be evicted, and
-why rounds speculate or not, which the log is told too. And what whoever looks on is told."""
+why rounds speculate or not, which is also logged."""
 
 import io
-from collections.abc import Sequence
 
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import (
-    Abort,
-    Choice,
-    Finish,
     Finished,
     Price,
     SamplingParameters,
-    ServerMessage,
     Status,
     Submit,
-    SubmitChoices,
     Why,
 )
 from ssd_serve.verifier.notices import Notices
-from ssd_serve.verifier.observer import Observer, Turn
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.process import VerifierLoop
@@ -84,66 +77,20 @@ def test_the_log_has_a_line_when_the_reason_changes_and_at_most_one_a_second() -
     assert len(lines(31.0, Why.PAYS)) == 1
 
 
-class Noting(Observer):
-    """Notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[object] = []
-
-    def asked(self, what: ServerMessage | Turn) -> None:
-        self.told.append(what)
-
-    def rests(self) -> None:
-        self.told.append("rests")
-
-
-def one_turn(messages: Sequence[ServerMessage]) -> list[object]:
-    """What an observer is told of a loop whose server says this and goes away in the first turn."""
-    engine, _ = make_engine(Case(drafter="none"))
-    engine.observer = noting = Noting()
-    mine, its = memory_pair()
-    for message in messages:
-        its.send(message)
-
-    def status() -> Status:
-        its.close()
-        return engine_status(engine)
-
-    VerifierLoop(mine, [], engine, status, lambda: None, Logger("verifier", "error")).run()
-    return noting.told
-
-
-def test_an_observer_is_told_of_everything_that_the_engine_is_made_to_do() -> None:
-    first, second = (Submit(number, PROMPT, SamplingParameters(max_tokens=9), 7) for number in (1, 2))
-    third = SubmitChoices(PROMPT, SamplingParameters(max_tokens=9), (Choice(3, 7), Choice(4, 8)))
-    asked: list[ServerMessage] = [first, second, third, Finish(2), Abort(3)]
-    assert one_turn(asked) == [*asked, Turn.STEP, Turn.BEAT, "rests"]
-
-
-def test_an_observer_knows_when_nothing_is_to_be_done() -> None:
-    assert one_turn([]) == ["rests", Turn.DRAIN, Turn.BEAT, "rests"]
-
-
-def test_whoever_has_the_last_tokens_may_read_the_counters() -> None:
+def test_final_status_precedes_last_tokens() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     mine, its = memory_pair()
     its.send(Submit(1, PROMPT, SamplingParameters(max_tokens=9, ignore_eos=True), 7))
-    told: list[object] = []
 
-    class Leaving(Observer):
-        """The server, which leaves when it has the last tokens."""
+    received: list[object] = []
 
-        def asked(self, what: ServerMessage | Turn) -> None:
-            told.extend(its.receive())
+    def leave_with_the_last_tokens() -> None:
+        received.extend(its.receive())
+        its.close()
 
-        def rests(self) -> None:
-            told.extend(its.receive())
-            if any(isinstance(message, Finished) for message in told):
-                its.close()
-
-    engine.observer = Leaving()
+    mine.on_wait = leave_with_the_last_tokens
     quiet = Logger("verifier", "error")
     VerifierLoop(mine, [], engine, lambda: engine_status(engine), lambda: None, quiet).run()
-    before_the_end = told[: [isinstance(message, Finished) for message in told].index(True)]
+    before_the_end = received[: [isinstance(message, Finished) for message in received].index(True)]
     counted = [message for message in before_the_end if isinstance(message, Status)]
     assert counted[-1].totals.tokens == 9

@@ -63,10 +63,6 @@ class NoGpuError(UserError):
     exit_code = 9
 
 
-class RecordingError(UserError):
-    """A recorded session is missing, damaged, of another version or of another model."""
-
-
 class RequestError(SsdError):
     """One request is impossible. `field` names the offending request field, or is empty."""
 

@@ -28,7 +28,11 @@ KEY_SETTINGS = (
 """Who may ask for what: a benchmark, which asks itself, has none of them."""
 GONE = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}
 """Settings that earlier versions had: the ones that took their places, with values that say the same."""
-REMOVED = {"api_workers": "run replicas instead (docs/launchers.md)"}
+REMOVED = {
+    "api_workers": "run replicas instead (docs/launchers.md)",
+    "record": "report requests with their seeds instead: a request's output is a function of them",
+    "record_mb": "report requests with their seeds instead: a request's output is a function of them",
+}
 """Settings that earlier versions had and that have no successor: what to do instead."""
 
 
@@ -76,11 +80,6 @@ class Settings(FrontSettings, EngineSettings):
         description="key that processes which meet over TCP prove to know, and by which they encrypt; "
         "empty: a random one for each run",
     )
-    record: Path | None = Field(
-        default=None,
-        description="folder to record sessions in, with all prompts and outputs, for `ssd replay`; empty: no",
-    )
-    record_mb: int = Field(default=1024, ge=1, description="most MiB of all sessions in that folder")
     model_wrapper: str | None = Field(
         default=None,
         description="import path of a function that puts something before each loaded model, as "

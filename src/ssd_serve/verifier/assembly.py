@@ -4,6 +4,7 @@ Knows the parts; it opens no sockets and runs no round.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +43,6 @@ from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import check_hello
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.environment import Environment, MeasuredStart
 from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.base.cost import CostTable, Timing
 from ssd_serve.verifier.planning.governor import Governor
@@ -65,17 +65,12 @@ class AssembledVerifier:
     engine: Engine
     facts: ModelFacts
     hello: Hello
-    measured: MeasuredStart
+    slots: int
     step_s: float
     gains: GainFile
     differences: DifferenceLog
     sampling: Mapping[str, int | float]
     """What the model asks for where a request leaves it out."""
-
-    @property
-    def slots(self) -> int:
-        """KV slots of the target."""
-        return self.measured.slots
 
     def remember(self) -> None:
         """Keep for the next start what each layout gave."""
@@ -89,12 +84,9 @@ def assemble_verifier(
     say: Callable[[str], None],
     log: Logger | None = None,
     ranks: LeadingRank | None = None,
-    environment: Environment | None = None,
 ) -> AssembledVerifier:
     """Load the target, on all `ranks` if there are several, measure its step times, and in mode `sd` load the
-    draft beside it. `environment`: what is heard from there may be recorded, or come from a recording."""
-    environment = environment or Environment()
-    known = environment.measured
+    draft beside it."""
     device = settings.target_device or "cpu"
     path = find_model(settings, settings.target, "target", report=say)
     log = log or get_logger("verifier")
@@ -108,7 +100,7 @@ def assemble_verifier(
         native=native,
     )
     leader = None if ranks is None else ranks.meet()
-    slots = _slots(settings, sizes, device, leader) if known is None else known.slots
+    slots = _slots(settings, sizes, device, leader)
     say(f"loading the target {model_name(path)} on {device}")
     invariant = settings.batch_invariant
 
@@ -135,17 +127,16 @@ def assemble_verifier(
     cores = _cores(settings)
     layouts = _layouts(settings.mode, cores)
     gains = _gain_file(settings, model, folder, log)
-    measured = known or _measured(slots, model, cores, layouts, TimingFiles(folder, log), gains)
-    governing = _governing(settings, cores, layouts, measured)
+    governing = _governing(settings, model, cores, layouts, TimingFiles(folder, log), gains)
     cost = governing.costs[layouts[0]]
     tokenizer = Tokenizer(path)
     hello = _hello(model.facts, tokenizer)
-    drafters = Drafters(hello, environment.clock, log, environment.poll, environment.tap)
+    drafters = Drafters(hello, time.perf_counter, log)
     drafters.admission.restrict([as_label(without_revision(each)) for each in settings.draft_models])
     grammars = Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids)
     grammars.prepare()
     parts = EngineParts(
-        model=environment.model(model),
+        model=model,
         drafters=drafters,
         cost=cost,
         slots=slots,
@@ -153,18 +144,15 @@ def assemble_verifier(
         policy=governing.policies[layouts[0]],
         governing=governing if settings.speculation_may_stop and settings.mode is not Mode.AR else None,
         native=native,
-        clock=environment.clock,
-        observer=environment.observer,
         features=FeatureStore(features, settings.features_mb << 20, slots) if features else None,
         grammars=grammars,
     )
     engine = build_engine(_bounded(parts, settings))
-    if environment.drafts_inline:
-        models = settings.draft_models if Layout.SYNC in layouts else ()
-        if models:
-            cores.enter(Layout.SYNC)  # what their steps take is measured where they will draft
-        for channel in _within(settings, models, hello, model.facts.eos_token_ids, native, grammars, say):
-            engine.drafters.connect(channel, synchronous=True)
+    models = settings.draft_models if Layout.SYNC in layouts else ()
+    if models:
+        cores.enter(Layout.SYNC)  # what their steps take is measured where they will draft
+    for channel in _within(settings, models, hello, model.facts.eos_token_ids, native, grammars, say):
+        engine.drafters.connect(channel, synchronous=True)
     cores.enter(layouts[0])
     sampling = model_defaults(path) if settings.generation_config == "auto" else {}
     if sampling:
@@ -173,7 +161,7 @@ def assemble_verifier(
         engine,
         model.facts,
         hello,
-        measured,
+        slots,
         cost.seconds(1),
         gains,
         differences,
@@ -232,14 +220,6 @@ def _layouts(mode: Mode, cores: Cores) -> tuple[Layout, ...]:
     return Layout.ASYNC, Layout.OFF
 
 
-def _measured(
-    slots: int, model: Model, cores: Cores, layouts: Sequence[Layout], files: TimingFiles, gains: GainFile
-) -> MeasuredStart:
-    """What is measured or remembered; of layouts nothing is remembered where forwards take other times."""
-    timings = _timings(model, cores, layouts, files)
-    return MeasuredStart(slots, timings, {} if files.measured_otherwise else gains.read())
-
-
 def _timings(
     model: Model, cores: Cores, layouts: Sequence[Layout], files: TimingFiles
 ) -> dict[str, list[Timing]]:
@@ -254,19 +234,27 @@ def _timings(
 
 
 def _governing(
-    settings: Settings, cores: Cores, layouts: tuple[Layout, ...], measured: MeasuredStart
+    settings: Settings,
+    model: Model,
+    cores: Cores,
+    layouts: tuple[Layout, ...],
+    files: TimingFiles,
+    gains: GainFile,
 ) -> Governing:
-    """What may change while the engine runs, beginning with the first layout."""
+    """What may change while the engine runs, beginning with the first layout. Gains of earlier sessions count
+    only where forwards take the times that they took then."""
     devices = {layout: str(cores.of(layout)) for layout in layouts}
-    tables = {device: CostTable(measured.timings_on(device)) for device in set(devices.values())}
+    timings = _timings(model, cores, layouts, files)
+    tables = {device: CostTable(each) for device, each in timings.items()}
     governor = Governor(layouts)
-    governor.recall(_by_layout(measured.gains))
+    if not files.measured_otherwise:
+        governor.recall(_by_layout(gains.read()))
     return Governing(
         governor,
         cores,
         {layout: tables[device] for layout, device in devices.items()},
         {layout: _policy(settings, layout) for layout in layouts},
-        CostTable(measured.timings_on(devices[Layout.ASYNC])) if Layout.ASYNC in devices else None,
+        CostTable(timings[devices[Layout.ASYNC]]) if Layout.ASYNC in devices else None,
     )
 
 

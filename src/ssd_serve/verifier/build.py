@@ -18,7 +18,6 @@ from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.verifier.observer import Observer
 from ssd_serve.base.cost import CostTable, HostCost
 from ssd_serve.verifier.planning.growth import GrowPolicy, Never
 from ssd_serve.verifier.planning.placing import Governing
@@ -54,7 +53,6 @@ class EngineParts:
     rounds: Rounds | None = None
     """Rounds of another kind, with the same model; None: the usual ones."""
     planner_kind: type[RoundPlanner] = RoundPlanner
-    observer: Observer | None = None
     features: FeatureStore | None = None
     """What drafters may read of the target; its model gives it."""
     grammars: Grammars | None = None
@@ -87,7 +85,6 @@ def build_engine(parts: EngineParts) -> Engine:
         planner,
         bounds,
         parts.clock,
-        parts.observer,
         parts.features,
         parts.grammars,
     )

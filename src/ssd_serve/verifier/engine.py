@@ -28,7 +28,6 @@ from ssd_serve.sampling.thinking import output_state
 from ssd_serve.verifier.bounds import Bounds
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.verifier.observer import Observer
 from ssd_serve.verifier.planning.decision import Decision
 from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
 from ssd_serve.verifier.planning.planner import Round, RoundPlanner
@@ -54,19 +53,17 @@ class Engine:
         planner: RoundPlanner,
         bounds: Bounds,
         clock: Callable[[], float] = time.perf_counter,
-        observer: Observer | None = None,
         features: FeatureStore | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`observer`: whoever looks on. `features`: what drafters may read of the target. `grammars`: what
-        outputs may have to match; None: none can."""
+        """`features`: outputs of the target's layers that drafters may read. `grammars`: None where no output
+        can be constrained."""
         self.grammars = grammars
         self._round_began = 0.0
         self._features = features
         self.scheduler = scheduler
         self.drafters = drafters
         self.planner = planner
-        self.observer = observer or Observer()
         self.watch = AcceptanceMonitor()
         self.clocked = Clocked()
         self.totals = Totals()
@@ -167,7 +164,6 @@ class Engine:
         self._open(admitted)
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
         self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
-        self.observer.decided(walks, self.decision)
         self.totals.compare(self.decision, walks)
         if self._features is not None:
             self._features.take(flight, walks)
@@ -205,13 +201,9 @@ class Engine:
 
     def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
         """Run a round's forward, listen meanwhile, and decide; also the seconds that the forward took."""
-        try:
-            flight = self._rounds.launch(work)
-            forward_s = self._listen(flight)
-            return flight, forward_s, self._rounds.finish(flight)
-        except DeviceMemoryError as error:
-            self.observer.short(str(error))
-            raise
+        flight = self._rounds.launch(work)
+        forward_s = self._listen(flight)
+        return flight, forward_s, self._rounds.finish(flight)
 
     def _listen(self, flight: InFlight) -> float:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""

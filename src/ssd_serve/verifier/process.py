@@ -20,12 +20,9 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier, ready_report
 from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.environment import Environment
 from ssd_serve.verifier.held import HeldRequests
 from ssd_serve.verifier.notices import Notices
-from ssd_serve.verifier.observer import Turn
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.replay.recording import session_recorder
 from ssd_serve.verifier.status import whole_status
 
 _STATUS_S = 1.0
@@ -52,16 +49,7 @@ def run(settings: Settings, servers: Listener, joining: Listener, files: RankFil
     own = of_rank(settings, 0)
     ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
     server = _await_server(servers)
-    recorder = session_recorder(own, log)
-    verifier = assemble_verifier(
-        own,
-        lambda text: _say(server, log, text),
-        log=log,
-        ranks=ranks,
-        environment=recorder.environment if recorder else Environment(),
-    )
-    if recorder is not None:
-        recorder.begin(own, verifier)
+    verifier = assemble_verifier(own, lambda text: _say(server, log, text), log=log, ranks=ranks)
     settle_memory()
     loop = VerifierLoop(
         server, [joining, *others], verifier.engine, lambda: whole_status(verifier), verifier.remember, log
@@ -94,7 +82,6 @@ class VerifierLoop:
         self._server = server
         self._joining = joining
         self._engine = engine
-        self._observer = engine.observer
         self._unsent: deque[Message] = deque()
         self._status_at = 0.0
         self._remember = remember
@@ -107,35 +94,31 @@ class VerifierLoop:
     def await_drafters(self, timeout_s: float, count: int) -> None:
         """Wait until so many drafters with a device of their own have joined; go on without those that do not
         come, or when requests wait that a verifier before this one has begun."""
-        self._drain()
+        self._engine.drain()
         deadline = time.monotonic() + timeout_s
         while self._engine.drafters.beside < count and time.monotonic() < deadline:
             if self._server.wait(0.0):  # taken once the server knows that this verifier can generate
                 return
             self._accept()
             self._sleep(0.05)
-            self._drain()
+            self._engine.drain()
 
     def run(self) -> None:
         """Until the server is gone."""
-        try:
-            while not self._server.closed:
-                self._turn()
-        finally:
-            self._observer.rests()
+        while not self._server.closed:
+            self._turn()
 
     def _turn(self) -> None:
         self._take()
         self._accept()
         if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
-            self._observer.asked(Turn.STEP)
             reports = self._engine.step()
             if not self._engine.busy:  # before the last tokens: whoever has them may read the counters
                 self._unsent.append(self._status())
             self._unsent.extend(reports)
         else:
             self._sleep(_COMPILING_S if self._held else _STATUS_S / 2)
-            self._drain()
+            self._engine.drain()
         self._report()
 
     def _take(self) -> None:
@@ -146,16 +129,10 @@ class VerifierLoop:
             self._ask(held)
 
     def _ask(self, message: ServerMessage) -> None:
-        self._observer.asked(message)
         self._unsent.extend(self._engine.ask(message))
-
-    def _drain(self) -> None:
-        self._observer.asked(Turn.DRAIN)
-        self._engine.drain()
 
     def _sleep(self, timeout_s: float) -> None:
         """Until anybody says anything."""
-        self._observer.rests()
         sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]
         poll(sources, timeout_s)
 
@@ -176,7 +153,6 @@ class VerifierLoop:
             if len(self._unsent) < _MAX_UNSENT:
                 self._unsent.append(self._status())
             self._notices.tell_health()
-            self._observer.asked(Turn.BEAT)
             self._engine.drafters.beat()
         if now - self._remembered_at >= _REMEMBER_S:
             self._remembered_at = now

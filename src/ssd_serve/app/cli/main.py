@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 from ssd_serve.app.cli.completion import SHELLS, completion
 from ssd_serve.app.cli.draft import add_draft
 from ssd_serve.app.cli.flags import Commands, Parser, add_settings_flags, given_config, given_flags
-from ssd_serve.app.cli.replay_command import add_replay
 from ssd_serve.app.doctor.command import add_doctor, add_report
 from ssd_serve.app.plan.command import add_plan
 from ssd_serve.base.errors import (
@@ -119,7 +118,6 @@ def build_parser() -> Parser:
     add_plan(commands)
     add_doctor(commands)
     add_report(commands)
-    add_replay(commands)
     _add_version(commands)
     _add_completion(commands)
     for name, (module, text) in _OTHER_ROOMS.items():

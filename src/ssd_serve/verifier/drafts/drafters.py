@@ -31,16 +31,6 @@ _HELLO_S = 10.0
 _GOOD_S = 60.0
 """Whoever has behaved for so long is not remembered for what was before."""
 
-Tap = Callable[[Channel, bool, bool, str], Channel]
-"""Stands before a channel that has connected, which is told as to `Drafters.connect`."""
-
-
-def untapped(channel: Channel, synchronous: bool, stranger: bool, peer: str) -> Channel:
-    """Nothing stands before it."""
-    del synchronous, stranger, peer
-    return channel
-
-
 class Drafters:
     """A list of drafters. `hello` is what they must agree with."""
 
@@ -49,14 +39,9 @@ class Drafters:
         hello: Hello,
         clock: Callable[[], float] = time.monotonic,
         log: Logger | None = None,
-        poll: Callable[[Sequence[Channel], float], Sequence[Channel]] = poll,
-        tap: Tap = untapped,
     ) -> None:
-        """`poll` waits until one of some channels has something to say; `tap` puts something before each."""
         log = log or get_logger("verifier")
         self._clock = clock
-        self._poll = poll
-        self._tap = tap
         self.admission = Admission(hello, clock)
         self._links = Links(self.admission, clock, log)
         self._homes = Homes(self._links)
@@ -169,7 +154,6 @@ class Drafters:
         self, channel: Channel, synchronous: bool = False, stranger: bool = False, peer: str = ""
     ) -> None:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
-        channel = self._tap(channel, synchronous, stranger, peer)
         self._pause(self._links.add(channel, synchronous, stranger, peer))
 
     def use(self, layout: Layout) -> None:
@@ -228,8 +212,7 @@ class Drafters:
         return any(link.worth_waiting and not link.instant for link in self._links)
 
     def beat(self) -> None:
-        """Send heartbeats when they are due, and see who sends none. The time is asked for only here and in
-        rounds, so that a session can be run again."""
+        """Send heartbeats when they are due, and see who sends none. """
         now = self._clock()
         self._silent = {link.number for link in self._links.beside if link.liveness.silent_s > _ANSWERS_S}
         for link in self._links:
@@ -251,7 +234,7 @@ class Drafters:
     def _await(self, links: Sequence[Link], timeout_s: float) -> bool:
         if any(link.inbox for link in links):
             return True
-        return bool(self._poll([link.channel for link in links], timeout_s))
+        return bool(poll([link.channel for link in links], timeout_s))
 
     def _pause(self, link: Link) -> None:
         """Let it work or pause, as the layout asks."""

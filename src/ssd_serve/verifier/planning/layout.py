@@ -46,7 +46,7 @@ class Cores:
         if device.kind != "cpu" or not device.indices or not self.differ:
             return
         if hasattr(os, "sched_setaffinity"):
-            with suppress(OSError):  # a session may be replayed on a machine that has fewer cores
+            with suppress(OSError):  # cores may be taken from this process while it runs
                 os.sched_setaffinity(0, device.indices)
         few = len(self._beside.indices) or len(device.indices)
         torch.set_num_threads(len(device.indices) if wide else min(few, len(device.indices)))
