@@ -27,10 +27,11 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.control.budget import CostBasedWait, WaitPolicy
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import Cores
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import GrowPolicy, WhenItPays
-from ssd_serve.verifier.planning.layout import Cores, Layout
 from ssd_serve.verifier.scheduler import SchedulerLimits
 
 VOCABULARY = 40
@@ -140,7 +141,7 @@ class Case:
     prefill_chunk: int = 32
     draft_slots: int = 4096
     growth: GrowthLimits = GROWTH
-    policy: Callable[[], GrowPolicy] = WhenItPays
+    policy: Callable[[], WaitPolicy] = CostBasedWait
 
 
 class ScriptedSource:
@@ -272,7 +273,7 @@ class StillCores(Cores):
 
     def __init__(self) -> None:
         super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
-        self.entered: list[tuple[Layout, bool]] = []
+        self.entered: list[tuple[SpeculationMode, bool]] = []
 
-    def enter(self, layout: Layout, wide: bool = True) -> None:
+    def enter(self, layout: SpeculationMode, wide: bool = True) -> None:
         self.entered.append((layout, wide))

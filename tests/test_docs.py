@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.base.messages import Why
+from ssd_serve.base.messages import DecisionReason
 from ssd_serve.base.settings import PREFIX, Settings
 from ssd_serve.models.architectures.registry import ARCHITECTURES
 from ssd_serve.sampling.parameters import PARAMETERS
@@ -56,7 +56,7 @@ def test_why_it_does_not_speculate() -> None:
         text(DOCS / "speculation.md").partition("## Why does it not speculate now?")[2].partition("\n## ")[0]
     )
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
-    assert rows[1:] == [why.value for why in Why]
+    assert rows[1:] == [why.value for why in DecisionReason]
 
 
 def test_every_sampling_parameter_is_listed() -> None:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOORS = {
     "ssd_serve.verifier.engine": ("Engine", "src/ssd_serve/verifier/build.py"),
-    "ssd_serve.verifier.planning.planner": ("RoundPlanner", "src/ssd_serve/verifier/build.py"),
+    "ssd_serve.verifier.control.round_planner": ("RoundPlanner", "src/ssd_serve/verifier/build.py"),
     "ssd_serve.verifier.scheduler": ("Scheduler", "src/ssd_serve/verifier/build.py"),
     "ssd_serve.verifier.round": ("Rounds", "src/ssd_serve/verifier/build.py"),
 }

@@ -10,7 +10,7 @@ from ssd_serve.app.plan.devices import MeasuredRoofs, Sheets
 from ssd_serve.app.plan.page import as_json, page
 from ssd_serve.app.plan.plan import PlanEstimate, PlanOptions, make_plan
 from ssd_serve.app.plan.roof import Roof
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.control.decision import SpeculationMode
 from tests.app.plan_parts import known, small_model
 
 Captured = pytest.CaptureFixture[str]
@@ -31,7 +31,7 @@ def of_five() -> PlanEstimate:
 def test_five_devices_give_four_to_the_target_and_one_to_the_drafter(of_five: PlanEstimate) -> None:
     best = of_five.best
     assert best is not None
-    assert (best.drafting, best.target, best.draft) == (Layout.ASYNC, 4, 1)
+    assert (best.drafting, best.target, best.draft) == (SpeculationMode.ASYNC, 4, 1)
     assert best.speed > 2 * of_five.layouts[0].speed
     text = page([of_five])
     assert len(text.splitlines()) <= 10
@@ -43,14 +43,14 @@ def test_two_devices_serve_a_large_target_better_together() -> None:
     """A second device halves what the target reads; a drafter beside would leave it one."""
     best = plan(2).best
     assert best is not None
-    assert (best.drafting, best.target) == (Layout.SYNC, 2)
+    assert (best.drafting, best.target) == (SpeculationMode.SYNC, 2)
 
 
 def test_a_useless_draft_is_not_taken_and_the_page_says_from_where_on_one_pays() -> None:
     found = plan(1, acceptance=0.02)
     best = found.best
     assert best is not None
-    assert best.drafting is Layout.OFF
+    assert best.drafting is SpeculationMode.PLAIN
     assert found.pays_from is not None
     assert 0.05 < found.pays_from < 0.5
     assert f"from an acceptance of {found.pays_from:.2f} on" in page([found])

@@ -19,7 +19,7 @@ from ssd_serve.base.seeds import mix
 from ssd_serve.base.settings import Settings
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.lookup_channel import LookupChannel, lookup_channel
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.control.decision import SpeculationMode
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
 
 PROMPT = (5, 6, 7, 8, 5, 6)
@@ -132,7 +132,7 @@ def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> N
 def test_it_works_in_every_layout_that_drafts_and_nobody_waits_for_it() -> None:
     engine, _ = make_engine(Case())
     engine.drafters.connect(lookup_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
-    for layout, works in ((Layout.OFF, False), (Layout.ASYNC, True), (Layout.SYNC, True)):
+    for layout, works in ((SpeculationMode.PLAIN, False), (SpeculationMode.ASYNC, True), (SpeculationMode.SYNC, True)):
         engine.drafters.use(layout)
         engine.drafters.drain({})
         assert engine.drafters.working is works

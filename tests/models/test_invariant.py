@@ -18,7 +18,7 @@ from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.weights.linear import DenseLinear, Linear
-from ssd_serve.verifier.planning.startup_benchmark import identity
+from ssd_serve.verifier.control.timing import identity
 from tests.examples import examples
 from tests.models import checkpoints
 

@@ -12,12 +12,12 @@ from pydantic import TypeAdapter
 
 from ssd_serve.bench.metrics_page import metric
 from ssd_serve.base.messages import (
-    Decided,
-    Price,
+    DecisionMessage,
+    CostEstimate,
     Progress,
     Ready,
     Status,
-    Why,
+    DecisionReason,
 )
 from ssd_serve.server.information_models import Load
 from ssd_serve.server.limits import Limits
@@ -144,7 +144,7 @@ def test_the_model_is_named_after_its_target(target: str, name: str) -> None:
 
 
 async def test_load_tells_why_it_speculates_or_not_once_a_round_has_run() -> None:
-    decided = Decided("off", Why.SLOWER, 0, 0.0, Price(0, 3.0, 0.02), Price(None, 3.0, 0.024))
+    decided = DecisionMessage("off", DecisionReason.SLOWER, 0, 0.0, CostEstimate(0, 3.0, 0.02), CostEstimate(None, 3.0, 0.024))
     async with running_server(lambda _: say("x")) as server:
         await until_told(server, replace(STATUS, decision=decided))
         load = (await server.http.get("/load")).json()

@@ -11,7 +11,7 @@ from ssd_serve.base.depths import added, by_position
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.base.messages import Figures, SourceFigures
 from ssd_serve.verifier.acceptance import Acceptance
-from ssd_serve.verifier.planning.growth import FixedSteps
+from ssd_serve.verifier.control.budget import FixedSteps
 from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
 
 ROOT = 77

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ssd_serve.verifier.planning.budget import GrowthGain, Rate, choose
+from ssd_serve.verifier.control.budget import GrowthGain, Rate, choose
 
 REACHES = st.lists(st.floats(0.0, 1.0), max_size=20).map(lambda values: sorted(values, reverse=True))
 STEPS = st.lists(st.floats(0.0, 0.01), min_size=1, max_size=30)

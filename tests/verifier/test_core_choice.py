@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.verifier.planning.core_choice import CoreChoice
+from ssd_serve.verifier.control.execution import ThreadCountSelector
 from ssd_serve.base.cost import CostTable, Reading, Timing
 
 FEW_S, ALL_S = 0.010, 0.006
@@ -18,7 +18,7 @@ class Machine:
         self.slower = 1.0
         self.seconds = {False: FEW_S, True: all_s}
         few, whole = (CostTable([Timing(1, 0, self.seconds[wide])]) for wide in (False, True))
-        self.choice = CoreChoice(few, whole, lambda: self.now)
+        self.choice = ThreadCountSelector(few, whole, lambda: self.now)
 
     def round(self) -> bool:
         wide = self.choice.wide(1, Reading())
@@ -50,7 +50,7 @@ def test_live_rounds_decide_where_a_start_has_misjudged_what_contexts_cost() -> 
         CostTable([Timing(1, read, seconds) for read, seconds in ((0, least_s), (1000, long_s))])
         for least_s, long_s in ((0.010, 0.010), (0.006, 0.014))
     )
-    choice, reading, rounds = CoreChoice(few, whole, lambda: 0.0), Reading(1000, 1000), list[bool]()
+    choice, reading, rounds = ThreadCountSelector(few, whole, lambda: 0.0), Reading(1000, 1000), list[bool]()
     for _ in range(20):
         rounds.append(choice.wide(1, reading))
         choice.observe(rounds[-1], 1, 0.009 if rounds[-1] else 0.016, reading)

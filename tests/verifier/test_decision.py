@@ -11,26 +11,27 @@ from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.devices import Device
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.base.messages import (
-    Price,
+    CostEstimate,
     SamplingParameters,
     Submit,
-    Why,
+    DecisionReason,
 )
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.base.cost import CostTable, Reading, Timing
-from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never
-from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.placing import Governing
-from ssd_serve.verifier.planning.planner import Round, RoundPlanner
+from ssd_serve.verifier.control.decision import Decision
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.budget import FixedSteps, WaitPolicy, NoWait
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import Cores
+from ssd_serve.verifier.control.execution import ModeConfig
+from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
 from ssd_serve.verifier.scheduler import SchedulerLimits
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests
 
-WAYS: tuple[Layout, ...] = (Layout.SYNC, Layout.OFF)
-SPECULATING = {Why.PAYS, Why.TRYING}
+WAYS: tuple[SpeculationMode, ...] = (SpeculationMode.SYNC, SpeculationMode.PLAIN)
+SPECULATING = {DecisionReason.PAYS, DecisionReason.TRYING}
 
 
 class DearRows(CostTable):
@@ -43,10 +44,10 @@ class DearRows(CostTable):
         pass
 
 
-class Fixed(Governor[Layout]):
+class Fixed(ModeController[SpeculationMode]):
     """Always chooses the same way, to try it or because it is the best."""
 
-    def __init__(self, way: Layout, trying: bool) -> None:
+    def __init__(self, way: SpeculationMode, trying: bool) -> None:
         super().__init__(WAYS)
         self._way, self._trying = way, trying
 
@@ -54,7 +55,7 @@ class Fixed(Governor[Layout]):
     def trying(self) -> bool:
         return self._trying
 
-    def choose(self, requests: int, decoding: bool = True) -> Layout:
+    def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
         super().choose(requests, decoding)
         return self._way
 
@@ -82,7 +83,7 @@ def silent(engine: Engine) -> Engine:
 
 
 def engine_of(
-    policy: Callable[[], GrowPolicy] = lambda: FixedSteps(3),
+    policy: Callable[[], WaitPolicy] = lambda: FixedSteps(3),
     slots: int = 4096,
     budget: int | None = None,
     prefill_chunk: int = 32,
@@ -90,12 +91,12 @@ def engine_of(
     return make_engine(Case(slots=slots, budget=budget, prefill_chunk=prefill_chunk, policy=policy))[0]
 
 
-def governing_by(governor: Governor[Layout]) -> Governing:
+def governing_by(governor: ModeController[SpeculationMode]) -> ModeConfig:
     costs = dict.fromkeys(WAYS, CostTable())
-    return Governing(governor, Cores(Device("cpu"), None), costs, {WAYS[0]: FixedSteps(2), WAYS[1]: Never()})
+    return ModeConfig(governor, Cores(Device("cpu"), None), costs, {WAYS[0]: FixedSteps(2), WAYS[1]: NoWait()})
 
 
-def governed(governor: Governor[Layout]) -> Engine:
+def governed(governor: ModeController[SpeculationMode]) -> Engine:
     engine = inline(engine_of())
     engine.planner.placing.governing = governing_by(governor)
     return engine
@@ -134,10 +135,10 @@ def decisions(engine: Engine, *submits: Submit) -> Iterator[Decision]:
         yield engine.decision
 
 
-def best(gain: float) -> Governor[Layout]:
+def best(gain: float) -> ModeController[SpeculationMode]:
     """A governor that knows what drafting gives with one request."""
-    governor = Governor(WAYS)
-    governor.recall({1: {Layout.SYNC: gain, Layout.OFF: 1.0}})
+    governor = ModeController(WAYS)
+    governor.recall({1: {SpeculationMode.SYNC: gain, SpeculationMode.PLAIN: 1.0}})
     return governor
 
 
@@ -155,56 +156,56 @@ def beside_a_long_prompt() -> Iterator[Decision]:
     yield from decisions(engine, submit(2, 1500, 4))
 
 
-SCENARIOS: dict[Why, Callable[[], Iterator[Decision]]] = {
-    Why.PAYS: lambda: decisions(inline(engine_of())),
-    Why.TRYING: lambda: decisions(governed(Fixed(Layout.OFF, trying=True))),
-    Why.OFF: lambda: decisions(inline(engine_of(budget=0))),
-    Why.NO_DRAFTER: lambda: decisions(engine_of()),
-    Why.SLOWER: lambda: decisions(governed(best(0.5))),
-    Why.PROMPTS: lambda: decisions(inline(engine_of()), submit(1, 100, 2)),
-    Why.ENDING: lambda: decisions(inline(engine_of()), submit(1, 3, 2)),
-    Why.NOTHING_DRAFTED: lambda: decisions(silent(engine_of(Never))),
-    Why.FULL: beside_a_long_prompt,
-    Why.LATE: lambda: decisions(dear(max_tpot_s=0.0105, rate=0.1)),
-    Why.NOT_WORTH: lambda: decisions(dear()),
-    Why.MEMORY: lambda: decisions(short_of_memory()),
-    Why.SLOTS: lambda: decisions(inline(engine_of(slots=40)), *(submit(n, 8, 10) for n in range(3))),
+SCENARIOS: dict[DecisionReason, Callable[[], Iterator[Decision]]] = {
+    DecisionReason.PAYS: lambda: decisions(inline(engine_of())),
+    DecisionReason.TRYING: lambda: decisions(governed(Fixed(SpeculationMode.PLAIN, trying=True))),
+    DecisionReason.OFF: lambda: decisions(inline(engine_of(budget=0))),
+    DecisionReason.NO_DRAFTER: lambda: decisions(engine_of()),
+    DecisionReason.SLOWER: lambda: decisions(governed(best(0.5))),
+    DecisionReason.PROMPTS: lambda: decisions(inline(engine_of()), submit(1, 100, 2)),
+    DecisionReason.ENDING: lambda: decisions(inline(engine_of()), submit(1, 3, 2)),
+    DecisionReason.NOTHING_DRAFTED: lambda: decisions(silent(engine_of(NoWait))),
+    DecisionReason.FULL: beside_a_long_prompt,
+    DecisionReason.LATE: lambda: decisions(dear(max_tpot_s=0.0105, rate=0.1)),
+    DecisionReason.NOT_WORTH: lambda: decisions(dear()),
+    DecisionReason.MEMORY: lambda: decisions(short_of_memory()),
+    DecisionReason.SLOTS: lambda: decisions(inline(engine_of(slots=40)), *(submit(n, 8, 10) for n in range(3))),
 }
 
 
-@pytest.mark.parametrize("why", Why)
-def test_every_reason_has_its_scenario(why: Why) -> None:
+@pytest.mark.parametrize("why", DecisionReason)
+def test_every_reason_has_its_scenario(why: DecisionReason) -> None:
     found = [each for each in SCENARIOS[why]() if each.why is why]
     assert found
     assert all(bool(each.nodes) <= (why in SPECULATING) for each in found)
 
 
-@pytest.mark.parametrize("why", [Why.OFF, Why.NO_DRAFTER, Why.MEMORY])
-def test_what_lasts_is_said_of_every_round_in_which_it_matters(why: Why) -> None:
+@pytest.mark.parametrize("why", [DecisionReason.OFF, DecisionReason.NO_DRAFTER, DecisionReason.MEMORY])
+def test_what_lasts_is_said_of_every_round_in_which_it_matters(why: DecisionReason) -> None:
     seen = {each.why for each in SCENARIOS[why]()}
-    assert seen <= {why, Why.PROMPTS, Why.ENDING}
+    assert seen <= {why, DecisionReason.PROMPTS, DecisionReason.ENDING}
 
 
 def test_a_drafter_that_was_silent_for_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = silent(engine_of())
     monkeypatch.setattr(engine.drafters, "worth_waiting", lambda: False)
-    assert Why.NO_DRAFTER in {each.why for each in decisions(engine)}
+    assert DecisionReason.NO_DRAFTER in {each.why for each in decisions(engine)}
 
 
 def test_a_layout_that_is_tried_may_draft() -> None:
-    found = [each for each in decisions(governed(Fixed(Layout.SYNC, trying=True))) if each.nodes]
-    assert {each.why for each in found} == {Why.TRYING}
+    found = [each for each in decisions(governed(Fixed(SpeculationMode.SYNC, trying=True))) if each.nodes]
+    assert {each.why for each in found} == {DecisionReason.TRYING}
 
 
 def test_layouts_are_told_with_and_without_a_governor() -> None:
-    assert {each.layout for each in SCENARIOS[Why.PAYS]()} == {Layout.SYNC}
-    assert {each.layout for each in SCENARIOS[Why.NOTHING_DRAFTED]()} == {Layout.ASYNC}
-    assert {each.layout for each in SCENARIOS[Why.NO_DRAFTER]()} == {Layout.OFF}
-    assert {each.layout for each in SCENARIOS[Why.SLOWER]()} == {Layout.OFF}
+    assert {each.layout for each in SCENARIOS[DecisionReason.PAYS]()} == {SpeculationMode.SYNC}
+    assert {each.layout for each in SCENARIOS[DecisionReason.NOTHING_DRAFTED]()} == {SpeculationMode.ASYNC}
+    assert {each.layout for each in SCENARIOS[DecisionReason.NO_DRAFTER]()} == {SpeculationMode.PLAIN}
+    assert {each.layout for each in SCENARIOS[DecisionReason.SLOWER]()} == {SpeculationMode.PLAIN}
 
 
 def test_a_round_with_nodes_is_priced_beside_the_one_without() -> None:
-    found = [each for each in SCENARIOS[Why.PAYS]() if each.nodes]
+    found = [each for each in SCENARIOS[DecisionReason.PAYS]() if each.nodes]
     for each in found:
         assert each.chosen is not None
         assert each.other is not None
@@ -215,7 +216,7 @@ def test_a_round_with_nodes_is_priced_beside_the_one_without() -> None:
 
 
 def test_nodes_that_are_not_worth_it_are_priced_too() -> None:
-    each = next(each for each in SCENARIOS[Why.NOT_WORTH]() if each.why is Why.NOT_WORTH)
+    each = next(each for each in SCENARIOS[DecisionReason.NOT_WORTH]() if each.why is DecisionReason.NOT_WORTH)
     assert each.chosen is not None
     assert each.other is not None
     assert (each.chosen.nodes, each.chosen.tokens) == (0, 1.0)
@@ -226,22 +227,22 @@ def test_nodes_that_are_not_worth_it_are_priced_too() -> None:
 
 def test_plain_decoding_is_priced_beside_what_drafting_gave() -> None:
     """Half as many tokens a second, as was remembered."""
-    each = list(SCENARIOS[Why.SLOWER]())[5]
+    each = list(SCENARIOS[DecisionReason.SLOWER]())[5]
     assert each.chosen is not None
     assert each.other is not None
     assert (each.chosen.nodes, each.other.nodes) == (0, None)
     assert each.other.rate == pytest.approx(each.chosen.rate / 2)
 
 
-class Restless(Governor[Layout]):
+class Restless(ModeController[SpeculationMode]):
     """Chooses what it is told, over and over."""
 
-    def __init__(self, ways: list[Layout]) -> None:
+    def __init__(self, ways: list[SpeculationMode]) -> None:
         super().__init__(WAYS)
         self._ways_told = ways
-        self.chosen: list[Layout] = []
+        self.chosen: list[SpeculationMode] = []
 
-    def choose(self, requests: int, decoding: bool = True) -> Layout:
+    def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
         self.chosen.append(self._ways_told[len(self.chosen) % len(self._ways_told)])
         return self.chosen[-1]
 
@@ -254,7 +255,7 @@ class Restless(Governor[Layout]):
     shortages=st.sets(st.integers(0, 40), max_size=2),
 )
 def test_what_is_told_is_what_was_launched(
-    ways: list[Layout], budget: int | None, slots: int, shortages: set[int]
+    ways: list[SpeculationMode], budget: int | None, slots: int, shortages: set[int]
 ) -> None:
     case = Case(slots=slots, budget=budget, policy=lambda: FixedSteps(2), blur=0.3)
     engine, model = make_engine(case)
@@ -275,16 +276,16 @@ def test_what_is_told_is_what_was_launched(
         assert decision.nodes == engine.totals.figures.drafted - drafted
         assert decision.layout is governor.chosen[-1]
         assert decision.waited_s == pytest.approx(engine.clocked.wait_s - waited_s)
-        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.layout is not Layout.OFF)
+        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.layout is not SpeculationMode.PLAIN)
         assert decision.chosen is None or decision.nodes <= (decision.chosen.nodes or 0)
     assert model.forwards == engine.clocked.rounds
 
 
 def test_a_decision_travels() -> None:
-    decision = Decision(Layout.ASYNC, Why.PAYS, 4, 0.001, Price(4, 3.5, 0.02), Price(0, 1.0, 0.018))
+    decision = Decision(SpeculationMode.ASYNC, DecisionReason.PAYS, 4, 0.001, CostEstimate(4, 3.5, 0.02), CostEstimate(0, 1.0, 0.018))
     told = decision.told()
-    assert (told.layout, told.why, told.nodes, told.waited_s) == ("async", Why.PAYS, 4, 0.001)
+    assert (told.layout, told.why, told.nodes, told.waited_s) == ("async", DecisionReason.PAYS, 4, 0.001)
     assert (told.chosen, told.other) == (decision.chosen, decision.other)
-    assert decision.launched(4, Why.MEMORY) is decision
-    assert decision.launched(2, Why.MEMORY).why is Why.PAYS
-    assert decision.launched(0, Why.SLOTS).why is Why.SLOTS
+    assert decision.launched(4, DecisionReason.MEMORY) is decision
+    assert decision.launched(2, DecisionReason.MEMORY).why is DecisionReason.PAYS
+    assert decision.launched(0, DecisionReason.SLOTS).why is DecisionReason.SLOTS

@@ -20,11 +20,11 @@ from ssd_serve.models.interface import Inputs, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier
-from ssd_serve.verifier.planning import startup_benchmark
+from ssd_serve.verifier.control import timing as startup_benchmark
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import RequestStep, Rounds
 from ssd_serve.verifier.scheduler import ScheduledChunk
-from ssd_serve.verifier.text import RequestText
+from ssd_serve.verifier.request import TokenSequence
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import EOS, VOCABULARY, FakeModel, Output, run
 from tests.models.tape import Tape, recording_kernels
@@ -155,7 +155,7 @@ class Watched(NoiseRows):
 
 def test_a_device_gets_its_noise_with_its_forward_whatever_the_cpu_has(native: NativeLibrary) -> None:
     request = Request(
-        0, SamplingParameters(), 9, 3, RequestText((1, 2, 3)), frozenset(), None, 64, VOCABULARY
+        0, SamplingParameters(), 9, 3, TokenSequence((1, 2, 3)), frozenset(), None, 64, VOCABULARY
     )
     noise = Watched()
     flight = Rounds(OnDevice(8), noise, (EOS,), native).launch(

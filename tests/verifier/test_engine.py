@@ -21,7 +21,7 @@ from ssd_serve.base.messages import (
 )
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import FixedSteps, Never
+from ssd_serve.verifier.control.budget import FixedSteps, NoWait
 from tests import fakes
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run
 
@@ -238,7 +238,7 @@ def test_it_is_counted_which_drafts_were_waited_for() -> None:
     engine, _ = speculating(Case(slots=4096, policy=lambda: FixedSteps(3)))
     run(engine, [Submit(1, (3, 4), GREEDY, 0)])
     assert 0 < engine.totals.awaited_expansions <= engine.drafters.expansions
-    idle, _ = speculating(Case(slots=4096, policy=Never))
+    idle, _ = speculating(Case(slots=4096, policy=NoWait))
     run(idle, [Submit(1, (3, 4), GREEDY, 0)])
     assert idle.totals.awaited_expansions == 0
 

@@ -34,7 +34,7 @@ from ssd_serve.verifier.drafts.admission import Admission
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.verifier.planning.growth import FixedSteps
+from ssd_serve.verifier.control.budget import FixedSteps
 from ssd_serve.verifier.scheduler import SchedulerLimits
 from tests.fakes import HELLO, Case, FakeModel, make_core
 

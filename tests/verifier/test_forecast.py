@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.base.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.planning.forecast import DecodingLoad, DraftStep, Rightness, forecast, with_reading
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.control.forecast import DecodingLoad, DraftStep, LevelAcceptance, forecast, with_reading
+from ssd_serve.verifier.control.decision import SpeculationMode
 
 ROWS = (1, 8, 64)
 
@@ -22,32 +22,32 @@ def gains(
     row_s: float = 2e-4,
     draft_s: float = 0.002,
     right: float = 0.7,
-) -> dict[Layout, float]:
+) -> dict[SpeculationMode, float]:
     """One core beside a drafter, or two; a row takes half of its time on two."""
     alone = table(two, row_s / 2)
-    costs = {Layout.ASYNC: table(one, row_s), Layout.SYNC: alone, Layout.OFF: alone}
-    steps = {layout: DraftStep(draft_s, 16) for layout in (Layout.ASYNC, Layout.SYNC)}
+    costs = {SpeculationMode.ASYNC: table(one, row_s), SpeculationMode.SYNC: alone, SpeculationMode.PLAIN: alone}
+    steps = {layout: DraftStep(draft_s, 16) for layout in (SpeculationMode.ASYNC, SpeculationMode.SYNC)}
     unit_s = alone.seconds(requests)
     return forecast(DecodingLoad(requests), unit_s, costs, steps, HostCost(0.0), right)
 
 
 def test_plain_decoding_is_the_unit() -> None:
-    assert gains()[Layout.OFF] == pytest.approx(1.0)
+    assert gains()[SpeculationMode.PLAIN] == pytest.approx(1.0)
 
 
 def test_guesses_that_are_never_right_are_forecast_below_plain_decoding() -> None:
     found = gains(right=0.01)
-    assert max(found[Layout.ASYNC], found[Layout.SYNC]) < 1.0
+    assert max(found[SpeculationMode.ASYNC], found[SpeculationMode.SYNC]) < 1.0
 
 
 def test_a_drafter_of_its_own_is_forecast_best_where_its_core_gains_the_target_little() -> None:
     found = gains(two=0.019)
-    assert found[Layout.ASYNC] > found[Layout.SYNC] > found[Layout.OFF]
+    assert found[SpeculationMode.ASYNC] > found[SpeculationMode.SYNC] > found[SpeculationMode.PLAIN]
 
 
 def test_an_inline_draft_is_forecast_best_where_two_cores_are_twice_as_fast() -> None:
     found = gains(two=0.010, draft_s=0.0005)
-    assert found[Layout.SYNC] > found[Layout.ASYNC]
+    assert found[SpeculationMode.SYNC] > found[SpeculationMode.ASYNC]
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -64,11 +64,11 @@ def test_a_drafter_that_gives_less_than_plain_decoding_costs_nothing_while_it_re
 
 def test_a_crowd_whose_rows_cost_is_forecast_to_decode_plainly() -> None:
     found = gains(requests=32, row_s=2e-3)
-    assert found[Layout.OFF] == max(found.values())
+    assert found[SpeculationMode.PLAIN] == max(found.values())
 
 
 def test_a_layout_whose_draft_step_is_not_known_is_not_forecast() -> None:
-    assert set(gains(draft_s=0.0)) == {Layout.OFF}
+    assert set(gains(draft_s=0.0)) == {SpeculationMode.PLAIN}
 
 
 @given(
@@ -90,7 +90,7 @@ def test_more_guesses_that_are_right_never_lower_a_forecast(
 def test_several_requests_are_not_forecast_to_verify_what_is_hardly_right() -> None:
     """Four requests whose rows cost: a node each pays where two for each level would not."""
     found = gains(requests=4, two=0.010, row_s=1.2e-3, draft_s=0.0005, right=0.6)
-    assert found[Layout.SYNC] > 1.0
+    assert found[SpeculationMode.SYNC] > 1.0
 
 
 def test_long_texts_are_part_of_what_a_round_takes() -> None:
@@ -98,17 +98,17 @@ def test_long_texts_are_part_of_what_a_round_takes() -> None:
     cost = CostTable(
         [Timing(rows, read, 0.004 + (2e-6 + 1e-9 * rows) * read) for rows in ROWS for read in (0, 1024)]
     )
-    costs: dict[Layout, CostTable] = {Layout.SYNC: cost, Layout.OFF: cost}
-    steps = {Layout.SYNC: DraftStep(0.006, 16)}
+    costs: dict[SpeculationMode, CostTable] = {SpeculationMode.SYNC: cost, SpeculationMode.PLAIN: cost}
+    steps = {SpeculationMode.SYNC: DraftStep(0.006, 16)}
     for load, pays in ((DecodingLoad(1, 0), False), (DecodingLoad(1, 20_000), True)):
         unit_s = cost.seconds(1, load.reading())
         found = forecast(load, unit_s, costs, steps, HostCost(0.0), 0.6)
-        assert found[Layout.OFF] == pytest.approx(1.0)
-        assert (found[Layout.SYNC] > 1.0) is pays
+        assert found[SpeculationMode.PLAIN] == pytest.approx(1.0)
+        assert (found[SpeculationMode.SYNC] > 1.0) is pays
 
 
 def test_how_often_guesses_are_right_follows_the_levels_that_had_any() -> None:
-    right = Rightness()
+    right = LevelAcceptance()
     assert right.share > 0.5
     for _ in range(2000):
         right.observe(1, 5)
@@ -116,7 +116,7 @@ def test_how_often_guesses_are_right_follows_the_levels_that_had_any() -> None:
 
 
 def test_a_round_without_guesses_says_nothing_about_them() -> None:
-    right = Rightness()
+    right = LevelAcceptance()
     right.observe(3, 3)
     before = right.share
     right.observe(0, 0)

@@ -7,17 +7,17 @@ from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import (
     Finished,
-    Price,
+    CostEstimate,
     SamplingParameters,
     Status,
     Submit,
-    Why,
+    DecisionReason,
 )
-from ssd_serve.verifier.notices import Notices
-from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.reporting import EngineLogReporter
+from ssd_serve.verifier.control.decision import Decision
+from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.process import VerifierLoop
-from ssd_serve.verifier.status import engine_status
+from ssd_serve.verifier.reporting import engine_status
 from tests.fakes import Case, make_engine
 
 PROMPT = tuple(range(1, 21))
@@ -52,29 +52,29 @@ def test_the_last_round_decides_what_is_told() -> None:
     engine.step()
     told = engine_status(engine).decision
     assert told is not None
-    assert (told.layout, told.why, told.nodes) == ("off", Why.NO_DRAFTER, 0)
+    assert (told.layout, told.why, told.nodes) == ("off", DecisionReason.NO_DRAFTER, 0)
 
 
 def test_the_log_has_a_line_when_the_reason_changes_and_at_most_one_a_second() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     log = io.StringIO()
-    notices = Notices(engine, Logger("verifier", "debug", stream=log))
+    notices = EngineLogReporter(engine, Logger("verifier", "debug", stream=log))
 
-    def lines(now: float, why: Why) -> list[str]:
+    def lines(now: float, why: DecisionReason) -> list[str]:
         log.seek(0)
         log.truncate()
-        engine.decision = Decision(Layout.ASYNC, why, 2 * (why is Why.PAYS), 0.0, Price(2, 3.0, 0.02), None)
+        engine.decision = Decision(SpeculationMode.ASYNC, why, 2 * (why is DecisionReason.PAYS), 0.0, CostEstimate(2, 3.0, 0.02), None)
         notices.tell(now)
         return log.getvalue().splitlines()
 
-    (line,) = lines(10.0, Why.PAYS)
+    (line,) = lines(10.0, DecisionReason.PAYS)
     assert 'speculates why="speculation pays" layout=async nodes=2' in line
     assert 'chosen="150.0 tokens/s, 20.0 ms a round" other=unknown' in line
-    assert lines(20.0, Why.PAYS) == []
-    (line,) = lines(30.0, Why.NO_DRAFTER)
+    assert lines(20.0, DecisionReason.PAYS) == []
+    (line,) = lines(30.0, DecisionReason.NO_DRAFTER)
     assert 'does not speculate why="no drafter answers"' in line
-    assert lines(30.5, Why.PAYS) == []
-    assert len(lines(31.0, Why.PAYS)) == 1
+    assert lines(30.5, DecisionReason.PAYS) == []
+    assert len(lines(31.0, DecisionReason.PAYS)) == 1
 
 
 def test_final_status_precedes_last_tokens() -> None:

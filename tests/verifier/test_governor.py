@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.verifier.planning.governor import Governor
+from ssd_serve.verifier.control.mode_controller import ModeController
 
 PLAIN_S = 0.002
 
@@ -18,7 +18,7 @@ class World:
         self.speedups = {"beside": speedup, "plain": 1.0}
         if inline is not None:
             self.speedups = {"beside": speedup, "inline": inline, "plain": 1.0}
-        self.governor = Governor(tuple(self.speedups))
+        self.governor = ModeController(tuple(self.speedups))
         self.requests = requests
         self.random = random.Random(seed)
         self.tokens = 0.0
@@ -121,7 +121,7 @@ def test_what_is_recalled_gives_way_to_what_is_seen() -> None:
 
 
 def test_a_load_that_moves_about_an_edge_does_not_change_the_way_each_time() -> None:
-    governor = Governor(("beside", "plain"))
+    governor = ModeController(("beside", "plain"))
     governor.recall({8: {"beside": 2.0, "plain": 1.0}, 16: {"beside": 0.5, "plain": 1.0}})
     chosen = [governor.choose(requests) for requests in (16, 12, 10, 16, 9, 13, 11, 10) * 20]
     assert set(chosen) == {"plain"}
@@ -130,14 +130,14 @@ def test_a_load_that_moves_about_an_edge_does_not_change_the_way_each_time() -> 
 
 
 def test_loads_of_a_power_of_two_lie_in_the_middle_of_their_level() -> None:
-    governor = Governor(("beside", "plain"))
+    governor = ModeController(("beside", "plain"))
     governor.recall({4: {"beside": 2.0, "plain": 1.0}, 8: {"beside": 0.5, "plain": 1.0}})
     assert {governor.choose(requests) for requests in (4, 3, 4, 5, 4, 3) * 20} == {"beside"}
     assert {governor.choose(requests) for requests in (8, 7, 6, 8, 9, 7) * 20} == {"plain"}
 
 
 def test_the_first_prompt_of_a_burst_is_read_in_the_way_of_the_last() -> None:
-    governor = Governor(("beside", "plain"))
+    governor = ModeController(("beside", "plain"))
     governor.recall({1: {"beside": 2.0, "plain": 1.0}, 4: {"beside": 0.5, "plain": 1.0}})
     assert governor.choose(4) == "plain"
     assert governor.choose(1, decoding=False) == "plain"
@@ -187,7 +187,7 @@ def test_one_slow_round_with_a_prompt_does_not_end_a_way() -> None:
 
 def test_what_slows_prompts_at_one_level_is_not_tried_for_them_at_another() -> None:
     gains = {"beside": 0.6, "inline": 1.15, "plain": 1.0}
-    governor = Governor(tuple(gains))
+    governor = ModeController(tuple(gains))
     governor.forecast = lambda _: gains
 
     def rounds(requests: int, number: int) -> list[str]:
@@ -209,7 +209,7 @@ def test_a_way_that_should_slow_prompts_is_not_begun_for_what_it_gives_in_decodi
 
     def chosen(prompts: int) -> str:
         """With so many rounds that read prompts beside every decoding one."""
-        governor = Governor(tuple(gains))
+        governor = ModeController(tuple(gains))
         governor.forecast = lambda _: gains
         governor.slowed = {"inline": 1.4, "plain": 1.0}.__getitem__
         governor.recall({8: {"inline": 0.9, "plain": 1.0}})
@@ -228,7 +228,7 @@ def tried(gives: float, foreseen: float) -> list[int]:
     """For how many of 200 rounds with 1, 2 and 4 requests a way is tried that gives so much of plain
     decoding, where more was foreseen."""
     gains, forecast = {"inline": gives, "plain": 1.0}, {"inline": foreseen, "plain": 1.0}
-    governor = Governor(tuple(gains))
+    governor = ModeController(tuple(gains))
     governor.forecast = lambda _: forecast
     counts = list[int]()
     for requests in (1, 2, 4):
@@ -254,7 +254,7 @@ def test_what_falls_short_of_any_forecast_is_tried_less_at_later_levels_on_the_w
 
 def test_a_way_that_begins_too_late_keeps_no_other_from_beginning() -> None:
     gains = {"beside": 0.6, "inline": 1.5, "plain": 1.0}
-    governor = Governor(tuple(gains))
+    governor = ModeController(tuple(gains))
     governor.forecast = lambda _: gains
     governor.lasting = {"beside": 1.0, "inline": 0.3, "plain": 1.0}.__getitem__
     for _ in range(64):
@@ -265,7 +265,7 @@ def test_a_way_that_begins_too_late_keeps_no_other_from_beginning() -> None:
 
 def test_a_way_that_begins_too_late_for_what_is_left_is_not_begun() -> None:
     gains = {"beside": 1.5, "plain": 1.0}
-    governor = Governor(tuple(gains))
+    governor = ModeController(tuple(gains))
     governor.recall({1: gains, 16: {"beside": 0.5, "plain": 1.0}})
     lasting = {"beside": 0.4, "plain": 1.0}
     governor.lasting = lasting.__getitem__
@@ -290,7 +290,7 @@ def test_a_way_that_begins_too_late_for_what_is_left_is_not_begun() -> None:
 def test_a_level_does_not_begin_late_what_it_has_found_no_better() -> None:
     """It has changed nothing yet, since plain decoding has not led for long enough to be tried."""
     gains = {"beside": 1.0, "plain": 1.0}
-    governor = Governor(tuple(gains))
+    governor = ModeController(tuple(gains))
     governor.recall({1: {"beside": 1.0}, 16: {"beside": 0.5, "plain": 1.0}})
     governor.lasting = {"beside": 0.5, "plain": 1.0}.__getitem__
     assert governor.choose(16) == "plain"
@@ -389,7 +389,7 @@ def test_one_long_pause_changes_nothing() -> None:
 )
 @settings(max_examples=50)
 def test_nothing_that_is_seen_breaks_it(seen: list[tuple[int, int, float, float]]) -> None:
-    governor = Governor(("beside", "inline", "plain"))
+    governor = ModeController(("beside", "inline", "plain"))
     for requests, tokens, seconds, plain_s in seen:
         governor.observe(tokens, seconds, plain_s)
         assert governor.choose(requests) in ("beside", "inline", "plain")

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ssd_serve.verifier.planning.budget import NodeChoice
-from ssd_serve.verifier.planning.growth import FixedSteps, Never, Outlook, WhenItPays
+from ssd_serve.verifier.control.budget import NodeChoice
+from ssd_serve.verifier.control.budget import FixedSteps, NoWait, RoundEstimate, CostBasedWait
 
 
 def outlook(
@@ -13,19 +13,19 @@ def outlook(
     steps: int = 0,
     tokens: float = 1.0,
     missed: int = 1,
-) -> Outlook:
-    return Outlook(NodeChoice(0, tokens, 0.02), np.array(leaves), rate, step_s, steps, missed)
+) -> RoundEstimate:
+    return RoundEstimate(NodeChoice(0, tokens, 0.02), np.array(leaves), rate, step_s, steps, missed)
 
 
 def test_it_waits_where_the_gain_exceeds_the_price_of_the_time() -> None:
-    policy = WhenItPays()
+    policy = CostBasedWait()
     assert policy.wants(outlook(leaves=(1.0,)))  # 0.6 tokens for 0.1
     assert not policy.wants(outlook(leaves=(0.1, 0.05)))  # 0.09 tokens for 0.1
     assert not policy.wants(outlook(step_s=0.02))  # 0.6 tokens for 1
 
 
 def test_a_concurrent_drafter_is_awaited_after_a_miss_only_and_for_the_whole_round() -> None:
-    policy = WhenItPays(concurrent=True)
+    policy = CostBasedWait(concurrent=True)
     assert not policy.wants(outlook(missed=0))
     assert policy.wants(outlook(missed=1))
     assert policy.wants(outlook(missed=0, steps=1))
@@ -33,12 +33,12 @@ def test_a_concurrent_drafter_is_awaited_after_a_miss_only_and_for_the_whole_rou
 
 
 def test_an_unknown_rate_is_the_rounds_own() -> None:
-    assert WhenItPays().wants(outlook(rate=0.0))
-    assert not WhenItPays().wants(outlook(rate=0.0, step_s=0.02))
+    assert CostBasedWait().wants(outlook(rate=0.0))
+    assert not CostBasedWait().wants(outlook(rate=0.0, step_s=0.02))
 
 
 def test_it_does_not_wait_for_nobody_for_nothing_or_for_ever() -> None:
-    policy = WhenItPays(max_steps=3)
+    policy = CostBasedWait(max_steps=3)
     assert not policy.wants(outlook(step_s=0.0))
     assert not policy.wants(outlook(leaves=()))
     assert policy.wants(outlook(steps=2))
@@ -46,7 +46,7 @@ def test_it_does_not_wait_for_nobody_for_nothing_or_for_ever() -> None:
 
 
 def test_it_learns_that_waiting_brings_little_and_tries_again_later() -> None:
-    policy = WhenItPays()
+    policy = CostBasedWait()
     for _ in range(60):
         policy.learn(outlook(tokens=1.0), outlook(tokens=1.01), 0.002)
     hopeful = outlook(leaves=(0.8,), rate=100.0)
@@ -57,7 +57,7 @@ def test_it_learns_that_waiting_brings_little_and_tries_again_later() -> None:
         assert rounds < 1000
 
 
-def rounds_until_awaited(policy: WhenItPays, step_s: float, most: int = 500) -> int | None:
+def rounds_until_awaited(policy: CostBasedWait, step_s: float, most: int = 500) -> int | None:
     for rounds in range(most):
         if policy.wants(outlook(step_s=step_s)):
             return rounds
@@ -65,7 +65,7 @@ def rounds_until_awaited(policy: WhenItPays, step_s: float, most: int = 500) -> 
 
 
 def test_a_synchronous_drafter_that_seems_too_slow_is_tried_again_and_for_a_whole_round() -> None:
-    policy, a_third_too_slow = WhenItPays(), 0.016  # 0.6 tokens for 0.8
+    policy, a_third_too_slow = CostBasedWait(), 0.016  # 0.6 tokens for 0.8
     assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
     assert policy.wants(outlook(step_s=a_third_too_slow, steps=1))
     assert not policy.wants(outlook(step_s=a_third_too_slow, steps=2, leaves=(0.1,)))
@@ -74,14 +74,14 @@ def test_a_synchronous_drafter_that_seems_too_slow_is_tried_again_and_for_a_whol
 
 
 def test_one_that_is_slower_by_far_or_works_beside_the_target_is_not() -> None:
-    assert rounds_until_awaited(WhenItPays(), 0.03) is None  # 0.6 tokens for 1.5
-    assert rounds_until_awaited(WhenItPays(concurrent=True), 0.012) is None
+    assert rounds_until_awaited(CostBasedWait(), 0.03) is None  # 0.6 tokens for 1.5
+    assert rounds_until_awaited(CostBasedWait(concurrent=True), 0.012) is None
 
 
 def test_the_fixed_policies() -> None:
-    assert not Never().wants(outlook())
+    assert not NoWait().wants(outlook())
     policy = FixedSteps(2)
     assert [policy.wants(outlook(steps=steps)) for steps in range(4)] == [True, True, False, False]
     assert not policy.wants(outlook(leaves=()))
     policy.learn(outlook(), outlook(), 0.002)
-    Never().learn(outlook(), outlook(), 0.002)
+    NoWait().learn(outlook(), outlook(), 0.002)

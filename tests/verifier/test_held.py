@@ -12,7 +12,7 @@ from ssd_serve.base.messages import (
     SubmitChoices,
 )
 from ssd_serve.sampling.grammar import Grammars
-from ssd_serve.verifier.held import HeldRequests
+from ssd_serve.verifier.process import GrammarQueue
 
 
 class SlowGrammars(Grammars):
@@ -36,7 +36,7 @@ def submit(number: int, grammar: str = "") -> Submit:
     return Submit(number, (1,), SamplingParameters(grammar=grammar), 1)
 
 
-def all_released(held: HeldRequests, grammars: SlowGrammars) -> list[ServerMessage]:
+def all_released(held: GrammarQueue, grammars: SlowGrammars) -> list[ServerMessage]:
     grammars.may.set()
     assert grammars.done.wait(10)
     found: list[ServerMessage] = []
@@ -47,7 +47,7 @@ def all_released(held: HeldRequests, grammars: SlowGrammars) -> list[ServerMessa
 
 def test_a_request_waits_for_its_grammar_and_what_is_said_of_it_comes_after() -> None:
     grammars = SlowGrammars()
-    held = HeldRequests(grammars)
+    held = GrammarQueue(grammars)
     several = SubmitChoices((1,), SamplingParameters(grammar="x"), (Choice(3, 1), Choice(4, 2)))
     assert held.hold(submit(2, "x"))
     assert held.hold(several)
@@ -62,4 +62,4 @@ def test_a_request_waits_for_its_grammar_and_what_is_said_of_it_comes_after() ->
 
 
 def test_without_grammars_nothing_waits() -> None:
-    assert not HeldRequests(None).hold(submit(1, "x"))
+    assert not GrammarQueue(None).hold(submit(1, "x"))

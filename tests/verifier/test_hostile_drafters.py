@@ -8,12 +8,12 @@ from hypothesis import example, given, settings
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.base.draft_messages import Heartbeat, Hello
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import WhenItPays
+from ssd_serve.verifier.control.budget import CostBasedWait
 from tests.examples import examples
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 from tests.verifier.malformed_messages import Heard, Speech, joining, sharing, speeches
 
-CASE = Case(slots=1024, policy=WhenItPays)
+CASE = Case(slots=1024, policy=CostBasedWait)
 REQUESTS, TOKENS = 4, 16
 
 

@@ -24,17 +24,18 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.verifier import assembly
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.base.cost import CostTable, Timing
-from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import FixedSteps
-from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.placing import Governing, Placing
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import Cores
+from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import HELLO, Case, StillCores, make_core, make_engine, mixed_requests, run
 
-WAYS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
+WAYS = (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN)
 
 
-class Restless(Governor[Layout]):
+class Restless(ModeController[SpeculationMode]):
     """Changes its mind every few rounds."""
 
     def __init__(self, seed: int) -> None:
@@ -43,7 +44,7 @@ class Restless(Governor[Layout]):
         self._layout = WAYS[0]
         self.changes = 0
 
-    def choose(self, requests: int, decoding: bool = True) -> Layout:
+    def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
         if self._random.random() < 0.6:
             layout = self._random.choice(WAYS)
             self.changes += layout is not self._layout
@@ -73,14 +74,14 @@ def restless(seed: int) -> tuple[Engine, Restless, StillCores]:
     governor = Restless(seed)
     places = StillCores()
     slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
-    governing = Governing(
+    governing = ModeConfig(
         governor,
         places,
-        {way: slow if way is Layout.ASYNC else fast for way in WAYS},
-        {way: FixedSteps(0 if way is Layout.OFF else 2) for way in WAYS},
+        {way: slow if way is SpeculationMode.ASYNC else fast for way in WAYS},
+        {way: FixedSteps(0 if way is SpeculationMode.PLAIN else 2) for way in WAYS},
         slow,
     )
-    engine.planner.placing = Placing(engine.drafters, slow, FixedSteps(2), governing, lambda: 0.0)
+    engine.planner.placing = ExecutionPlanner(engine.drafters, slow, FixedSteps(2), governing, lambda: 0.0)
     return engine, governor, places
 
 
@@ -93,7 +94,7 @@ def test_the_text_is_the_same_whoever_drafts(seed: int) -> None:
         number: output.tokens for number, output in expected.items()
     }
     assert governor.changes > 3
-    assert places.entered[0] == (Layout.OFF, True)  # a first prompt is read on all cores
+    assert places.entered[0] == (SpeculationMode.PLAIN, True)  # a first prompt is read on all cores
     assert sum(output.figures.accepted for output in outputs.values()) > 0
     assert engine.scheduler.prefix is not None
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
@@ -107,12 +108,12 @@ def test_a_drafter_does_not_read_a_prompt_while_the_target_reads_it_on_all_cores
     engine.drafters.connect(mine)
     engine.drain()
     slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
-    ways = (Layout.ASYNC, Layout.OFF)
-    governor = Governor[Layout](ways)
-    governor.recall({1: {Layout.ASYNC: 2.0, Layout.OFF: 1.0}})
-    costs = {Layout.ASYNC: slow, Layout.OFF: fast}
-    governing = Governing(governor, StillCores(), costs, dict.fromkeys(ways, FixedSteps(0)), slow)
-    engine.planner.placing = placing = Placing(engine.drafters, slow, FixedSteps(0), governing, lambda: 0.0)
+    ways = (SpeculationMode.ASYNC, SpeculationMode.PLAIN)
+    governor = ModeController[SpeculationMode](ways)
+    governor.recall({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}})
+    costs = {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast}
+    governing = ModeConfig(governor, StillCores(), costs, dict.fromkeys(ways, FixedSteps(0)), slow)
+    engine.planner.placing = placing = ExecutionPlanner(engine.drafters, slow, FixedSteps(0), governing, lambda: 0.0)
     for submit in mixed_requests(1):
         engine.submit(submit)
     opened = list[tuple[bool, bool]]()
@@ -131,13 +132,13 @@ def test_threads_follow_the_cores_of_the_layout() -> None:
     first, *others = sorted(allowed)
     cores = Cores(Device("cpu", (first,)), Device("cpu", (first, *others[:1])))
     try:
-        cores.enter(Layout.OFF)
+        cores.enter(SpeculationMode.PLAIN)
         assert os.sched_getaffinity(0) == {first, *others[:1]}
         assert torch.get_num_threads() == 1 + len(others[:1])
-        cores.enter(Layout.ASYNC)
+        cores.enter(SpeculationMode.ASYNC)
         assert os.sched_getaffinity(0) == {first}
         assert torch.get_num_threads() == 1
-        Cores(Device("cuda", (0,)), None).enter(Layout.OFF)  # a GPU has no cores to lend
+        Cores(Device("cuda", (0,)), None).enter(SpeculationMode.PLAIN)  # a GPU has no cores to lend
         assert torch.get_num_threads() == 1
     finally:
         os.sched_setaffinity(0, allowed)
@@ -149,10 +150,10 @@ def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
 ) -> None:
     """Beside a drafter the target has one core, but without one it drafts on both."""
     write_pair(tmp_path)
-    entered: list[Layout] = []
-    loaded_in: list[Layout] = []
+    entered: list[SpeculationMode] = []
+    loaded_in: list[SpeculationMode] = []
 
-    def enter(_cores: Cores, layout: Layout, wide: bool = True) -> None:
+    def enter(_cores: Cores, layout: SpeculationMode, wide: bool = True) -> None:
         entered.append(layout)
 
     def listening(*arguments: Any) -> AssembledDrafter:
@@ -171,8 +172,8 @@ def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
         max_running=4,
     )
     assembly.assemble_verifier(settings, lambda _: None)
-    assert loaded_in == [Layout.SYNC]
-    assert entered[-1] is Layout.ASYNC, "it begins beside its drafter"
+    assert loaded_in == [SpeculationMode.SYNC]
+    assert entered[-1] is SpeculationMode.ASYNC, "it begins beside its drafter"
 
 
 def test_where_the_target_may_be_alone_drafts_are_made_inline_too(tmp_path: Path) -> None:
@@ -186,11 +187,11 @@ def test_where_the_target_may_be_alone_drafts_are_made_inline_too(tmp_path: Path
         cache_dir=tmp_path / "cache",
         max_running=4,
     )
-    for alone, layouts in ((None, {Layout.ASYNC, Layout.OFF}), ("cpu:0", set(Layout))):
+    for alone, layouts in ((None, {SpeculationMode.ASYNC, SpeculationMode.PLAIN}), ("cpu:0", set(SpeculationMode))):
         own = settings.model_copy(update={"target_device_alone": alone})
         engine = assembly.assemble_verifier(own, lambda _: None).engine
         governing = engine.planner.placing.governing
         assert governing is not None
         assert set(governing.costs) == layouts
         assert len(set(map(id, governing.costs.values()))) == 1
-        assert bool(engine.drafters.channels) is (Layout.SYNC in layouts)
+        assert bool(engine.drafters.channels) is (SpeculationMode.SYNC in layouts)

@@ -21,7 +21,7 @@ from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.drafts.link import Knows, Link
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.request import Request, accept, share
 from tests.examples import examples
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
@@ -62,7 +62,7 @@ class World:
         self.open: dict[int, Request] = {}
         self.begun = 0
         self.capacity = capacity
-        self.far = {Layout.ASYNC: [Far(self.drafters, capacity, f"d{place}") for place in range(beside)]}
+        self.far = {SpeculationMode.ASYNC: [Far(self.drafters, capacity, f"d{place}") for place in range(beside)]}
 
     def act(self, action: str, number: int, count: int) -> None:
         request = self.open.get(number)
@@ -85,11 +85,11 @@ class World:
             request.replica = None
             self.drafters.open(request)
         elif action == "use":
-            self.drafters.use(tuple(Layout)[number])
-        elif action == "join" and Layout.SYNC not in self.far:
-            self.far[Layout.SYNC] = [Far(self.drafters, self.capacity, "inline", synchronous=True)]
+            self.drafters.use(tuple(SpeculationMode)[number])
+        elif action == "join" and SpeculationMode.SYNC not in self.far:
+            self.far[SpeculationMode.SYNC] = [Far(self.drafters, self.capacity, "inline", synchronous=True)]
         elif action == "die":
-            beside = self.far[Layout.ASYNC]
+            beside = self.far[SpeculationMode.ASYNC]
             place = number % len(beside)
             beside[place].die()
             beside[place] = Far(self.drafters, self.capacity, f"d{place}")
@@ -100,7 +100,7 @@ class World:
             self.drafters.flush()
             self.drafters.drain(self.open)
 
-    def settle(self, layout: Layout) -> None:
+    def settle(self, layout: SpeculationMode) -> None:
         """Let this layout's drafter work until nothing more is said."""
         self.drafters.use(layout)
         for _ in range(12 * self.begun + 20):
@@ -125,7 +125,7 @@ def test_in_the_end_one_working_drafter_knows_what_is_open(
     world = World(capacity, beside)
     for action, number, count in [*actions, ("join", 0, 0)]:
         world.act(action, number, count)
-    for layout in (Layout.ASYNC, Layout.SYNC, Layout.ASYNC):
+    for layout in (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.ASYNC):
         world.settle(layout)
         known = [each for far in world.far[layout] for each in far.source.committed.items()]
         assert sorted(number for number, _ in known) == sorted(world.open)
@@ -136,13 +136,13 @@ def test_in_the_end_one_working_drafter_knows_what_is_open(
             assert request.replica.tree.root.expanded
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-def test_whoever_pauses_forgets_what_has_ended(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", list(SpeculationMode))
+def test_whoever_pauses_forgets_what_has_ended(layout: SpeculationMode) -> None:
     world = World(1000)
     world.act("join", 0, 0)
     for number in NUMBERS:
         world.act("begin", number, 0)
-    for settled in (Layout.ASYNC, Layout.SYNC):
+    for settled in (SpeculationMode.ASYNC, SpeculationMode.SYNC):
         world.settle(settled)
     world.drafters.use(layout)
     for number in NUMBERS:

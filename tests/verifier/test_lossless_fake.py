@@ -18,7 +18,7 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, WhenItPays
+from ssd_serve.verifier.control.budget import FixedSteps, WaitPolicy, NoWait, CostBasedWait
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 
 
@@ -34,10 +34,10 @@ def same(left: dict[int, Output], right: dict[int, Output]) -> bool:
 
 
 @pytest.mark.parametrize("budget", [0, 1, 4, 32, None])
-@pytest.mark.parametrize("policy", [Never, WhenItPays, lambda: FixedSteps(3)])
+@pytest.mark.parametrize("policy", [NoWait, CostBasedWait, lambda: FixedSteps(3)])
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_inline_speculation_gives_the_plain_text(
-    budget: int | None, policy: Callable[[], GrowPolicy], count: int
+    budget: int | None, policy: Callable[[], WaitPolicy], count: int
 ) -> None:
     case = Case(budget=budget, policy=policy, slots=4096)
     engine, _ = make_engine(case)
@@ -46,8 +46,8 @@ def test_inline_speculation_gives_the_plain_text(
     expected = plain(count)
     assert same(outputs, expected)
     accepted = sum(output.figures.accepted for output in outputs.values())
-    if policy is not WhenItPays:  # whether waiting pays is a matter of this machine's speed
-        assert (accepted > 0) == (budget != 0 and policy is not Never)
+    if policy is not CostBasedWait:  # whether waiting pays is a matter of this machine's speed
+        assert (accepted > 0) == (budget != 0 and policy is not NoWait)
     assert engine.scheduler.prefix is not None
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
 

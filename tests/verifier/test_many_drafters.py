@@ -10,7 +10,7 @@ from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Committed
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import FixedSteps
+from ssd_serve.verifier.control.budget import FixedSteps
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 
 QUIET = get_logger("drafter", level="error")

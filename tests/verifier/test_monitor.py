@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ssd_serve.base.messages import AcceptanceHealth
-from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
+from ssd_serve.verifier.acceptance import AcceptanceMonitor
 
 
 def run(watch: AcceptanceMonitor, rounds: int, rate: float, seed: int = 0) -> list[AcceptanceHealth]:

@@ -3,19 +3,19 @@
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.base.cost import CostTable, Reading, Timing
-from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import Never
-from ssd_serve.verifier.planning.layout import Layout
-from ssd_serve.verifier.planning.placing import Governing, Placing
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.budget import NoWait
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
 from tests.fakes import HELLO, StillCores
 
-WAYS = (Layout.ASYNC, Layout.SYNC, Layout.OFF)
+WAYS = (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN)
 
 
 class Place:
     """A target that two cores make `faster`, with a drafter at the other end of a channel."""
 
-    def __init__(self, faster: float, forecast: dict[Layout, float]) -> None:
+    def __init__(self, faster: float, forecast: dict[SpeculationMode, float]) -> None:
         self.drafters = Drafters(HELLO)
         mine, its = memory_pair()
         self.drafters.connect(mine)
@@ -23,30 +23,30 @@ class Place:
         self.drafters.drain({})
         self.few = CostTable([Timing(1, 0, 0.01), Timing(64, 0, 0.1)])
         self.whole = CostTable([Timing(1, 0, 0.01 / faster), Timing(64, 0, 0.1 / faster)])
-        governor = Governor(WAYS)
+        governor = ModeController(WAYS)
         governor.recall({1: forecast})
         self.cores = StillCores()
-        costs = {way: self.few if way is Layout.ASYNC else self.whole for way in WAYS}
-        governing = Governing(governor, self.cores, costs, {way: Never() for way in WAYS}, self.few)
-        self.placing = Placing(self.drafters, self.few, Never(), governing, lambda: 0.0)
+        costs = {way: self.few if way is SpeculationMode.ASYNC else self.whole for way in WAYS}
+        governing = ModeConfig(governor, self.cores, costs, {way: NoWait() for way in WAYS}, self.few)
+        self.placing = ExecutionPlanner(self.drafters, self.few, NoWait(), governing, lambda: 0.0)
 
-    def round(self, decoding: int, rows: int) -> tuple[Layout, bool]:
+    def round(self, decoding: int, rows: int) -> tuple[SpeculationMode, bool]:
         self.placing.place(2, decoding, rows, Reading())
         return self.cores.entered[-1]
 
 
-BESIDE_IS_BEST = {Layout.ASYNC: 2.0, Layout.SYNC: 1.0, Layout.OFF: 1.0}
+BESIDE_IS_BEST = {SpeculationMode.ASYNC: 2.0, SpeculationMode.SYNC: 1.0, SpeculationMode.PLAIN: 1.0}
 
 
 def test_a_prompt_is_read_on_all_cores_and_the_drafter_works_when_it_is_read() -> None:
     place = Place(1.8, BESIDE_IS_BEST)
-    assert place.round(decoding=1, rows=1) == (Layout.ASYNC, True)
+    assert place.round(decoding=1, rows=1) == (SpeculationMode.ASYNC, True)
     assert place.drafters.working
-    assert place.round(decoding=0, rows=64) == (Layout.OFF, True)
+    assert place.round(decoding=0, rows=64) == (SpeculationMode.PLAIN, True)
     assert place.placing.reading
     assert place.placing.cost is place.whole
     assert not place.drafters.working
-    assert place.round(decoding=1, rows=1) == (Layout.ASYNC, True)
+    assert place.round(decoding=1, rows=1) == (SpeculationMode.ASYNC, True)
     assert not place.placing.reading
     assert place.placing.cost is place.few
     assert place.drafters.working
@@ -54,28 +54,28 @@ def test_a_prompt_is_read_on_all_cores_and_the_drafter_works_when_it_is_read() -
 
 def test_beside_decoding_a_long_chunk_of_a_prompt_is_read_on_all_cores_and_a_short_one_is_not() -> None:
     place = Place(1.8, BESIDE_IS_BEST)
-    assert place.round(decoding=1, rows=2) == (Layout.ASYNC, True)
+    assert place.round(decoding=1, rows=2) == (SpeculationMode.ASYNC, True)
     assert place.drafters.working
-    assert place.round(decoding=1, rows=64) == (Layout.OFF, True)
+    assert place.round(decoding=1, rows=64) == (SpeculationMode.PLAIN, True)
     assert place.placing.reading
-    assert place.round(decoding=1, rows=1) == (Layout.ASYNC, True)
+    assert place.round(decoding=1, rows=1) == (SpeculationMode.ASYNC, True)
 
 
 def test_rounds_that_only_decode_stay_with_the_drafter_whatever_all_cores_would_save() -> None:
     place = Place(1.8, BESIDE_IS_BEST)
-    assert place.round(decoding=32, rows=32) == (Layout.ASYNC, True)
+    assert place.round(decoding=32, rows=32) == (SpeculationMode.ASYNC, True)
 
 
 def test_a_prompt_that_gains_nothing_by_all_cores_is_read_where_the_next_token_is_made() -> None:
     place = Place(1.05, BESIDE_IS_BEST)
-    assert place.round(decoding=0, rows=64) == (Layout.ASYNC, True)
+    assert place.round(decoding=0, rows=64) == (SpeculationMode.ASYNC, True)
     assert not place.placing.reading
 
 
 def test_plain_decoding_takes_only_the_cores_that_it_gains_by() -> None:
-    plain = {Layout.ASYNC: 0.5, Layout.SYNC: 0.5, Layout.OFF: 1.0}
+    plain = {SpeculationMode.ASYNC: 0.5, SpeculationMode.SYNC: 0.5, SpeculationMode.PLAIN: 1.0}
     slow, fast = Place(1.05, plain), Place(1.8, plain)
-    assert slow.round(decoding=1, rows=1) == (Layout.OFF, False)
+    assert slow.round(decoding=1, rows=1) == (SpeculationMode.PLAIN, False)
     assert slow.placing.cost is not slow.whole
-    assert fast.round(decoding=1, rows=1) == (Layout.OFF, True)
+    assert fast.round(decoding=1, rows=1) == (SpeculationMode.PLAIN, True)
     assert fast.placing.cost is fast.whole

@@ -13,11 +13,12 @@ from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import Hello
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.base.cost import CostTable, HostCost, Reading, Timing
-from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import Never
-from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.placing import Governing
-from ssd_serve.verifier.planning.planner import DraftBounds, Round, RoundPlanner, cheapest_chunk
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.budget import NoWait
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import Cores
+from ssd_serve.verifier.control.execution import ModeConfig
+from ssd_serve.verifier.control.round_planner import DraftBounds, Round, RoundPlanner, cheapest_chunk
 from ssd_serve.verifier.scheduler import ScheduledChunk
 from tests.fakes import HELLO, StillCores
 from tests.verifier.scheduler_factory import make_request
@@ -27,7 +28,7 @@ def planner(max_tpot_s: float) -> RoundPlanner:
     """One millisecond a row, and a host that takes a quarter of one for each request."""
     cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
     bounds = DraftBounds(4096, None, 8, max_tpot_s)
-    return RoundPlanner(Drafters(HELLO), cost, Never(), bounds, HostCost(node_s=0.0))
+    return RoundPlanner(Drafters(HELLO), cost, NoWait(), bounds, HostCost(node_s=0.0))
 
 
 def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() -> None:
@@ -60,10 +61,10 @@ def test_prompts_always_get_on(max_tpot_s: float, requests: int, most: int) -> N
     assert min(most, 16) <= rows <= most
 
 
-WAYS = (Layout.ASYNC, Layout.OFF)
+WAYS = (SpeculationMode.ASYNC, SpeculationMode.PLAIN)
 
 
-class Listening(Governor[Layout]):
+class Listening(ModeController[SpeculationMode]):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -85,16 +86,16 @@ def joined(hello: Hello = HELLO, synchronous: bool = False) -> Drafters:
 
 
 def governed(
-    governor: Governor[Layout],
+    governor: ModeController[SpeculationMode],
     cost: CostTable,
-    governing: Governing | None = None,
+    governing: ModeConfig | None = None,
     drafters: Drafters | None = None,
 ) -> RoundPlanner:
     """Without `governing` all layouts cost the same; without `drafters` one has joined."""
     drafters = drafters or joined()
     places = Cores(Device("cpu"), None)
-    alike = Governing(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, Never()))
-    return RoundPlanner(drafters, cost, Never(), DraftBounds(4096, None, 8), governing=governing or alike)
+    alike = ModeConfig(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, NoWait()))
+    return RoundPlanner(drafters, cost, NoWait(), DraftBounds(4096, None, 8), governing=governing or alike)
 
 
 def told(round_: Round, row_s: float = 0.001, forward_s: float = 0.0) -> tuple[float, float, float, bool]:
@@ -136,14 +137,14 @@ def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() 
     planner = governed(
         governor,
         slow,
-        Governing(
-            governor, StillCores(), {Layout.ASYNC: slow, Layout.OFF: fast}, dict.fromkeys(WAYS, Never()), slow
+        ModeConfig(
+            governor, StillCores(), {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast}, dict.fromkeys(WAYS, NoWait()), slow
         ),
     )
     request = make_request(0, list(range(60)), 8)
     planner.choose([request], [ScheduledChunk(request, tuple(range(60)), final=True)], lambda: None)
     assert planner.placing.reading
-    assert planner.placing.layout is Layout.ASYNC
+    assert planner.placing.layout is SpeculationMode.ASYNC
     planner.learn(
         Round(0, 1, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08, levels=0)
     )
@@ -154,7 +155,7 @@ def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() 
 def begun(tokens: int, prompt: int = 40) -> float:
     """What a layout that begins now gives a request of 40 tokens, of which so many are there; its drafters
     read a token as fast as the target decodes one."""
-    governor = Governor[Layout](WAYS)
+    governor = ModeController[SpeculationMode](WAYS)
     drafters = joined(replace(HELLO, prefill_ms=1.0))
     planner = governed(governor, CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)]), drafters=drafters)
     request = make_request(0, list(range(prompt)), 40)
@@ -162,10 +163,10 @@ def begun(tokens: int, prompt: int = 40) -> float:
     request.slots.extend(range(len(request.tokens) - 1))
     part = ScheduledChunk(request, (len(request.tokens) - 1,), final=True)
     planner.choose([request], [part], lambda: None)
-    drafters.use(Layout.OFF)
+    drafters.use(SpeculationMode.PLAIN)
     drafters.open(request)
-    assert governor.lasting(Layout.OFF) == 1.0
-    return governor.lasting(Layout.ASYNC)
+    assert governor.lasting(SpeculationMode.PLAIN) == 1.0
+    return governor.lasting(SpeculationMode.ASYNC)
 
 
 def test_a_layout_that_was_left_is_taken_up_at_the_beginning_of_a_request() -> None:
@@ -188,15 +189,15 @@ def test_what_a_layout_gives_where_it_begins_now_is_a_share(tokens: int, prompt:
 
 def test_who_waits_for_a_prompt_to_be_read_counts_for_the_level_of_load() -> None:
     """A burst is a crowd from its first prompt on."""
-    governor = Governor[Layout](WAYS)
-    governor.recall({1: {Layout.ASYNC: 2.0, Layout.OFF: 1.0}, 16: {Layout.ASYNC: 0.5, Layout.OFF: 1.0}})
+    governor = ModeController[SpeculationMode](WAYS)
+    governor.recall({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}, 16: {SpeculationMode.ASYNC: 0.5, SpeculationMode.PLAIN: 1.0}})
     planner = governed(governor, CostTable())
     burst = [make_request(number, [1, 2], 8) for number in range(16)]
-    layouts = list[Layout | None]()
+    layouts = list[SpeculationMode | None]()
     for running in (burst[:1], burst):
         planner.choose(running, [ScheduledChunk(burst[0], (0, 1), final=True)], lambda: None)
         layouts.append(planner.placing.layout)
-    assert layouts == [Layout.ASYNC, Layout.OFF]
+    assert layouts == [SpeculationMode.ASYNC, SpeculationMode.PLAIN]
 
 
 @pytest.mark.parametrize(("running", "slower"), [(1, 0.0), (2, 0.1), (4, 0.15)])
@@ -206,24 +207,24 @@ def test_a_drafter_inline_should_slow_prompts_that_it_reads_while_others_wait_fo
     cost = CostTable([Timing(rows, 0, 1e-3 * rows) for rows in (1, 256)])
     requests = [make_request(number, [1, 2], 8) for number in range(running)]
     for inline in (True, False):
-        governor = Governor[Layout](WAYS)
+        governor = ModeController[SpeculationMode](WAYS)
         hello = replace(HELLO, prefill_ms=0.2)
         planner = governed(governor, cost, drafters=joined(hello, synchronous=inline))
         planner.choose(requests, [ScheduledChunk(requests[0], (0, 1), final=True)], lambda: None)
-        assert governor.slowed(Layout.SYNC) == pytest.approx(1 + slower * inline)
-        assert governor.slowed(Layout.ASYNC) == governor.slowed(Layout.OFF) == 1.0
+        assert governor.slowed(SpeculationMode.SYNC) == pytest.approx(1 + slower * inline)
+        assert governor.slowed(SpeculationMode.ASYNC) == governor.slowed(SpeculationMode.PLAIN) == 1.0
 
 
-def foreseen(layout: Layout, prefill_ms: float, prompt: int = 50) -> float:
+def foreseen(layout: SpeculationMode, prefill_ms: float, prompt: int = 50) -> float:
     """What a drafter that reads a token in so long should give one request, whose prompt is read on two cores
     where the drafter has one of them."""
-    ways = (layout, Layout.OFF)
-    governor = Governor[Layout](ways)
+    ways = (layout, SpeculationMode.PLAIN)
+    governor = ModeController[SpeculationMode](ways)
     few, whole = (CostTable([Timing(rows, 0, seconds) for rows in (1, 64)]) for seconds in (0.020, 0.015))
-    governing = Governing(
-        governor, StillCores(), {layout: few, Layout.OFF: whole}, dict.fromkeys(ways, Never()), few
+    governing = ModeConfig(
+        governor, StillCores(), {layout: few, SpeculationMode.PLAIN: whole}, dict.fromkeys(ways, NoWait()), few
     )
-    drafters = joined(replace(HELLO, prefill_ms=prefill_ms), synchronous=layout is Layout.SYNC)
+    drafters = joined(replace(HELLO, prefill_ms=prefill_ms), synchronous=layout is SpeculationMode.SYNC)
     planner = governed(governor, few, governing, drafters)
     request = make_request(0, [7] * prompt, 40)
     planner.choose([request], [ScheduledChunk(request, tuple(range(prompt)), final=True)], lambda: None)
@@ -231,9 +232,9 @@ def foreseen(layout: Layout, prefill_ms: float, prompt: int = 50) -> float:
     return governor.forecast(1)[layout]
 
 
-@pytest.mark.parametrize("layout", [Layout.ASYNC, Layout.SYNC])
+@pytest.mark.parametrize("layout", [SpeculationMode.ASYNC, SpeculationMode.SYNC])
 def test_a_layout_is_forecast_to_give_less_the_longer_its_drafters_read_before_they_draft(
-    layout: Layout,
+    layout: SpeculationMode,
 ) -> None:
     assert foreseen(layout, 0.4) < foreseen(layout, 0.1) < foreseen(layout, 0.0)
     assert foreseen(layout, 0.4, prompt=100) < foreseen(layout, 0.4, prompt=50)
@@ -241,7 +242,7 @@ def test_a_layout_is_forecast_to_give_less_the_longer_its_drafters_read_before_t
 
 def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:
     """Also when one of its requests has ended since, and with it its context."""
-    governor = Governor[Layout](WAYS)
+    governor = ModeController[SpeculationMode](WAYS)
     times = [Timing(rows, read, (1 + rows) * (1e-3 + 1e-6 * read)) for rows in (1, 64) for read in (0, 1024)]
     planner = governed(governor, CostTable(times))
     request = make_request(0, [1, 2], 8)

@@ -9,7 +9,7 @@ from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import FixedSteps
+from ssd_serve.verifier.control.budget import FixedSteps
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests, run
 
 PROMPT = tuple(1 + (5 * place * place + place) % 39 for place in range(60))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
-from ssd_serve.verifier.planning.ranking import Ranking, rank
+from ssd_serve.verifier.control.ranking import Ranking, rank
 from ssd_serve.verifier.request import Request, accept, share
 from ssd_serve.verifier.scheduler import ScheduledChunk
 

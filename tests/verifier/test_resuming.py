@@ -11,7 +11,7 @@ from ssd_serve.base.messages import (
     Submit,
 )
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import FixedSteps
+from ssd_serve.verifier.control.budget import FixedSteps
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, make_core, make_engine, mixed_requests, run
 
 

@@ -5,15 +5,15 @@ import random
 
 import pytest
 
-from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.setback import Pace, Setback
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.load_bucket import RoundTimeTrend, RegressionTracker
 
 PLAIN_S = 0.02
 QUIET = {"beside": 1.9, "inline": 1.6, "plain": 1.0}
 
 
 def test_a_pace_tells_by_how_much_rounds_take_longer() -> None:
-    pace = Pace()
+    pace = RoundTimeTrend()
     assert not any(pace.observe(2.0) for _ in range(500))
     changes = [pace.observe(4.0) for _ in range(40)]
     assert max(changes) == pytest.approx(math.log(2.0), abs=0.45)
@@ -21,20 +21,20 @@ def test_a_pace_tells_by_how_much_rounds_take_longer() -> None:
 
 
 def test_one_long_round_is_no_change_of_pace() -> None:
-    pace = Pace()
+    pace = RoundTimeTrend()
     for _ in range(200):
         pace.observe(2.0)
     assert pace.observe(500.0) == 0.0
 
 
-def after(setback: Setback, rounds: int, own: bool = False) -> Setback:
+def after(setback: RegressionTracker, rounds: int, own: bool = False) -> RegressionTracker:
     for _ in range(rounds):
         setback.observe(own)
     return setback
 
 
 def test_it_is_tried_again_after_a_while_and_then_after_twice_that() -> None:
-    setback = Setback(2.0)
+    setback = RegressionTracker(2.0)
     waited = [0, 0]
     for tries in range(2):
         while not setback.again(0.9, 1.0):
@@ -45,33 +45,33 @@ def test_it_is_tried_again_after_a_while_and_then_after_twice_that() -> None:
 
 
 def test_it_is_tried_more_rarely_where_that_costs_more_than_it_may_bring() -> None:
-    assert after(Setback(2.0), 200).again(1.2, 1.5)
-    assert not after(Setback(2.0), 200).again(0.3, 1.5)
+    assert after(RegressionTracker(2.0), 200).again(1.2, 1.5)
+    assert not after(RegressionTracker(2.0), 200).again(0.3, 1.5)
 
 
 def test_it_is_not_tried_where_another_gives_as_much_as_it_ever_gave() -> None:
-    assert not after(Setback(1.4), 10_000).again(1.0, 1.5)
+    assert not after(RegressionTracker(1.4), 10_000).again(1.0, 1.5)
 
 
 def test_it_is_tried_again_where_what_it_gave_lately_is_forgotten() -> None:
-    assert after(Setback(2.0), 100).again(0.0, 1.5)
+    assert after(RegressionTracker(2.0), 100).again(0.0, 1.5)
 
 
 def test_it_is_tried_at_once_when_another_way_is_faster_again() -> None:
-    setback = after(Setback(2.0), 1)
+    setback = after(RegressionTracker(2.0), 1)
     setback.may_be_over()
     assert setback.again(0.5, 1.0)
     assert not setback.again(0.5, 1.0)
 
 
 def test_it_is_over_when_the_way_gives_again_what_it_gave_or_runs_for_long_without() -> None:
-    setback = after(Setback(2.0), 100, own=True)
+    setback = after(RegressionTracker(2.0), 100, own=True)
     assert setback.over(1.9)
     assert not setback.over(1.2)
     assert after(setback, 1000, own=True).over(1.2)
 
 
-def round_of(governor: Governor[str], gains: dict[str, float], noise: random.Random) -> str:
+def round_of(governor: ModeController[str], gains: dict[str, float], noise: random.Random) -> str:
     way = governor.choose(1)
     tokens = 1 if way == "plain" else noise.choice((1, 2, 3, 4))
     seconds = PLAIN_S * (1.0 if way == "plain" else 2.5) / gains[way]
@@ -86,7 +86,7 @@ def test_drafts_that_were_disturbed_run_again_soon_where_plain_decoding_never_wa
 ) -> None:
     late = 0
     for seed in range(12):
-        governor, noise = Governor(tuple(QUIET)), random.Random(seed)
+        governor, noise = ModeController(tuple(QUIET)), random.Random(seed)
         governor.forecast = lambda _: QUIET
         for _ in range(1000):
             round_of(governor, QUIET, noise)
@@ -98,7 +98,7 @@ def test_drafts_that_were_disturbed_run_again_soon_where_plain_decoding_never_wa
 
 
 def test_a_way_that_stays_slow_costs_little() -> None:
-    governor, noise = Governor(tuple(QUIET)), random.Random(3)
+    governor, noise = ModeController(tuple(QUIET)), random.Random(3)
     governor.forecast = lambda _: QUIET
     for _ in range(1000):
         round_of(governor, QUIET, noise)

@@ -18,7 +18,7 @@ from ssd_serve.base.messages import (
     SubmitChoices,
 )
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import FixedSteps
+from ssd_serve.verifier.control.budget import FixedSteps
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, run
 
 LENGTH = 120

@@ -16,8 +16,8 @@ from ssd_serve.sampling import choice as sampling
 from ssd_serve.verifier import engine as engine_module
 from ssd_serve.verifier import round as round_module
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import FixedSteps
-from ssd_serve.verifier.shortage import Shortage
+from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.scheduler import OomBackoff
 from tests.fakes import HELLO, Case, FakeModel, Output, make_core, make_engine, mixed_requests, run
 
 CHUNK = 32
@@ -86,7 +86,7 @@ def test_where_less_is_too_much_too_the_engine_says_so(monkeypatch: pytest.Monke
 
 
 def test_bounds_are_halved_and_come_back() -> None:
-    shortage = Shortage(CHUNK)
+    shortage = OomBackoff(CHUNK)
     assert (shortage.chunk, shortage.nodes) == (CHUNK, None)
     shortage.strike(30, "too little")
     assert (shortage.chunk, shortage.nodes) == (15, 0)
@@ -104,7 +104,7 @@ def test_bounds_are_halved_and_come_back() -> None:
 
 @given(st.lists(st.none() | st.integers(0, 50), max_size=30))
 def test_a_chunk_is_never_empty_and_never_too_large(events: list[int | None]) -> None:
-    shortage = Shortage(CHUNK)
+    shortage = OomBackoff(CHUNK)
     for rows in events:
         if rows is None:
             shortage.passed()

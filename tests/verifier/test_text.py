@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.verifier.text import RequestText
+from ssd_serve.verifier.request import TokenSequence
 
 TOKENS = st.lists(st.integers(0, 9), max_size=6)
 PLACE = st.none() | st.integers(-14, 14)
@@ -12,14 +12,14 @@ PLACE = st.none() | st.integers(-14, 14)
 
 @given(TOKENS, TOKENS, TOKENS, st.builds(slice, PLACE, PLACE, st.sampled_from([None, 1, 2, -1])))
 def test_equals_a_list(prompt: list[int], output: list[int], more: list[int], some: slice) -> None:
-    text, expected = RequestText(tuple(prompt), output), [*prompt, *output]
+    text, expected = TokenSequence(tuple(prompt), output), [*prompt, *output]
     text.extend(more)
     expected.extend(more)
     assert list(text) == expected
     assert len(text) == len(expected)
-    assert text == RequestText((), expected)
+    assert text == TokenSequence((), expected)
     assert text[some] == expected[some]
-    assert text != RequestText((1,), expected)
+    assert text != TokenSequence((1,), expected)
     for place in range(-20, 20):
         if -len(expected) <= place < len(expected):
             assert text[place] == expected[place]
@@ -30,7 +30,7 @@ def test_equals_a_list(prompt: list[int], output: list[int], more: list[int], so
 
 def test_texts_of_one_prompt_hold_it_once_and_parts_are_copies() -> None:
     prompt = tuple(range(100))
-    one, other = RequestText(prompt), RequestText(prompt)
+    one, other = TokenSequence(prompt), TokenSequence(prompt)
     assert one.prompt is other.prompt
     one.extend([1, 2])
     part = one[99:]

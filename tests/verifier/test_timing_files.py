@@ -6,7 +6,7 @@ import pytest
 
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.cost import Timing
-from ssd_serve.verifier.planning.timing_files import GainFile, TimingFiles
+from ssd_serve.verifier.control.timing import GainFile, TimingFiles
 
 MEASURED = [Timing(1, 128, 0.010), Timing(16, 128, 0.020), Timing(1, 1024, 0.012)]
 

@@ -216,16 +216,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class AcceptanceHealth(Enum):
-    """What speculation is worth; `verifier/planning/monitor.py` judges it."""
+    """What speculation is worth; `verifier/acceptance.py` judges it."""
 
     GOOD = "good"
     COLLAPSED = "acceptance collapsed"
     NEVER_HITS = "never hits"
 
 
-class Why(Enum):
-    """Why a round speculated, or did not; `verifier/planning/planner.py` and the engine find it. Only the
-    first two may have nodes."""
+class DecisionReason(Enum):
+    """Why a round speculated, or did not: set by `verifier/control/round_planner.py` and by the engine. Only
+    the first two may have nodes."""
 
     PAYS = "speculation pays"
     TRYING = "another layout is tried, to see what it gives"
@@ -242,7 +242,7 @@ class Why(Enum):
     SLOTS = "the KV cache has no free slots for drafts"
 
 
-class Price(msgspec.Struct, frozen=True, array_like=True):
+class CostEstimate(msgspec.Struct, frozen=True, array_like=True):
     """What a round should give: `tokens` in `seconds`, with `nodes` (None: nothing is drafted that could be
     counted)."""
 
@@ -256,15 +256,15 @@ class Price(msgspec.Struct, frozen=True, array_like=True):
         return self.tokens / max(self.seconds, 1e-9)
 
 
-class Decided(msgspec.Struct, frozen=True, array_like=True):
-    """What a round decided about drafts; see `verifier/planning/decision.py`."""
+class DecisionMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What a round decided about drafts; see `verifier/control/decision.py`."""
 
     layout: str
-    why: Why
+    why: DecisionReason
     nodes: int
     waited_s: float
-    chosen: Price | None
-    other: Price | None
+    chosen: CostEstimate | None
+    other: CostEstimate | None
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -303,7 +303,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How it speculates now: `async`, `sync` or `off`; empty where that cannot change."""
     layout_gains: dict[int, dict[str, float]] = msgspec.field(default_factory=dict[int, dict[str, float]])
     """By the middle number of requests of a level of load: what each layout gave, plain decoding being 1."""
-    decision: Decided | None = None
+    decision: DecisionMessage | None = None
     """The last round's; None before the first."""
     attention: str = ""
     """The target's tree attention backend."""

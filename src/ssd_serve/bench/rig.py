@@ -41,13 +41,13 @@ from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
 from ssd_serve.transport.listener import Listener
 from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.control.budget import CostBasedWait, FixedSteps, NoWait, WaitPolicy
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import Cores, ModeConfig
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.timing import measure_cost
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import FixedSteps, GrowPolicy, Never, WhenItPays
-from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.placing import Governing
-from ssd_serve.verifier.planning.startup_benchmark import measure_cost
 from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _SLOTS = 20480
@@ -150,13 +150,13 @@ class Rig:
         synchronous draft computes, by torch's name; empty: where the target does.
         """
         settings, target = self.settings, model or self.target
-        policy: GrowPolicy = FixedSteps(1 if way.in_one_call else way.steps)
+        policy: WaitPolicy = FixedSteps(1 if way.in_one_call else way.steps)
         if not way.steps:
-            policy = WhenItPays(way.mode == "ssd")
+            policy = CostBasedWait(way.mode == "ssd")
         if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
-            policy = Never()
+            policy = NoWait()
         if verified is not None:
-            policy, cost = Never(), _Free()
+            policy, cost = NoWait(), _Free()
         budget = settings.budget if verified is None else verified
         governed = way.mode == "ssd" and verified is None
         engine = build_engine(
@@ -215,13 +215,16 @@ class Rig:
     def _lookup(self, settings: Settings) -> Channel:
         return lookup_channel("ngram", settings, self.hello, self.real.facts.eos_token_ids)
 
-    def _governing(self, policy: GrowPolicy, cost: CostTable) -> Governing | None:
+    def _governing(self, policy: WaitPolicy, cost: CostTable) -> ModeConfig | None:
         """As in serving, on a device of the target's own."""
         if not self.settings.speculation_may_stop:
             return None
-        policies: dict[Layout, GrowPolicy] = {Layout.ASYNC: policy, Layout.OFF: Never()}
-        return Governing(
-            Governor(tuple(policies)),
+        policies: dict[SpeculationMode, WaitPolicy] = {
+            SpeculationMode.ASYNC: policy,
+            SpeculationMode.PLAIN: NoWait(),
+        }
+        return ModeConfig(
+            ModeController(tuple(policies)),
             Cores(parse_device(self.real.facts.device), None),
             dict.fromkeys(policies, cost),
             policies,

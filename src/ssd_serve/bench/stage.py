@@ -18,8 +18,8 @@ from ssd_serve.bench.modes import BESIDE, Entry, Share
 from ssd_serve.bench.prompts import NEW_TOKENS, Prompt
 from ssd_serve.bench.rig import Rig, remote_drafter
 from ssd_serve.bench.timed_request import Runner, TimedRequest
+from ssd_serve.verifier.control.timing import measure_cost
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.startup_benchmark import measure_cost
 
 CORES = Devices(parse_device("cpu:0"), parse_device("cpu:1"))
 

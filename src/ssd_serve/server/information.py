@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ssd_serve.base.version import __version__
 from ssd_serve.base.engine_settings import EngineSettings
 from ssd_serve.base.hub_id import hub_id
-from ssd_serve.base.messages import Decided, Price
+from ssd_serve.base.messages import DecisionMessage, CostEstimate
 from ssd_serve.server.service import Service
 from ssd_serve.base.settings import Settings
 
@@ -101,7 +101,7 @@ def _changed(settings: Settings) -> dict[str, object]:
     return {name: value if name in _TOLD else "set" for name, value in told.items()}
 
 
-def _speculation(decided: Decided) -> dict[str, object]:
+def _speculation(decided: DecisionMessage) -> dict[str, object]:
     return {
         "layout": decided.layout,
         "why": decided.why.value,
@@ -112,7 +112,7 @@ def _speculation(decided: Decided) -> dict[str, object]:
     }
 
 
-def _price(price: Price | None) -> dict[str, object] | None:
+def _price(price: CostEstimate | None) -> dict[str, object] | None:
     if price is None:
         return None
     return {"nodes": price.nodes, "seconds": price.seconds, "tokens_per_second": price.rate}

@@ -7,7 +7,7 @@ from pydantic import Field
 # pydantic wants this one before Python 3.12, and `NotRequired` is not in `typing` before 3.11.
 from typing_extensions import NotRequired, TypedDict
 
-from ssd_serve.base.messages import Why
+from ssd_serve.base.messages import DecisionReason
 
 
 class Health(TypedDict):
@@ -89,7 +89,7 @@ class RoundDecision(TypedDict):
     """What the last round decided about drafts, and why."""
 
     layout: Annotated[Literal["async", "sync", "off"], Field(description="how it speculates")]
-    why: Why
+    why: DecisionReason
     nodes: Annotated[int, Field(ge=0, description="drafted tokens that were verified")]
     waited_s: Annotated[float, Field(ge=0, description="how long the round waited for drafts")]
     chosen: Annotated[RoundPrice | None, Field(description="the round as it was chosen; null: unknown")]

@@ -45,12 +45,13 @@ from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.base.cost import CostTable, Timing
-from ssd_serve.verifier.planning.governor import Governor
-from ssd_serve.verifier.planning.growth import GrowPolicy, Never, WhenItPays
-from ssd_serve.verifier.planning.layout import Cores, Layout
-from ssd_serve.verifier.planning.placing import Governing
-from ssd_serve.verifier.planning.startup_benchmark import identity, remembered_timings
-from ssd_serve.verifier.planning.timing_files import GainFile, TimingFiles
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.budget import WaitPolicy, NoWait, CostBasedWait
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import Cores
+from ssd_serve.verifier.control.execution import ModeConfig
+from ssd_serve.verifier.control.timing import identity, remembered_timings
+from ssd_serve.verifier.control.timing import GainFile, TimingFiles
 from ssd_serve.verifier.ranks import LeadingRank
 from ssd_serve.verifier.scheduler import SchedulerLimits
 
@@ -148,9 +149,9 @@ def assemble_verifier(
         grammars=grammars,
     )
     engine = build_engine(_bounded(parts, settings))
-    models = settings.draft_models if Layout.SYNC in layouts else ()
+    models = settings.draft_models if SpeculationMode.SYNC in layouts else ()
     if models:
-        cores.enter(Layout.SYNC)  # what their steps take is measured where they will draft
+        cores.enter(SpeculationMode.SYNC)  # what their steps take is measured where they will draft
     for channel in _within(settings, models, hello, model.facts.eos_token_ids, native, grammars, say):
         engine.drafters.connect(channel, synchronous=True)
     cores.enter(layouts[0])
@@ -195,8 +196,8 @@ def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> G
     return GainFile(folder, {**identity(model, device), "draft": draft, "mode": settings.mode.value}, log)
 
 
-def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[Layout, float]]:
-    known = {layout.value: layout for layout in Layout}
+def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[SpeculationMode, float]]:
+    known = {layout.value: layout for layout in SpeculationMode}
     return {
         requests: {known[name]: gain for name, gain in each.items() if name in known}
         for requests, each in gains.items()
@@ -208,20 +209,20 @@ def _cores(settings: Settings) -> Cores:
     return Cores(parse_device(settings.target_device or "cpu"), alone)
 
 
-def _layouts(mode: Mode, cores: Cores) -> tuple[Layout, ...]:
+def _layouts(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
     """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
     last."""
     if mode is Mode.SD:
-        return Layout.SYNC, Layout.OFF
+        return SpeculationMode.SYNC, SpeculationMode.PLAIN
     if mode is not Mode.SSD:
-        return (Layout.OFF,)
+        return (SpeculationMode.PLAIN,)
     if cores.may_be_alone:
-        return Layout.ASYNC, Layout.SYNC, Layout.OFF
-    return Layout.ASYNC, Layout.OFF
+        return SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN
+    return SpeculationMode.ASYNC, SpeculationMode.PLAIN
 
 
 def _timings(
-    model: Model, cores: Cores, layouts: Sequence[Layout], files: TimingFiles
+    model: Model, cores: Cores, layouts: Sequence[SpeculationMode], files: TimingFiles
 ) -> dict[str, list[Timing]]:
     """What forwards cost on the cores of each layout, on which they are computed for that."""
     timings: dict[str, list[Timing]] = {}
@@ -237,31 +238,31 @@ def _governing(
     settings: Settings,
     model: Model,
     cores: Cores,
-    layouts: tuple[Layout, ...],
+    layouts: tuple[SpeculationMode, ...],
     files: TimingFiles,
     gains: GainFile,
-) -> Governing:
+) -> ModeConfig:
     """What may change while the engine runs, beginning with the first layout. Gains of earlier sessions count
     only where forwards take the times that they took then."""
     devices = {layout: str(cores.of(layout)) for layout in layouts}
     timings = _timings(model, cores, layouts, files)
     tables = {device: CostTable(each) for device, each in timings.items()}
-    governor = Governor(layouts)
+    governor = ModeController(layouts)
     if not files.measured_otherwise:
         governor.recall(_by_layout(gains.read()))
-    return Governing(
+    return ModeConfig(
         governor,
         cores,
         {layout: tables[device] for layout, device in devices.items()},
         {layout: _policy(settings, layout) for layout in layouts},
-        CostTable(timings[devices[Layout.ASYNC]]) if Layout.ASYNC in devices else None,
+        CostTable(timings[devices[SpeculationMode.ASYNC]]) if SpeculationMode.ASYNC in devices else None,
     )
 
 
-def _policy(settings: Settings, layout: Layout) -> GrowPolicy:
-    if layout is Layout.OFF or not settings.grow_first:
-        return Never()
-    return WhenItPays(concurrent=layout is Layout.ASYNC)
+def _policy(settings: Settings, layout: SpeculationMode) -> WaitPolicy:
+    if layout is SpeculationMode.PLAIN or not settings.grow_first:
+        return NoWait()
+    return CostBasedWait(concurrent=layout is SpeculationMode.ASYNC)
 
 
 def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:

@@ -14,14 +14,14 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.verifier.bounds import Bounds
+from ssd_serve.verifier.request import RequestLimits
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.base.cost import CostTable, HostCost
-from ssd_serve.verifier.planning.growth import GrowPolicy, Never
-from ssd_serve.verifier.planning.placing import Governing
-from ssd_serve.verifier.planning.planner import DraftBounds, RoundPlanner
+from ssd_serve.verifier.control.budget import WaitPolicy, NoWait
+from ssd_serve.verifier.control.execution import ModeConfig
+from ssd_serve.verifier.control.round_planner import DraftBounds, RoundPlanner
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
 
@@ -43,9 +43,9 @@ class EngineParts:
     draft_width: int = 16
     tree_nodes: int = 4096
     max_tpot_s: float = math.inf
-    policy: GrowPolicy = field(default_factory=Never)
+    policy: WaitPolicy = field(default_factory=NoWait)
     host: HostCost = field(default_factory=HostCost)
-    governing: Governing | None = None
+    governing: ModeConfig | None = None
     noise: NoiseRows | None = None
     """None: the engine's own. Engines of one model may share rows."""
     native: NativeLibrary | None = None
@@ -74,7 +74,7 @@ def build_engine(parts: EngineParts) -> Engine:
         parts.governing,
         parts.clock,
     )
-    bounds = Bounds(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
+    bounds = RequestLimits(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
     rounds = parts.rounds or _rounds(parts)
     if parts.features is not None:
         parts.drafters.admission.offer(parts.features.layers)

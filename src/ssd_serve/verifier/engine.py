@@ -20,23 +20,23 @@ from ssd_serve.base.messages import (
     Submit,
     SubmitChoices,
     VerifierReport,
-    Why,
+    DecisionReason,
 )
 from ssd_serve.models.memory import release_memory
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.thinking import output_state
-from ssd_serve.verifier.bounds import Bounds
+from ssd_serve.verifier.request import RequestLimits
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.monitor import AcceptanceMonitor
-from ssd_serve.verifier.planning.planner import Round, RoundPlanner
-from ssd_serve.verifier.planning.ranking import RankedNode
+from ssd_serve.verifier.control.decision import Decision
+from ssd_serve.verifier.acceptance import AcceptanceMonitor
+from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
+from ssd_serve.verifier.control.ranking import RankedNode
 from ssd_serve.verifier.request import Request, Shared, accept, share
 from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeRows, Walk
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler
-from ssd_serve.verifier.shortage import Shortage
-from ssd_serve.verifier.totals import Clocked, Totals, count
+from ssd_serve.verifier.scheduler import OomBackoff
+from ssd_serve.verifier.totals import TimeTotals, Totals, count
 
 _WAKING_S = 0.0015
 """Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""
@@ -51,7 +51,7 @@ class Engine:
         scheduler: Scheduler,
         drafters: Drafters,
         planner: RoundPlanner,
-        bounds: Bounds,
+        bounds: RequestLimits,
         clock: Callable[[], float] = time.perf_counter,
         features: FeatureStore | None = None,
         grammars: Grammars | None = None,
@@ -65,9 +65,9 @@ class Engine:
         self.drafters = drafters
         self.planner = planner
         self.watch = AcceptanceMonitor()
-        self.clocked = Clocked()
+        self.clocked = TimeTotals()
         self.totals = Totals()
-        self.shortage = Shortage(scheduler.prefill_chunk)
+        self.shortage = OomBackoff(scheduler.prefill_chunk)
         self.decision: Decision | None = None
         """The last round's; None before the first."""
         self._rounds = rounds
@@ -163,7 +163,7 @@ class Engine:
         nodes, decision = self.planner.choose(self.scheduler.running, parts, self._drain_awaited)
         self._open(admitted)
         flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
-        self.decision = decision.launched(flight.nodes, Why.MEMORY if self.shortage.nodes == 0 else Why.SLOTS)
+        self.decision = decision.launched(flight.nodes, DecisionReason.MEMORY if self.shortage.nodes == 0 else DecisionReason.SLOTS)
         self.totals.compare(self.decision, walks)
         if self._features is not None:
             self._features.take(flight, walks)

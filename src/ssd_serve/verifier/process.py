@@ -4,7 +4,6 @@ drafters."""
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-
 from ssd_serve.transport.channel import Channel, Waitable
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.channel import poll
@@ -20,10 +19,14 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier, ready_report
 from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.held import HeldRequests
-from ssd_serve.verifier.notices import Notices
+from ssd_serve.verifier.reporting import EngineLogReporter
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.status import whole_status
+from ssd_serve.verifier.reporting import whole_status
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from ssd_serve.base.messages import ServerMessage, Submit, SubmitChoices
+from ssd_serve.sampling.grammar import Grammars
+
 
 _STATUS_S = 1.0
 _COMPILING_S = 0.002
@@ -86,8 +89,8 @@ class VerifierLoop:
         self._status_at = 0.0
         self._remember = remember
         self._status = status
-        self._notices = Notices(engine, log)
-        self._held = HeldRequests(engine.grammars)
+        self._notices = EngineLogReporter(engine, log)
+        self._held = GrammarQueue(engine.grammars)
         self._remembered_at = time.monotonic()
         self._heap = Heap()
 
@@ -188,3 +191,47 @@ def _await_server(servers: Listener) -> Channel:
 def _say(server: Channel, log: Logger, text: str) -> None:
     log.debug(text)
     server.send(Progress(text))
+
+
+class GrammarQueue:
+    """Messages that the engine takes later, in the order in which they came. What they say of other requests
+    does not wait."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        self._grammars = grammars
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._held: deque[tuple[ServerMessage, Future[None] | None]] = deque()
+        self._numbers: Counter[int] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def hold(self, message: ServerMessage) -> bool:
+        """Whether this one waits: its grammar is compiled, or its request waits for that."""
+        numbers, compiling = _numbers(message), None
+        if isinstance(message, Submit | SubmitChoices):
+            grammar = message.parameters.grammar
+            if not grammar or self._grammars is None or self._grammars.is_compiled(grammar):
+                return False
+            compiling = self._thread.submit(self._grammars.compile, grammar)
+        elif not any(self._numbers[number] for number in numbers):
+            return False
+        self._held.append((message, compiling))
+        self._numbers.update(numbers)
+        return True
+
+    def released(self) -> list[ServerMessage]:
+        """Those that need not wait any more. What could not be compiled is for the engine to refuse."""
+        found: list[ServerMessage] = []
+        while self._held and (self._held[0][1] is None or self._held[0][1].done()):
+            message, _ = self._held.popleft()
+            self._numbers.subtract(_numbers(message))
+            found.append(message)
+        self._numbers = +self._numbers
+        return found
+
+
+def _numbers(message: ServerMessage) -> list[int]:
+    if isinstance(message, SubmitChoices):
+        return [each.request for each in message.choices]
+    return [message.request]

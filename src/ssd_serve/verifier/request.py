@@ -6,7 +6,6 @@ Knows no scheduling and no text.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
-
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.slots import SlotTable
@@ -18,7 +17,59 @@ from ssd_serve.sampling.parameters import needs_counts, needs_overrides
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.base.seeds import root_name
 from ssd_serve.verifier.acceptance import Acceptance
-from ssd_serve.verifier.text import RequestText
+from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import overload
+
+
+class TokenSequence(Sequence[int]):
+    """Tokens that only grow."""
+
+    __slots__ = ("_length", "output", "prompt")
+
+    def __init__(self, prompt: Sequence[int], output: Iterable[int] = ()) -> None:
+        self.prompt = prompt
+        self.output = list(output)
+        self._length = len(prompt)
+
+    def __len__(self) -> int:
+        return self._length + len(self.output)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.prompt, self.output)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenSequence | list | tuple):
+            return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        split = self._length
+        if isinstance(at, int):
+            at = at + len(self) if at < 0 else at
+            if at < 0:
+                raise IndexError(at)
+            return self.prompt[at] if at < split else self.output[at - split]
+        start, stop, step = at.indices(len(self))
+        if step != 1:
+            return list(self)[at]
+        if start >= split:
+            return self.output[start - split : max(stop - split, 0)]
+        found = list(self.prompt[start : min(stop, split)])
+        return found + self.output[: stop - split] if stop > split else found
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append output."""
+        self.output.extend(tokens)
 
 
 class TokenFeatures(Protocol):
@@ -58,7 +109,7 @@ class Request:
     parameters: SamplingParameters
     seed: int
     prompt_length: int
-    tokens: RequestText
+    tokens: TokenSequence
     ends: frozenset[int]
     """Ids that end the text once `min_tokens` are out."""
     counts: TokenCounts | None
@@ -178,7 +229,7 @@ def accept(
         parameters=message.parameters,
         seed=message.seed,
         prompt_length=len(message.prompt),
-        tokens=RequestText(message.prompt, message.output),
+        tokens=TokenSequence(message.prompt, message.output),
         ends=shared.ends,
         counts=shared.counts.fork(message.output) if shared.counts is not None else None,
         limit=limit,
@@ -188,3 +239,36 @@ def accept(
         scored=message.scored,
         options=message.options,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Fixed bounds of the engine's requests. `context`: most tokens of prompt and output together;
+    `tree_nodes`: most candidates in a replica."""
+
+    context: int
+    vocabulary: int
+    eos: tuple[int, ...]
+    tree_nodes: int
+
+    def impossible(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, str] | None:
+        """What is wrong with a prompt and so many tokens behind it, and in which field."""
+        if not prompt:
+            return "the prompt is empty", "prompt"
+        if not self.known(prompt):
+            return self.unknown, "prompt"
+        if len(prompt) + max_tokens > self.context:
+            text = f"prompt ({len(prompt)} tokens) + max_tokens ({max_tokens})"
+            return f"{text} exceed the context of {self.context} tokens", "max_tokens"
+        if max_tokens < 1:
+            return "max_tokens must be at least 1", "max_tokens"
+        return None
+
+    def known(self, tokens: Sequence[int]) -> bool:
+        """Whether the vocabulary has all of them."""
+        return not tokens or (min(tokens) >= 0 and max(tokens) < self.vocabulary)
+
+    @property
+    def unknown(self) -> str:
+        """What is wrong with tokens that the vocabulary does not have."""
+        return f"token ids must lie in 0..{self.vocabulary - 1}"

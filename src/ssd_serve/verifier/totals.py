@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from ssd_serve.cache.replica import Replica
 from ssd_serve.base.messages import Figures
 from ssd_serve.verifier.acceptance import Acceptance
-from ssd_serve.verifier.planning.decision import Decision
+from ssd_serve.verifier.control.decision import Decision
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import Walk
 
 
 @dataclass(slots=True)
-class Clocked:
+class TimeTotals:
     """Where the time went, in seconds since start, and how many rounds and rows there were."""
 
     forward_s: float = 0.0

@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ssd_serve.app.plan.plan import DRAFT_HOST_S, MemoryShare, PlanEstimate, PlannedLayout, best_draft
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.control.decision import SpeculationMode
 
 _GIB = float(1 << 30)
-_MODES = {Layout.OFF: "ar", Layout.SYNC: "sd", Layout.ASYNC: "ssd"}
-_NAMES = {Layout.OFF: "plain", Layout.SYNC: "draft inline", Layout.ASYNC: "draft beside"}
+_MODES = {SpeculationMode.PLAIN: "ar", SpeculationMode.SYNC: "sd", SpeculationMode.ASYNC: "ssd"}
+_NAMES = {
+    SpeculationMode.PLAIN: "plain",
+    SpeculationMode.SYNC: "draft inline",
+    SpeculationMode.ASYNC: "draft beside",
+}
 
 
 def page(plans: Sequence[PlanEstimate]) -> str:
@@ -87,9 +91,9 @@ def _assumed(plan: PlanEstimate) -> str:
 def _memory(plan: PlanEstimate) -> list[str]:
     """The roomiest placement first: the plain one; then what a draft needs."""
     layouts = {layout.drafting: layout for layout in plan.layouts}
-    plain = layouts[Layout.OFF]
+    plain = layouts[SpeculationMode.PLAIN]
     lines = [f"memory, target on {_count(plan, plain.target)}: {_share(plain.shares[0])}"]
-    beside, inline = layouts.get(Layout.ASYNC), layouts.get(Layout.SYNC)
+    beside, inline = layouts.get(SpeculationMode.ASYNC), layouts.get(SpeculationMode.SYNC)
     if beside is not None:
         target, draft = beside.shares
         lines.append(
@@ -133,7 +137,7 @@ def _layout(plan: PlanEstimate, layout: PlannedLayout) -> str:
         return f"{label}: does not fit"
     text = f"{label}: {expected.tokens_per_s:.1f} tokens/s"
     plain = plan.layouts[0].speed
-    if layout.drafting is not Layout.OFF:
+    if layout.drafting is not SpeculationMode.PLAIN:
         faster = f", {expected.tokens_per_s / plain:.2f}x plain" if plain else ""
         text += f"{faster}, {expected.tokens_per_round:.2f} tokens a round"
         text += f", {expected.nodes_per_round:.0f} nodes verified"
@@ -158,7 +162,7 @@ def _verdict(plan: PlanEstimate) -> str:
         if plan.pays_from is not None
         else "no acceptance makes it pay"
     )
-    if best.drafting is Layout.OFF:
+    if best.drafting is SpeculationMode.PLAIN:
         return f"take: plain decoding ({_settings(plan, best)}); {pays}"
     plain = plan.layouts[0].speed
     faster = f", {best.speed / plain:.2f}x plain decoding on the same devices" if plain else ""

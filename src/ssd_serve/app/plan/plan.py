@@ -14,7 +14,7 @@ from ssd_serve.app.plan.known_models import PlannedModel
 from ssd_serve.app.plan.simulation import Costs, Simulated, measured_host, simulate
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.control.decision import SpeculationMode
 
 DRAFT_HOST_S = 1e-3
 """What the host adds to a draft step. Steps that were stretched to 1.8 ms took 2.8 ms in the project's
@@ -76,7 +76,7 @@ class PlannedLayout:
     """One way to use the devices. `expected` is None where it does not fit, or needs devices that are not
     there."""
 
-    drafting: Layout
+    drafting: SpeculationMode
     target: int
     draft: int
     """Devices of the drafter's own."""
@@ -135,11 +135,11 @@ def make_plan(
     section 5 of the design: 2.9 and 3.5 tokens a target step for synchronous and live trees at an acceptance
     of 0.725 and draft steps of 0.094.
     """
-    layouts = [_layout(Layout.OFF, platform, target, None, wish)]
+    layouts = [_layout(SpeculationMode.PLAIN, platform, target, None, wish)]
     if draft is not None:
-        layouts.append(_layout(Layout.SYNC, platform, target, draft, wish))
+        layouts.append(_layout(SpeculationMode.SYNC, platform, target, draft, wish))
         if platform.count > 1:
-            layouts.append(_layout(Layout.ASYNC, platform, target, draft, wish))
+            layouts.append(_layout(SpeculationMode.ASYNC, platform, target, draft, wish))
     fastest = max(layouts[1:], key=lambda layout: layout.speed, default=None)
     pays_from = None
     if draft is not None and fastest is not None and fastest.expected is not None:
@@ -153,13 +153,19 @@ def best_draft(plans: Sequence[PlanEstimate]) -> PlanEstimate:
 
 
 def _layout(
-    drafting: Layout, platform: Platform, target: PlannedModel, draft: PlannedModel | None, wish: PlanOptions
+    drafting: SpeculationMode,
+    platform: Platform,
+    target: PlannedModel,
+    draft: PlannedModel | None,
+    wish: PlanOptions,
 ) -> PlannedLayout:
-    own = int(drafting is Layout.ASYNC)
+    own = int(drafting is SpeculationMode.ASYNC)
     devices = platform.group(target, platform.count - own)
-    target_share = _share(platform, target, devices, wish, draft if drafting is Layout.SYNC else None)
+    target_share = _share(
+        platform, target, devices, wish, draft if drafting is SpeculationMode.SYNC else None
+    )
     shares = [target_share]
-    if draft is not None and drafting is Layout.ASYNC:
+    if draft is not None and drafting is SpeculationMode.ASYNC:
         shares.append(_share(platform, draft, 1, wish))
     fits = all(share.fits for share in shares)
     if platform.shares_memory:
@@ -172,7 +178,7 @@ def _layout(
 
 
 def _costs(
-    drafting: Layout,
+    drafting: SpeculationMode,
     platform: Platform,
     target: PlannedModel,
     devices: int,
@@ -182,17 +188,17 @@ def _costs(
     draft_s, factor = 0.0, 1.0
     if draft is not None:
         # A drafter in turns has the target's device; of cores, all of them.
-        own = devices if drafting is Layout.SYNC and platform.shares_memory else 1
+        own = devices if drafting is SpeculationMode.SYNC and platform.shares_memory else 1
         forward_s = platform.step_s(draft, own, Forward.of_one(wish.width, wish.context))
         draft_s = forward_s + DRAFT_HOST_S
-        factor = platform.disturbance(devices, draft) if drafting is Layout.ASYNC else 1.0
+        factor = platform.disturbance(devices, draft) if drafting is SpeculationMode.ASYNC else 1.0
     limits = GrowthLimits(width=wish.width, fan_out=_FAN_OUT, depth=16, nodes=4096)
     table = cost_table(platform, target, devices, wish.context, factor)
     return Costs(table, measured_host(), factor * draft_s, limits, wish.context, DRAFT_HOST_S)
 
 
 def _expected(
-    drafting: Layout, costs: Costs, wish: PlanOptions, acceptance: float, rounds: int = _ROUNDS
+    drafting: SpeculationMode, costs: Costs, wish: PlanOptions, acceptance: float, rounds: int = _ROUNDS
 ) -> Simulated:
     return simulate(
         drafting, DraftQuality(acceptance), costs, wish.requests, max(_MIN_ROUNDS, rounds // wish.requests)
@@ -221,11 +227,11 @@ def _pays_from(
     target: PlannedModel,
     draft: PlannedModel,
     wish: PlanOptions,
-    drafting: Layout,
+    drafting: SpeculationMode,
     plain: float,
 ) -> float | None:
     """By halving: the least acceptance at which `drafting` gives `PAYS` times the plain speed."""
-    devices = platform.group(target, platform.count - int(drafting is Layout.ASYNC))
+    devices = platform.group(target, platform.count - int(drafting is SpeculationMode.ASYNC))
     costs = _costs(drafting, platform, target, devices, draft, wish)
     low, high = 0.05, 0.95
     if _expected(drafting, costs, wish, high, _SEARCH_ROUNDS).tokens_per_s < PAYS * plain:

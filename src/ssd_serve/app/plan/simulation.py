@@ -22,10 +22,10 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.control.budget import CostBasedWait, NoWait
+from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.planning.growth import Never, WhenItPays
-from ssd_serve.verifier.planning.layout import Layout
 from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _PRICED = 8
@@ -105,7 +105,12 @@ class Simulated:
 
 
 def simulate(
-    layout: Layout, guesses: DraftQuality, costs: Costs, requests: int, rounds: int = 400, seed: int = 0
+    layout: SpeculationMode,
+    guesses: DraftQuality,
+    costs: Costs,
+    requests: int,
+    rounds: int = 400,
+    seed: int = 0,
 ) -> Simulated:
     """Run `rounds` rounds of `requests` requests that decode together."""
     pair = _Pair(layout, guesses, costs, requests, rounds, seed)
@@ -159,7 +164,13 @@ class _Pair:
     """An engine in virtual time, with requests that never end."""
 
     def __init__(
-        self, layout: Layout, guesses: DraftQuality, costs: Costs, requests: int, rounds: int, seed: int
+        self,
+        layout: SpeculationMode,
+        guesses: DraftQuality,
+        costs: Costs,
+        requests: int,
+        rounds: int,
+        seed: int,
     ) -> None:
         self._clock, self._steps = Clock(), 0
         self._beside: VirtualChannel | None = None
@@ -167,8 +178,8 @@ class _Pair:
         most = rounds * (costs.limits.depth + 1)
         target = GuessedTarget(probabilities, requests * (most + 2) + MAX_ROWS)
         self._engine = _engine(layout, target, costs, requests, self._clock)
-        if layout is not Layout.OFF:
-            self._draft(probabilities, costs, _hello(target, costs), layout is Layout.ASYNC)
+        if layout is not SpeculationMode.PLAIN:
+            self._draft(probabilities, costs, _hello(target, costs), layout is SpeculationMode.ASYNC)
         parameters = SamplingParameters(temperature=1.0, max_tokens=most, ignore_eos=True)
         for number in range(requests):
             refused = self._engine.submit(Submit(number, (0,), parameters, seed * requests + number))
@@ -212,7 +223,9 @@ class _Pair:
         return self._beside.messages if self._beside is not None else 0
 
 
-def _engine(layout: Layout, target: GuessedTarget, costs: Costs, requests: int, clock: Clock) -> Engine:
+def _engine(
+    layout: SpeculationMode, target: GuessedTarget, costs: Costs, requests: int, clock: Clock
+) -> Engine:
     table, noise = costs.table(requests), NoiseRows(target.facts.vocabulary, _NOISE_ROWS)
     return build_engine(
         EngineParts(
@@ -225,7 +238,9 @@ def _engine(layout: Layout, target: GuessedTarget, costs: Costs, requests: int, 
             prefix_cache=False,
             draft_width=costs.limits.width,
             tree_nodes=costs.limits.nodes,
-            policy=Never() if layout is Layout.OFF else WhenItPays(concurrent=layout is Layout.ASYNC),
+            policy=NoWait()
+            if layout is SpeculationMode.PLAIN
+            else CostBasedWait(concurrent=layout is SpeculationMode.ASYNC),
             clock=clock,
             rounds=VirtualRounds(
                 target, noise, (), clock, lambda forward: table.seconds(forward.rows), costs.host.seconds

@@ -32,10 +32,10 @@ from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
 from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.control.budget import FixedSteps, NoWait
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.verifier.planning.growth import FixedSteps, Never
 from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _CPUS = Devices()
@@ -133,7 +133,7 @@ class LoadedTarget:
                 budget=budget,
                 draft_width=GROWTH.width,
                 tree_nodes=GROWTH.nodes * max(1, len(self.drafts) + len(self.lookups)),
-                policy=FixedSteps(_STEPS) if budget else Never(),
+                policy=FixedSteps(_STEPS) if budget else NoWait(),
                 noise=self.noise,
                 native=self.native,
                 clock=partial(next, count(0.0, _TICK_S)),

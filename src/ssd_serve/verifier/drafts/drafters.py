@@ -20,7 +20,7 @@ from ssd_serve.verifier.drafts.homes import Homes, Requests
 from ssd_serve.verifier.drafts.link import Link
 from ssd_serve.verifier.drafts.links import Links
 from ssd_serve.verifier.drafts.reception import Reception
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.request import Request
 
 _HEARTBEAT_S = 2.0
@@ -47,7 +47,7 @@ class Drafters:
         self._homes = Homes(self._links)
         self._reception = Reception(hello, self.admission, self._links, self._homes, log, self._pause)
         self._beat_at = 0.0
-        self._layout: Layout | None = None
+        self._layout: SpeculationMode | None = None
         self._round_over = False
         self._silent: set[int] = set()
 
@@ -100,14 +100,14 @@ class Drafters:
         return any(link.working for link in self._links)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SpeculationMode:
         """Who drafts: as `use` has said, else as they are here."""
         if self._layout is not None:
             return self._layout
         working = [link.synchronous for link in self._links if link.working]
         if not working:
-            return Layout.OFF
-        return Layout.SYNC if all(working) else Layout.ASYNC
+            return SpeculationMode.PLAIN
+        return SpeculationMode.SYNC if all(working) else SpeculationMode.ASYNC
 
     @property
     def channels(self) -> list[Channel]:
@@ -127,16 +127,16 @@ class Drafters:
             bits |= link.source_bit * link.instant
         return bits
 
-    def step_of(self, layout: Layout) -> float:
+    def step_of(self, layout: SpeculationMode) -> float:
         """The same of those that work in a layout, whether they pause or not."""
         return _fastest(self._of(layout))
 
-    def unread_s(self, layout: Layout) -> float:
+    def unread_s(self, layout: SpeculationMode) -> float:
         """Seconds for which those that work in a layout would read before they could draft, as far as that is
         known."""
         return max((link.unread * link.prefill_s_per_token for link in self._of(layout)), default=0.0)
 
-    def prefill_s_per_token(self, layout: Layout) -> float:
+    def prefill_s_per_token(self, layout: SpeculationMode) -> float:
         """Seconds that those that work in a layout take to read a token of some text, which they share out;
         0: unknown."""
         reading = [link.prefill_s_per_token for link in self._of(layout) if link.prefill_s_per_token]
@@ -156,7 +156,7 @@ class Drafters:
         """A new drafter has connected; it joins when its `Hello` has been checked."""
         self._pause(self._links.add(channel, synchronous, stranger, peer))
 
-    def use(self, layout: Layout) -> None:
+    def use(self, layout: SpeculationMode) -> None:
         """Let the drafters of this layout work, and the others pause."""
         self._layout = layout
         for link in self._links:
@@ -227,8 +227,8 @@ class Drafters:
                 if link.joined:
                     self._links.attempt(link, link.channel.send, Heartbeat())
 
-    def _of(self, layout: Layout) -> list[Link]:
-        synchronous = layout is Layout.SYNC
+    def _of(self, layout: SpeculationMode) -> list[Link]:
+        synchronous = layout is SpeculationMode.SYNC
         return [link for link in self._links if link.here and link.synchronous is synchronous]
 
     def _await(self, links: Sequence[Link], timeout_s: float) -> bool:
@@ -238,9 +238,9 @@ class Drafters:
 
     def _pause(self, link: Link) -> None:
         """Let it work or pause, as the layout asks."""
-        layouts = {Layout.SYNC if link.synchronous else Layout.ASYNC}
+        layouts = {SpeculationMode.SYNC if link.synchronous else SpeculationMode.ASYNC}
         if link.instant:
-            layouts = {Layout.SYNC, Layout.ASYNC}
+            layouts = {SpeculationMode.SYNC, SpeculationMode.ASYNC}
         self._links.attempt(link, link.pause, self._layout is not None and self._layout not in layouts)
 
 

@@ -6,9 +6,14 @@ counts more as soon as it is known. Plain Python; knows cost tables, not drafter
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
 from ssd_serve.base.cost import CostTable, HostCost, Reading
-from ssd_serve.verifier.planning.layout import Layout
+from ssd_serve.verifier.control.decision import SpeculationMode
+from collections.abc import Sequence
+from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.base.cost import HostCost, Reading
+from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
+from ssd_serve.verifier.request import Request
+
 
 _RIGHT = 0.7
 """How often the next level of a grown tree has the target's choice, while nothing is known."""
@@ -27,7 +32,7 @@ _STEPS_A_LEVEL = 0.6
 """Steps that an inline draft takes for a verified level: a tree that is re-rooted has some of the next."""
 
 
-class Rightness:
+class LevelAcceptance:
     """How often a level of a tree of which nodes were verified has the target's choice among them."""
 
     def __init__(self) -> None:
@@ -75,20 +80,20 @@ class DraftStep:
 def forecast(
     load: DecodingLoad,
     unit_s: float,
-    costs: Mapping[Layout, CostTable],
-    steps: Mapping[Layout, DraftStep],
+    costs: Mapping[SpeculationMode, CostTable],
+    steps: Mapping[SpeculationMode, DraftStep],
     host: HostCost,
     right: float,
-) -> dict[Layout, float]:
+) -> dict[SpeculationMode, float]:
     """Of each layout: how many tokens of a request it gives in `unit_s` seconds; none for a layout whose
-    draft steps are not known. `right` is `Rightness.share`."""
-    gains: dict[Layout, float] = {}
+    draft steps are not known. `right` is `LevelAcceptance.share`."""
+    gains: dict[SpeculationMode, float] = {}
     shapes = [(depth, depth * nodes) for depth in range(1, _DEEPEST + 1) for nodes in _NODES_A_LEVEL]
     for layout, cost in costs.items():
-        if layout is Layout.OFF:
+        if layout is SpeculationMode.PLAIN:
             gains[layout] = unit_s / _round_s(cost, host, load, 0)
         elif layout in steps and steps[layout].seconds > 0:
-            speed = _inline if layout is Layout.SYNC else _beside
+            speed = _inline if layout is SpeculationMode.SYNC else _beside
             level_s = steps[layout].level_s(load.requests)
             gains[layout] = unit_s * max(
                 speed(_round_s(cost, host, load, nodes), depth, level_s, right) for depth, nodes in shapes
@@ -129,3 +134,80 @@ def _round_s(cost: CostTable, host: HostCost, load: DecodingLoad, nodes_each: in
     nodes = nodes_each * load.requests
     forward_s = cost.seconds(load.requests + nodes, load.reading(nodes_each))
     return max(1e-9, forward_s + host.seconds(load.requests, nodes))
+
+
+class ModeForecaster:
+    """`width`: nodes of a draft step; `host` and `right` are what the planner learns."""
+
+    def __init__(
+        self,
+        drafters: Drafters,
+        placing: ExecutionPlanner,
+        governing: ModeConfig,
+        width: int,
+        host: HostCost,
+        right: LevelAcceptance,
+    ) -> None:
+        self._drafters = drafters
+        self._placing = placing
+        self._costs = governing.costs
+        self._width = width
+        self._host = host
+        self._right = right
+        self._running: Sequence[Request] = ()
+        self._context = 0.0
+        governing.governor.forecast = self._forecast
+        governing.governor.lasting = self._lasting
+        governing.governor.slowed = self._slowed
+
+    def begin(self, running: Sequence[Request], context: float) -> None:
+        """A round begins while these requests run, of so many tokens of context on average."""
+        self._running, self._context = tuple(running), context
+
+    def _forecast(self, requests: int) -> dict[SpeculationMode, float]:
+        """What each layout should give with so many requests."""
+        steps = {layout: DraftStep(self._drafters.step_of(layout), self._width) for layout in self._costs}
+        load = DecodingLoad(requests, self._context)
+        unit_s = self._costs[SpeculationMode.PLAIN].first_seconds(requests, load.reading())
+        gains = forecast(load, unit_s, self._placing.costs(requests), steps, self._host, self._right.share)
+        late = {SpeculationMode.SYNC: 1 - self._beside_others, SpeculationMode.ASYNC: float(self._placing.reads_alone)}
+        for layout, share in late.items():
+            if layout in gains and share:
+                plain_s, read_s = self._whole_s(layout)
+                beside = layout is SpeculationMode.ASYNC
+                gains[layout] = with_reading(gains[layout], plain_s, share * read_s, beside)
+        return gains
+
+    @property
+    def _beside_others(self) -> float:
+        """The share of prompts that an inline draft reads while others decode and wait for it: in rounds that
+        read prompts. The prompt of a request alone is read when its first round that decodes waits."""
+        return 1 - 1 / max(1, len(self._running))
+
+    def _lasting(self, layout: SpeculationMode) -> float:
+        """What the layout would give where it begins now, as a share of what it gives the running requests
+        from beginning to end: its drafters have their texts to read in either case, for fewer tokens now."""
+        if layout is SpeculationMode.PLAIN or not (unread_s := self._drafters.unread_s(layout)):
+            return 1.0
+        left_s = self._plain_s(sum([request.left for request in self._running]))
+        whole_s, read_s = self._whole_s(layout)
+        return min(1.0, left_s * (whole_s + read_s) / (whole_s * (left_s + unread_s)))
+
+    def _whole_s(self, layout: SpeculationMode) -> tuple[float, float]:
+        """Seconds of plain decoding for the running requests from beginning to end, and those for which the
+        layout's drafters read their prompts."""
+        prompts = sum([request.prompt_length for request in self._running])
+        tokens = sum([request.parameters.max_tokens for request in self._running])
+        return max(self._plain_s(tokens), 1e-9), self._drafters.prefill_s_per_token(layout) * prompts
+
+    def _slowed(self, layout: SpeculationMode) -> float:
+        """By how much the layout should slow rounds that read prompts: drafters on the target's device read
+        them too."""
+        if layout is not SpeculationMode.SYNC:
+            return 1.0
+        return slowed_by_reading(self._costs[SpeculationMode.PLAIN], self._beside_others * self._drafters.prefill_s_per_token(layout))
+
+    def _plain_s(self, tokens: int) -> float:
+        """Seconds of plain decoding for so many tokens of the running requests together."""
+        requests = len(self._running)
+        return tokens / max(1, requests) * self._costs[SpeculationMode.PLAIN].first_seconds(requests, Reading())

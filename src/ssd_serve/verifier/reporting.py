@@ -1,21 +1,25 @@
 """What the log is told about an engine's rounds, and when. Knows the engine's figures; changes nothing."""
 
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.messages import AcceptanceHealth, Price, Why
+from ssd_serve.base.messages import AcceptanceHealth, CostEstimate, DecisionReason
 from ssd_serve.verifier.engine import Engine
+from msgspec.structs import replace
+from ssd_serve.base.messages import Status
+from ssd_serve.verifier.assembly import AssembledVerifier
+
 
 _WHY_S = 1.0
 """A reason that changes from round to round is told no more often."""
 
 
-class Notices:
+class EngineLogReporter:
     """Tells what has changed since it was told last."""
 
     def __init__(self, engine: Engine, log: Logger) -> None:
         self._engine = engine
         self._log = log
         self._health = engine.watch.health
-        self._why: Why | None = None
+        self._why: DecisionReason | None = None
         self._why_told_at = -_WHY_S
         self._shortages = 0
 
@@ -66,5 +70,48 @@ class Notices:
             self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
 
 
-def _price(price: Price | None) -> str:
+def _price(price: CostEstimate | None) -> str:
     return f"{price.rate:.1f} tokens/s, {1e3 * price.seconds:.1f} ms a round" if price else "unknown"
+
+
+def whole_status(verifier: AssembledVerifier) -> Status:
+    """The status of a verifier: its engine's, with what the engine does not know."""
+    status = engine_status(verifier.engine)
+    differences = verifier.differences.count
+    return replace(status, attention=verifier.facts.attention, attention_differences=differences)
+
+
+def engine_status(engine: Engine) -> Status:
+    """The status of an engine, copied."""
+    scheduler, clocked = engine.scheduler, engine.clocked
+    prefix = scheduler.prefix
+    layout, gains = engine.planner.placing.layout, engine.planner.layout_gains()
+    return Status(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        slots_used=scheduler.pool.used - (prefix.evictable if prefix else 0),
+        slots=scheduler.pool.slots,
+        prefix_queries=prefix.queries if prefix else 0,
+        prefix_hits=prefix.hits if prefix else 0,
+        prompt_tokens=engine.totals.prompt_tokens,
+        generation_tokens=engine.totals.figures.tokens,
+        preemptions=scheduler.preemptions,
+        drafters_alive=engine.drafters.answering,
+        drafter_restarts=engine.drafters.rejoins,
+        drafter_requests=engine.drafters.requests,
+        drafter_moves=engine.drafters.moves,
+        expansions=engine.drafters.expansions,
+        awaited_expansions=engine.totals.awaited_expansions,
+        late_expansions=engine.totals.late_expansions,
+        expected_tokens=engine.totals.expected_tokens,
+        given_tokens=engine.totals.given_tokens,
+        totals=engine.figures,
+        forward_s=clocked.forward_s,
+        wait_s=clocked.wait_s,
+        host_s=clocked.host_s,
+        layout=layout.value if layout else "",
+        layout_gains=gains,
+        decision=engine.decision.told() if engine.decision is not None else None,
+        health=engine.watch.health,
+        memory_shortages=engine.shortage.count,
+    )

@@ -4,9 +4,16 @@ A value that those who decide fill in. Knows no trees, no drafters and no govern
 """
 
 from dataclasses import dataclass, replace
+from ssd_serve.base.messages import DecisionMessage, CostEstimate, DecisionReason
+from enum import Enum
 
-from ssd_serve.base.messages import Decided, Price, Why
-from ssd_serve.verifier.planning.layout import Layout
+
+class SpeculationMode(Enum):
+    """Who drafts: a drafter on its own device, one inline on the target's, or nobody."""
+
+    ASYNC = "async"
+    SYNC = "sync"
+    PLAIN = "off"  # its name in /load, /metrics and files of gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,20 +22,20 @@ class Decision:
     no nodes for a round with nodes, one node for a round in which none was worth it, drafting for a layout
     without drafts. None: not known."""
 
-    layout: Layout
-    why: Why
+    layout: SpeculationMode
+    why: DecisionReason
     nodes: int
     """Verified, which memory may have made fewer than `chosen` says."""
     waited_s: float
-    chosen: Price | None = None
-    other: Price | None = None
+    chosen: CostEstimate | None = None
+    other: CostEstimate | None = None
 
-    def launched(self, nodes: int, short: Why) -> "Decision":
+    def launched(self, nodes: int, short: DecisionReason) -> "Decision":
         """With so many nodes in the end; `short` is why, where none is left of those that were chosen."""
         if nodes == self.nodes:
             return self
         return replace(self, nodes=nodes, why=self.why if nodes else short)
 
-    def told(self) -> Decided:
+    def told(self) -> DecisionMessage:
         """As a message."""
-        return Decided(self.layout.value, self.why, self.nodes, self.waited_s, self.chosen, self.other)
+        return DecisionMessage(self.layout.value, self.why, self.nodes, self.waited_s, self.chosen, self.other)

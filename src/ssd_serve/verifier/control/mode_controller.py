@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
-from ssd_serve.verifier.planning.levels import LoadLevel, RoundSum, Way
-from ssd_serve.verifier.planning.setback import Setback
+from ssd_serve.verifier.control.load_bucket import LoadBucket, DiscountedMean, Way
+from ssd_serve.verifier.control.load_bucket import RegressionTracker
 
 _BONUS = 0.6
 """What may be hoped beyond what a way gave in one round; less with the root of their number."""
@@ -43,7 +43,7 @@ _EDGE = 0.15
 """How far past the edge of a level, as a share of it, the load must be."""
 
 
-class Governor(Generic[Way]):
+class ModeController(Generic[Way]):
     """Chooses among ways to draft; the first is the first to run, the last is plain decoding. Levels of load
     lie about powers of two of requests, those whose prompt is still to be read included."""
 
@@ -57,7 +57,7 @@ class Governor(Generic[Way]):
         begins now: its drafters may have to read texts first."""
         self._ways = tuple(ways)
         self._plain = self._ways[-1]
-        self._levels: dict[int, LoadLevel[Way]] = {}
+        self._levels: dict[int, LoadBucket[Way]] = {}
         self._load = 0.0
         self._exponent = 0
         self._last: Way | None = None
@@ -83,7 +83,7 @@ class Governor(Generic[Way]):
         self._last = level.running
         return level.running
 
-    def _late(self, level: LoadLevel[Way], now: Way) -> bool:
+    def _late(self, level: LoadBucket[Way], now: Way) -> bool:
         """Whether the way that the level has chosen takes so long to begin that no more may be hoped of it
         than of the one that runs."""
         share = self.lasting(level.running)
@@ -120,7 +120,7 @@ class Governor(Generic[Way]):
             level = self._at(_exponent(requests))
             for way, gain in by_way.items():
                 if way in level.decoding and gain > 0:
-                    level.decoding[way] = RoundSum(gain * _RECALLED, _RECALLED, _RECALLED)
+                    level.decoding[way] = DiscountedMean(gain * _RECALLED, _RECALLED, _RECALLED)
             level.running = self._best(level)
 
     def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
@@ -153,7 +153,7 @@ class Governor(Generic[Way]):
             self._forecast(level)
             self._reconsider(level)
 
-    def _reconsider(self, level: LoadLevel[Way]) -> None:
+    def _reconsider(self, level: LoadBucket[Way]) -> None:
         """Begin the way of which most may be hoped, if that is clearly more than of the running one."""
         hopes = {way: self._hope(level, way) for way in self._ways}
         stays = hopes[level.running]
@@ -165,26 +165,26 @@ class Governor(Generic[Way]):
         lead = self._gain(level, best) * self.lasting(best)
         level.tries = best != level.running and lead > self._gain(level, level.running)
 
-    def _set_back(self, level: LoadLevel[Way], slower: bool) -> None:
+    def _set_back(self, level: LoadBucket[Way], slower: bool) -> None:
         """The running way's rounds suddenly take longer, which may pass, or less long: that has passed."""
         way = level.running
         if slower:
-            level.setbacks.setdefault(way, Setback(level.decoding[way].gain))
+            level.setbacks.setdefault(way, RegressionTracker(level.decoding[way].gain))
             return
         level.setbacks.pop(way, None)
         for setback in level.setbacks.values():
             setback.may_be_over()
 
-    def _try_again(self, level: LoadLevel[Way]) -> None:
+    def _try_again(self, level: LoadBucket[Way]) -> None:
         """Hope for as much as they once gave of ways that fell behind, from time to time."""
         for way, setback in tuple(level.setbacks.items()):
             gives = level.decoding[way].gain
             if setback.over(gives):
                 del level.setbacks[way]
             elif level.running != way and setback.again(gives, self._decoding(level, level.running)):
-                level.decoding[way] = RoundSum(setback.gain, 1.0, 1.0)
+                level.decoding[way] = DiscountedMean(setback.gain, 1.0, 1.0)
 
-    def _doubt(self, changed: LoadLevel[Way], slower: float) -> None:
+    def _doubt(self, changed: LoadBucket[Way], slower: float) -> None:
         """Rounds take `slower` times as long as before: all that was found is older than that."""
         for level in self._levels.values():
             level.prior = min(level.prior, _DOUBTED / _FORECAST)
@@ -194,12 +194,12 @@ class Governor(Generic[Way]):
                 else:
                     rounds.doubt(_DOUBTED, math.sqrt(slower))  # it may be slower too
 
-    def _forecast(self, level: LoadLevel[Way]) -> None:
+    def _forecast(self, level: LoadBucket[Way]) -> None:
         if self.forecast is not None and (not level.forecast or level.rounds % _FORESEE == 0):
             level.foreseen = dict(self.forecast(1 << self._exponent))
         level.forecast = {way: self._kept(level, way) * gain for way, gain in level.foreseen.items()}
 
-    def _kept(self, level: LoadLevel[Way], way: Way) -> float:
+    def _kept(self, level: LoadBucket[Way], way: Way) -> float:
         """The share of what was foreseen that the way gave at other levels, and that all ways to draft gave
         here: texts that are drafted well are so in each of them. The nearest count most."""
         seen = [(level, each, level.prior) for each in self._ways if self._plain not in (each, way)]
@@ -215,26 +215,26 @@ class Governor(Generic[Way]):
                 weights += weight
         return math.exp(kept / weights)
 
-    def _at(self, exponent: int) -> LoadLevel[Way]:
+    def _at(self, exponent: int) -> LoadBucket[Way]:
         """The level; a new one begins with what is best at the nearest that is known."""
         level = self._levels.get(exponent)
         if level is None:
             nearest = min(self._levels, key=lambda known: abs(known - exponent), default=None)
             best = self._ways[0] if nearest is None else self._best(self._levels[nearest])
-            decoding, prompts = ({way: RoundSum() for way in self._ways} for _ in range(2))
-            level = self._levels[exponent] = LoadLevel(best, decoding, prompts)
+            decoding, prompts = ({way: DiscountedMean() for way in self._ways} for _ in range(2))
+            level = self._levels[exponent] = LoadBucket(best, decoding, prompts)
         return level
 
-    def _best(self, level: LoadLevel[Way]) -> Way:
+    def _best(self, level: LoadBucket[Way]) -> Way:
         """The way that gives most, of those that were measured; the running one among equals."""
         known = [way for way in self._ways if level.decoding[way].gain or way in (self._plain, level.running)]
         return max(known, key=lambda way: (self._gain(level, way), way == level.running))
 
-    def _gain(self, level: LoadLevel[Way], way: Way) -> float:
+    def _gain(self, level: LoadBucket[Way], way: Way) -> float:
         """What the way is worth at this level's shares of decoding and of prompts."""
         return self._worth(level, self._decoding(level, way), self._slowness(level, way)[0])
 
-    def _hope(self, level: LoadLevel[Way], way: Way) -> float:
+    def _hope(self, level: LoadBucket[Way], way: Way) -> float:
         """What the way may be worth: more than it gave, the less it was measured lately."""
         decoding, (slowness, foreseen) = self._decoding(level, way), self._slowness(level, way)
         rounds = level.decoding[way].rounds + self._prior(level, way)[1]
@@ -242,17 +242,17 @@ class Governor(Generic[Way]):
         return self._worth(level, decoding * more, slowness if foreseen else slowness / more)
 
     @staticmethod
-    def _worth(level: LoadLevel[Way], decoding: float, slowness: float) -> float:
+    def _worth(level: LoadBucket[Way], decoding: float, slowness: float) -> float:
         share = level.prompts_share
         return 1 / ((1 - share) / decoding + share * slowness)
 
-    def _prior(self, level: LoadLevel[Way], way: Way) -> tuple[float, float]:
+    def _prior(self, level: LoadBucket[Way], way: Way) -> tuple[float, float]:
         """What the way should give without having been tried, and how many rounds that weighs."""
         if way in level.forecast:
             return level.forecast[way], level.prior * (1.0 if way in level.setbacks else _FORECAST)
         return (1.0, _PLAIN_PRIOR) if way == self._plain else (_PRIOR_GAIN, level.prior)
 
-    def _slowness(self, level: LoadLevel[Way], way: Way) -> tuple[float, bool]:
+    def _slowness(self, level: LoadBucket[Way], way: Way) -> tuple[float, bool]:
         """What rounds that read prompts take, in units of the cost model, and whether it is foreseen. As far
         as none was measured with the way, they take as long as with the one that slows them least, but for
         what it should slow them, or does at other levels."""
@@ -282,7 +282,7 @@ class Governor(Generic[Way]):
                 rounds += both
         return 1 + slower / rounds
 
-    def _decoding(self, level: LoadLevel[Way], way: Way) -> float:
+    def _decoding(self, level: LoadBucket[Way], way: Way) -> float:
         """Its gain in decoding: what it gave and, as far as it was hardly tried, what it should give."""
         seen, (prior, weight) = level.decoding[way], self._prior(level, way)
         if way not in level.forecast:

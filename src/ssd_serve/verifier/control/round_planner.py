@@ -14,17 +14,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd_serve.base.messages import Price, Why
+from ssd_serve.base.messages import CostEstimate, DecisionReason
 from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.planning.budget import Rate, choose
+from ssd_serve.verifier.control.budget import Rate, choose
 from ssd_serve.base.cost import MAX_ROWS, CostTable, HostCost, Reading
-from ssd_serve.verifier.planning.decision import Decision
-from ssd_serve.verifier.planning.expectations import Expectations
-from ssd_serve.verifier.planning.forecast import Rightness
-from ssd_serve.verifier.planning.growth import GrowPolicy, Outlook
-from ssd_serve.verifier.planning.layout import Layout
-from ssd_serve.verifier.planning.placing import Governing, Placing
-from ssd_serve.verifier.planning.ranking import RankedNode, Ranking, rank
+from ssd_serve.verifier.control.decision import Decision
+from ssd_serve.verifier.control.forecast import ModeForecaster
+from ssd_serve.verifier.control.forecast import LevelAcceptance
+from ssd_serve.verifier.control.budget import WaitPolicy, RoundEstimate
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
+from ssd_serve.verifier.control.ranking import RankedNode, Ranking, rank
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
@@ -83,26 +83,26 @@ class _Pending(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Prospect:
+class _RoundCandidates:
     """A round of `requests` decoding requests as it would be now; `seconds` is what it takes with 0, 1, ...
     nodes."""
 
     requests: int
-    outlook: Outlook
+    outlook: RoundEstimate
     ranking: Ranking
     seconds: npt.NDArray[np.float64]
 
     @property
-    def without_nodes(self) -> Price:
+    def without_nodes(self) -> CostEstimate:
         """The round that verifies none."""
-        return Price(0, float(self.requests), float(self.seconds[0]))
+        return CostEstimate(0, float(self.requests), float(self.seconds[0]))
 
     @property
-    def with_one_node(self) -> Price | None:
+    def with_one_node(self) -> CostEstimate | None:
         """The round that verifies the best one; None where there is none, or no row for it."""
         if not self.ranking.nodes or len(self.seconds) < 2:
             return None
-        return Price(1, self.requests + self.ranking.nodes[0][0], float(self.seconds[1]))
+        return CostEstimate(1, self.requests + self.ranking.nodes[0][0], float(self.seconds[1]))
 
 
 class RoundPlanner:
@@ -113,22 +113,22 @@ class RoundPlanner:
         self,
         drafters: Drafters,
         cost: CostTable,
-        policy: GrowPolicy,
+        policy: WaitPolicy,
         bounds: DraftBounds,
         host: HostCost | None = None,
-        governing: Governing | None = None,
+        governing: ModeConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.placing = Placing(drafters, cost, policy, governing, clock)
+        self.placing = ExecutionPlanner(drafters, cost, policy, governing, clock)
         self.host = host or HostCost()
         self._drafters = drafters
         self._bounds = bounds
         self._rate = Rate()
         self._clock = clock
-        self._right = Rightness()
-        self._expectations: Expectations | None = None
+        self._right = LevelAcceptance()
+        self._expectations: ModeForecaster | None = None
         if governing is not None:
-            self._expectations = Expectations(
+            self._expectations = ModeForecaster(
                 drafters, self.placing, governing, bounds.width, self.host, self._right
             )
 
@@ -148,7 +148,7 @@ class RoundPlanner:
             self._expectations.begin(running, pending.context)
         self.placing.place(len(running), requests, pending.rows, pending.reading)
         if self.placing.reading:
-            return [], Decision(Layout.OFF, Why.PROMPTS, 0, 0.0)
+            return [], Decision(SpeculationMode.PLAIN, DecisionReason.PROMPTS, 0, 0.0)
         if not self._drafters.working or self._bounds.budget == 0:
             return [], self._undrafted(requests)
         waited_s, answers = 0.0, True
@@ -203,9 +203,9 @@ class RoundPlanner:
         self._rate.observe(round_.requests, round_.tokens, round_.total_s)
         self._right.observe(round_.tokens - round_.requests, round_.levels)
 
-    def _govern(self, round_: Round, governing: Governing) -> None:
+    def _govern(self, round_: Round, governing: ModeConfig) -> None:
         """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
-        cost, reading = governing.costs[Layout.OFF], round_.reading
+        cost, reading = governing.costs[SpeculationMode.PLAIN], round_.reading
         rows = round_.requests + round_.prompt_rows
         if not round_.prompts:
             plain_s = cost.first_seconds(rows, Reading(reading.context, reading.context))
@@ -225,32 +225,32 @@ class RoundPlanner:
         governor = governing.governor if governing is not None else None
         layout, other_s = self._drafters.layout, 0.0
         if self._bounds.budget == 0:
-            why = Why.OFF
-        elif governor is None or layout is not Layout.OFF or not self._drafters.alive:
-            why = Why.NO_DRAFTER
+            why = DecisionReason.OFF
+        elif governor is None or layout is not SpeculationMode.PLAIN or not self._drafters.alive:
+            why = DecisionReason.NO_DRAFTER
         else:
-            why = Why.TRYING if governor.trying else Why.SLOWER
+            why = DecisionReason.TRYING if governor.trying else DecisionReason.SLOWER
             mine, others = governor.standing()
             other_s = self._rate.seconds_a_round * mine / others if others else 0.0
         tokens, seconds = requests * self._rate.tokens_a_round, self._rate.seconds_a_round
-        chosen = Price(0, tokens, seconds) if tokens and seconds else None
-        other = Price(None, tokens, other_s) if tokens and other_s else None
+        chosen = CostEstimate(0, tokens, seconds) if tokens and seconds else None
+        other = CostEstimate(None, tokens, other_s) if tokens and other_s else None
         return Decision(layout, why, 0, 0.0, chosen, other)
 
-    def _drafted(self, prospect: _Prospect, waited_s: float, answers: bool) -> Decision:
+    def _drafted(self, prospect: _RoundCandidates, waited_s: float, answers: bool) -> Decision:
         """A round for which somebody drafts, though none of it may be there."""
         choice = prospect.outlook.choice
         if not choice.nodes:
             why = _why_none(prospect, answers)
         elif (governing := self.placing.governing) is not None and governing.governor.trying:
-            why = Why.TRYING
+            why = DecisionReason.TRYING
         else:
-            why = Why.PAYS
-        chosen = Price(choice.nodes, choice.tokens, choice.seconds)
+            why = DecisionReason.PAYS
+        chosen = CostEstimate(choice.nodes, choice.tokens, choice.seconds)
         other = prospect.without_nodes if choice.nodes else prospect.with_one_node
         return Decision(self._drafters.layout, why, choice.nodes, waited_s, chosen, other)
 
-    def _prospect(self, pending: _Pending, steps: int) -> _Prospect:
+    def _prospect(self, pending: _Pending, steps: int) -> _RoundCandidates:
         """The round as it would be now, after so many awaited draft steps."""
         bounds, requests = self._bounds, pending.requests
         rate = self._rate.value(len(pending.parts))  # who waits for a prompt waits too
@@ -266,8 +266,8 @@ class RoundPlanner:
         choice = choose(reaches, requests, seconds, rate, bounds.max_tpot_s)
         # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
         leaves = np.maximum(ranking.leaves - rate * row_s, 0.0)
-        outlook = Outlook(choice, leaves, rate, self._drafters.step_s, steps, ranking.missed)
-        return _Prospect(requests, outlook, ranking, seconds)
+        outlook = RoundEstimate(choice, leaves, rate, self._drafters.step_s, steps, ranking.missed)
+        return _RoundCandidates(requests, outlook, ranking, seconds)
 
     def _round_seconds(self, pending: _Pending, most: int) -> npt.NDArray[np.float64]:
         """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
@@ -277,18 +277,18 @@ class RoundPlanner:
         return forward_s + self.host.node_s * np.arange(most + 1)
 
 
-def _why_none(prospect: _Prospect, answers: bool) -> Why:
+def _why_none(prospect: _RoundCandidates, answers: bool) -> DecisionReason:
     """Why a round verifies no node though drafters work."""
     ranking = prospect.ranking
     if not prospect.requests:
-        return Why.PROMPTS
+        return DecisionReason.PROMPTS
     if not ranking.trees:
-        return Why.ENDING
+        return DecisionReason.ENDING
     if not ranking.nodes and ranking.missed:
-        return Why.NOTHING_DRAFTED if answers else Why.NO_DRAFTER
+        return DecisionReason.NOTHING_DRAFTED if answers else DecisionReason.NO_DRAFTER
     if len(prospect.seconds) < 2 and ranking.nodes:
-        return Why.FULL
-    return Why.LATE if prospect.outlook.choice.held_back else Why.NOT_WORTH
+        return DecisionReason.FULL
+    return DecisionReason.LATE if prospect.outlook.choice.held_back else DecisionReason.NOT_WORTH
 
 
 def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:

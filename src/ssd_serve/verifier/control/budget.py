@@ -1,0 +1,220 @@
+"""The budget: which nodes a round verifies, and whether to let the trees grow first.
+
+Both are one question under the measured cost model: does it raise the expected committed tokens per second?
+With a long-run rate `r` of tokens a second, time is worth `r` tokens a second (renewal reward): a node is
+verified when its reach exceeds `r` times the time that its row adds, and growth is awaited when the tokens
+that it should add exceed `r` times the wait. Plain numpy; knows no models and no messages.
+"""
+
+import math
+from dataclasses import dataclass
+import numpy as np
+import numpy.typing as npt
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChoice:
+    """How many of the best nodes to verify, and the tokens and seconds that the round should take."""
+
+    nodes: int
+    tokens: float
+    seconds: float
+    held_back: bool = False
+    """Whether more nodes would pay, but take longer than a token may."""
+
+
+def choose(
+    reaches: npt.NDArray[np.float64],
+    roots: int,
+    seconds: npt.NDArray[np.float64],
+    rate: float,
+    max_tpot_s: float = math.inf,
+) -> NodeChoice:
+    """Best number of nodes to verify beside `roots` roots.
+
+    `reaches` [nodes] falls; `seconds` [most + 1], most <= nodes, is what the round takes with 0, 1, ... most
+    nodes. `rate` is in tokens a second; 0 means unknown, then the round's own rate is maximised. Rounds in
+    which a request's token takes longer than `max_tpot_s` are left out, unless all do: then the shortest is
+    taken.
+    """
+    tokens = roots + np.concatenate(([0.0], np.cumsum(reaches[: len(seconds) - 1])))  # [most + 1]
+    value = tokens - rate * seconds if rate > 0 else tokens / np.maximum(seconds, 1e-9)
+    paying = 0
+    if max_tpot_s < math.inf:
+        paying = int(np.argmax(value))
+        tpot_s = seconds * roots / np.maximum(tokens, 1e-9)
+        kept = tpot_s <= max_tpot_s
+        value = np.where(kept, value, -np.inf) if kept.any() else -tpot_s
+    best = int(np.argmax(value))
+    return NodeChoice(best, float(tokens[best]), float(seconds[best]), best < paying)
+
+
+class Rate:
+    """Long-run committed tokens a second, as an average that follows the number of decoding requests."""
+
+    def __init__(self, memory: float = 0.05) -> None:
+        self._memory = memory
+        self._tokens_per_request = 0.0
+        self._seconds = 0.0
+
+    def observe(self, requests: int, tokens: float, seconds: float) -> None:
+        """A round of `requests` decoding requests committed `tokens` tokens in `seconds`, waits included."""
+        if requests == 0 or seconds <= 0:
+            return
+        each = tokens / requests
+        if self._seconds == 0.0:
+            self._tokens_per_request, self._seconds = each, seconds
+            return
+        self._tokens_per_request += self._memory * (each - self._tokens_per_request)
+        self._seconds += self._memory * (min(seconds, 3 * self._seconds) - self._seconds)
+
+    @property
+    def tokens_a_round(self) -> float:
+        """Committed tokens of a request in a round; 1 while unknown."""
+        return max(1.0, self._tokens_per_request)
+
+    @property
+    def seconds_a_round(self) -> float:
+        """Seconds of a round; 0 while unknown."""
+        return self._seconds
+
+    def value(self, requests: int) -> float:
+        """Tokens a second with `requests` decoding requests; 0 while unknown."""
+        return self._tokens_per_request * requests / self._seconds if self._seconds else 0.0
+
+
+class GrowthGain:
+    """How many expected tokens one draft step adds, as a share of the reach of the leaves that it can
+    expand."""
+
+    def __init__(self, share: float = 0.6) -> None:
+        self._prior = share
+        self.share = share
+
+    def expected(self, leaf_reaches: npt.NDArray[np.float64]) -> float:
+        """Tokens that expanding these leaves should add to the round."""
+        return self.share * float(leaf_reaches.sum())
+
+    def forget(self) -> None:
+        """Nothing was awaited: drift to the prior, so that one bad time does not end waiting for ever."""
+        self.share += 0.02 * (self._prior - self.share)
+
+    def observe(self, leaf_reach: float, added: float) -> None:
+        """Leaves of total reach `leaf_reach` were awaited; the round's expected tokens rose by `added`."""
+        if leaf_reach > 0.05:
+            self.share += 0.1 * (min(1.5, max(0.05, added / leaf_reach)) - self.share)
+
+
+_CONCURRENT_PRICE = 1.2
+_DOUBT, _MOST_DOUBT = 0.99, 0.5
+"""A price that was not paid is believed less with each round, but half of it at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEstimate:
+    """What a round looks like before it starts."""
+
+    choice: NodeChoice
+    leaves: npt.NDArray[np.float64]
+    """Reach of the leaves that one draft step could expand, best first, less the price of a row."""
+    rate: float
+    """Long-run tokens a second; 0 while unknown."""
+    step_s: float
+    """Seconds until one more draft step's growth is here."""
+    steps: int
+    """Draft steps already awaited in this round."""
+    missed: int = 0
+    """Decoding requests below whose root nothing has grown."""
+
+    def worth(self, rate: float) -> float:
+        """Expected tokens, less what the time of the round is worth: more nodes also make it longer."""
+        return self.choice.tokens - rate * self.choice.seconds
+
+
+class WaitPolicy(Protocol):
+    """Decides whether to wait for one more draft step."""
+
+    def wants(self, outlook: RoundEstimate) -> bool:
+        """Whether to wait."""
+        ...
+
+    def learn(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
+        """Something arrived after `waited_s` seconds."""
+        ...
+
+
+class CostBasedWait:
+    """Wait while the tokens that a step should add exceed what its time is worth at the long-run rate.
+
+    A drafter of its own (`concurrent`) is awaited after a miss only. What it would add below a hit it grows
+    during the forward anyway, and where the text passes there the next round finds it ready: in simulated
+    time, waiting after hits lost a tenth at temperature 0 and won nothing at 1. It is also a little dearer
+    than its time (`_CONCURRENT_PRICE`). A synchronous drafter stands still while the target works, and nobody
+    learns what its steps take while it is not awaited: it is tried again now and then (`_DOUBT`).
+    """
+
+    def __init__(self, concurrent: bool = False, max_steps: int = 16) -> None:
+        self._gain = GrowthGain()
+        self._concurrent = concurrent
+        self._max_steps = max_steps
+        self._declined = 0
+        """Rounds since it was awaited last, where it is synchronous."""
+        self._awaited = False
+        """In this round, or in the last one that could have."""
+
+    def wants(self, outlook: RoundEstimate) -> bool:
+        """Whether the expected gain of one more step exceeds its price."""
+        if outlook.steps >= self._max_steps or outlook.step_s <= 0 or not len(outlook.leaves):
+            return False
+        if self._concurrent and outlook.steps == 0 and not outlook.missed:
+            return False  # later steps are asked for only where the first one was
+        rate = outlook.rate or outlook.choice.tokens / max(outlook.choice.seconds, 1e-9)
+        pays = self._gain.expected(outlook.leaves) > self._price(outlook.steps) * rate * outlook.step_s
+        if not pays:
+            self._gain.forget()
+        self._awaited = pays or outlook.steps > 0
+        return pays
+
+    def _price(self, steps: int) -> float:
+        """Of a step's time. Whoever is tried again is tried for the whole round: the first step may have a
+        text to read, and only the next ones tell what a step takes."""
+        if self._concurrent:
+            return _CONCURRENT_PRICE
+        if not steps:
+            self._declined = 0 if self._awaited else self._declined + 1
+        return max(_MOST_DOUBT, _DOUBT**self._declined)
+
+    def learn(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
+        """Adjust the share of the leaves' reach by which a whole step makes the round worth more."""
+        steps = 1.0
+        if self._concurrent:  # what arrives may have been half done already
+            steps = min(2.0, max(0.3, waited_s / before.step_s))
+        added = after.worth(before.rate) - before.worth(before.rate)
+        self._gain.observe(steps * float(before.leaves.sum()), added)
+
+
+class NoWait:
+    """Verify at once what is there."""
+
+    def wants(self, outlook: RoundEstimate) -> bool:
+        """Never."""
+        del outlook
+        return False
+
+    def learn(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
+        """Nothing to learn."""
+
+
+class FixedSteps:
+    """Exactly `steps` draft steps a round: the synchronous baseline with a fixed draft length."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def wants(self, outlook: RoundEstimate) -> bool:
+        """Whether the fixed number is not reached yet and anything can still grow."""
+        return outlook.steps < self._steps and len(outlook.leaves) > 0
+
+    def learn(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
+        """Nothing to learn."""
