@@ -4,7 +4,6 @@ Before anything is downloaded its size is compared with the free disk and memory
 names of files that matter; knows nothing of what is in them.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -248,22 +247,3 @@ def _explain(model: HubId, error: HfHubHTTPError) -> str:
             "HF_TOKEN is missing or has no right to it"
         )
     return f"the hub answered {status} for {model}: {error}"
-
-
-_ENDS_BYTES = 1 << 20
-
-
-def fingerprint(folder: Path) -> str:
-    """16 hexadecimal digits, from `config.json` and the names, sizes and both ends of the weights' files."""
-    digest = hashlib.sha256()
-    config = folder / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_ENDS_BYTES))
-            file.seek(max(0, size - _ENDS_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
