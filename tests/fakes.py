@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.messages import (
     Committed,
     Figures,
@@ -32,7 +33,6 @@ from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.execution import Cores
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.scheduler import SchedulerLimits
 
 VOCABULARY = 40
 EOS = 0
@@ -202,11 +202,15 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
             drafters=Drafters(HELLO, clock=lambda: 0.0),
             cost=FixedCost(),
             slots=case.slots,
-            limits=SchedulerLimits(case.max_running, case.max_waiting, case.prefill_chunk),
-            prefix_cache=case.prefix,
-            budget=case.budget,
-            draft_width=case.growth.width,
-            tree_nodes=case.growth.nodes,
+            config=EngineConfig(
+                max_running=case.max_running,
+                max_waiting=case.max_waiting,
+                prefill_chunk=case.prefill_chunk,
+                prefix_cache=case.prefix,
+                budget=case.budget,
+                draft_width=case.growth.width,
+                tree_nodes=case.growth.nodes,
+            ),
             policy=case.policy(),
             noise=NoiseRows(VOCABULARY, 4096),
         )

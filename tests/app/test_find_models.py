@@ -8,6 +8,7 @@ from ssd_serve.app import find_models as finding
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.hub_id import HubId, hub_id, pinned, without_revision
 from ssd_serve.base.settings import Settings
+from ssd_serve.cluster.placement import PinnedModels
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -28,17 +29,15 @@ def test_hub_ids_get_the_commit_that_was_found(monkeypatch: pytest.MonkeyPatch) 
     asked = Settings(target="a/b@main", draft="c/d, ./e/f", mode=Mode.SSD)
     found = finding.find_models(asked, lambda _line: None)
     assert found.target == snapshot("a/b")
-    assert found.settings.target == f"a/b@{COMMIT}"
-    assert found.settings.draft_models == (f"c/d@{COMMIT}", "./e/f")
-    assert found.settings.model_copy(update={"target": asked.target, "draft": asked.draft}) == asked
+    assert found.names == PinnedModels(f"a/b@{COMMIT}", (f"c/d@{COMMIT}", "./e/f"))
 
 
 def test_folders_and_the_embedded_pair_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "resolve_model", resolved)
     for target, draft in (("embedded", None), ("/models/x", "/models/y"), ("./a/b", None)):
-        found = finding.find_models(Settings(target=target, draft=draft), lambda _line: None)
-        assert found.settings.target == target
-        assert found.settings.draft_models == Settings(target=target, draft=draft).draft_models
+        asked = Settings(target=target, draft=draft)
+        found = finding.find_models(asked, lambda _line: None)
+        assert found.names == PinnedModels(target, asked.drafts)
 
 
 def test_names_of_the_hub() -> None:

@@ -12,7 +12,7 @@ import torch
 from ssd_serve.app.cli.main import main
 from ssd_serve.base.devices import Device, Machine
 from ssd_serve.base.draft_messages import Open
-from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.base.settings import Settings
@@ -131,7 +131,11 @@ def test_beside_a_gpu_it_computes_on_cores(gpu: str) -> None:
 
 
 def test_the_drafter_grows_on_the_gpu_until_children_are_read(gpu: str) -> None:
-    grow(assemble_drafter(Settings(draft=EMBEDDED, draft_kv_memory_mb=64), "drafter", gpu, None).core)
+    grow(
+        assemble_drafter(
+            Settings(draft=EMBEDDED, draft_kv_memory_mb=64).engine_config(), "drafter", gpu, None
+        ).core
+    )
 
 
 def grow(core: DrafterCore) -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.base.devices import Device, Machine, parse_device
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import EngineConfig, Mode, config_from_json
 from ssd_serve.base.errors import CheckpointError, SettingsError
-from ssd_serve.base.settings import Settings, of_rank
-from ssd_serve.cluster.placement import Placement, of_drafter, place, resolved
+from ssd_serve.base.settings import Settings
+from ssd_serve.cluster.placement import Placement, place, resolve_config
 
 
 def cpu(*cores: int) -> Device:
@@ -106,9 +106,9 @@ def test_a_draft_is_looked_at_only_where_its_size_decides(tmp_path: Path) -> Non
 def test_no_draft_model_means_lookup_and_no_draft_plain_decoding() -> None:
     lookup, nothing = Settings(target="/m"), Settings(target="/m", draft="none")
     assert place(lookup, machine(8, 2)).mode is Mode.SD
-    assert resolved(lookup, place(lookup, machine(8))).drafts == ("ngram",)
+    assert resolve_config(lookup, place(lookup, machine(8))).drafts == ("ngram",)
     assert place(nothing, machine(8)).mode is Mode.AR
-    assert resolved(nothing, place(nothing, machine(8))).drafts == ()
+    assert resolve_config(nothing, place(nothing, machine(8))).drafts == ()
     with pytest.raises(SettingsError, match=r"needs a draft model for its own device.*SSD_MODE=sd"):
         place(lookup.model_copy(update={"mode": Mode.SSD}), machine(8))
     with pytest.raises(SettingsError, match=r"mode sd needs a draft: .*SSD_MODE=ar"):
@@ -119,9 +119,9 @@ def test_a_lookup_needs_no_drafter_and_no_device() -> None:
     settings = Settings(target="t", draft="a,ngram,b")
     placement = place(settings, machine(8))
     assert (placement.mode, placement.draft) == (Mode.SSD, cpu(6, 7))
-    mine = resolved(settings, placement)
+    mine = resolve_config(settings, placement)
     assert mine.drafts == ("a", "ngram", "b")
-    assert [of_drafter(mine, index).drafts for index in range(2)] == [("a",), ("b",)]
+    assert [mine.for_drafter(index).drafts for index in range(2)] == [("a",), ("b",)]
 
 
 def test_the_other_process_moves_out_of_the_way_of_a_chosen_device() -> None:
@@ -147,10 +147,9 @@ def test_every_machine_gets_a_placement_that_workers_can_read(cores: int, gpus: 
     assert (placement.draft is not None) == (placement.mode is Mode.SSD)
     if cores >= 2:
         assert not placement.shares_a_device
-    settings = resolved(Settings(mode=mode), placement)
-    again = Settings.model_validate_json(settings.model_dump_json())
-    assert again == settings
-    assert again.target_device is not None
+    config = resolve_config(Settings(mode=mode), placement)
+    again = config_from_json(config.to_json())
+    assert again == config
     assert parse_device(again.target_device) == placement.target
 
 
@@ -231,8 +230,8 @@ def test_ranks_that_cannot_be_placed(settings: Settings, message: str) -> None:
 )
 def test_ranks_divide_a_device(device: str, ranks: int, parts: list[str]) -> None:
     assert [str(part) for part in parse_device(device).split(ranks)] == parts
-    settings = Settings(target_device=device, tensor_parallel=ranks)
-    assert [of_rank(settings, rank).target_device for rank in range(ranks)] == parts
+    config = EngineConfig(target_device=device, tensor_parallel=ranks)
+    assert [config.rank_device(rank) for rank in range(ranks)] == parts
 
 
 def test_several_gpus_are_no_device_of_one_process() -> None:
@@ -269,12 +268,14 @@ def test_drafters_divide_their_device_and_take_the_draft_models_by_turns() -> No
         tensor_parallel=4,
         draft_device="cuda:4,5,6,7",
     )
-    whole = resolved(settings, place(settings, machine(8, 8)))
-    each = [of_drafter(whole, index) for index in range(4)]
+    whole = resolve_config(settings, place(settings, machine(8, 8)))
+    each = [whole.for_drafter(index) for index in range(4)]
     assert [one.draft_device for one in each] == ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]
     assert [one.draft_models for one in each] == [("a",), ("b",), ("a",), ("b",)]
     cores = Settings(mode=Mode.SSD, drafters=3, target_device="cpu:0", draft_device="cpu:2-5")
-    parts = [of_drafter(resolved(cores, place(cores, machine(6))), index).draft_device for index in range(3)]
+    parts = [
+        resolve_config(cores, place(cores, machine(6))).for_drafter(index).draft_device for index in range(3)
+    ]
     assert parts == ["cpu:2", "cpu:3", "cpu:4-5"]
 
 
@@ -282,20 +283,20 @@ def test_each_draft_model_has_a_drafter_where_nothing_is_said() -> None:
     settings = Settings(mode=Mode.SSD, target="t", draft="a,b,c")
     assert settings.drafter_count == 3
     assert place(settings, machine(8)).draft == cpu(5, 6, 7)
-    assert resolved(settings, place(settings, machine(8))).draft_models == ("a", "b", "c")
-    assert settings.joining_drafters == 3
+    assert resolve_config(settings, place(settings, machine(8))).draft_models == ("a", "b", "c")
+    assert settings.engine_config().joining_drafters == 3
     synchronous = Settings(mode=Mode.SD, target="t", draft="a,b")
-    assert resolved(synchronous, place(synchronous, machine(2))).draft_models == ("a", "b")
+    assert resolve_config(synchronous, place(synchronous, machine(2))).draft_models == ("a", "b")
 
 
 def test_fewer_drafter_processes_than_draft_models_share_them() -> None:
     settings = Settings(mode=Mode.SSD, target="t", draft="a,b,c", drafters=2)
-    whole = resolved(settings, place(settings, machine(8)))
+    whole = resolve_config(settings, place(settings, machine(8)))
     assert whole.draft_device == "cpu:6-7"
-    assert [of_drafter(whole, index).draft_models for index in range(2)] == [("a", "c"), ("b",)]
-    assert settings.joining_drafters == 3
-    assert Settings(mode=Mode.SSD, target="t", draft="a,b", drafters=5).joining_drafters == 5
-    assert Settings(mode=Mode.SSD, target="t", draft="a,b", drafters=0).joining_drafters == 0
+    assert [whole.for_drafter(index).draft_models for index in range(2)] == [("a", "c"), ("b",)]
+    assert settings.engine_config().joining_drafters == 3
+    assert Settings(mode=Mode.SSD, target="t", draft="a,b", drafters=5).engine_config().joining_drafters == 5
+    assert Settings(mode=Mode.SSD, target="t", draft="a,b", drafters=0).engine_config().joining_drafters == 0
 
 
 @pytest.mark.parametrize(
@@ -317,4 +318,4 @@ def test_without_drafters_of_its_own_the_target_has_all_cores_and_others_may_joi
     address = "tcp://127.0.0.1:4711"
     settings = Settings(target="t", drafters=0, drafter_address=address, cluster_key="a key of the tests")
     assert place(settings, machine(4)) == Placement(Mode.SSD, cpu(0, 1, 2, 3), None, cpu(0, 1, 2, 3))
-    assert resolved(settings, place(settings, machine(4))).draft is None
+    assert resolve_config(settings, place(settings, machine(4))).drafts == ()

@@ -28,7 +28,7 @@ def test_a_stranger_at_the_port_of_a_verifier_that_died_is_not_the_end(
         "_crew": SimpleNamespace(addresses=object()),
         "_cluster": SimpleNamespace(ray=None),
         "_supervisor": SimpleNamespace(over=False, failure=None),
-        "_orders": SimpleNamespace(cluster_key="a key of the tests"),
+        "_key": "a key of the tests",
     }
     for name, part in parts.items():
         setattr(engine, name, part)

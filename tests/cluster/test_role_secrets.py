@@ -9,9 +9,10 @@ from typing import cast
 
 import pytest
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.settings import SECRETS, Settings
 from ssd_serve.cluster.local.process import WorkerPlan, start_worker
-from ssd_serve.cluster.role_secrets import blanked_secrets, hidden_secrets, settings_for, without_secrets
+from ssd_serve.cluster.role_secrets import blanked_secrets, config_for, hidden_secrets, without_secrets
 
 EVERYTHING = {name: f"the secret {name} of 16 and more" for name in SECRETS}
 VARIABLES = {f"SSD_{name.upper()}": text for name, text in EVERYTHING.items()} | {
@@ -23,28 +24,27 @@ VARIABLES = {f"SSD_{name.upper()}": text for name, text in EVERYTHING.items()} |
 HUB = "owner/name"
 
 
-def all_secrets(**others: object) -> Settings:
-    """Settings in which every secret is set."""
-    return Settings.model_validate({**EVERYTHING, "api_keys_file": Path("/the secret file"), **others})
+def all_secrets(**others: object) -> EngineConfig:
+    """A configuration from settings in which every secret is set."""
+    named = {**EVERYTHING, "api_keys_file": Path("/the secret file"), **others}
+    return Settings.model_validate(named).engine_config()
 
 
-def told(settings: Settings) -> set[str]:
-    """The secrets that are in settings."""
-    assert settings.api_keys_file is None
-    return {name for name in SECRETS if getattr(settings, name) is not None}
+def secrets_in(config: EngineConfig) -> set[str]:
+    return {name for name in SECRETS if getattr(config, name, None) is not None}
 
 
 @pytest.mark.parametrize("name", ["verifier", "rank-1", "drafter-0"])
 def test_workers_of_this_machine_get_none(name: str) -> None:
-    settings = all_secrets(target=HUB, draft=HUB)  # the models are here before they start
-    assert told(settings_for(name, settings)) == set()
+    config = all_secrets(target=HUB, draft=HUB)  # the models are here before they start
+    assert secrets_in(config_for(name, config)) == set()
 
 
 def test_a_verifier_whom_others_may_join_gets_their_key() -> None:
-    settings = all_secrets(drafter_address="tcp://127.0.0.1:4711")
-    assert told(settings_for("verifier", settings)) == {"cluster_key"}
-    assert told(settings_for("rank-1", settings)) == set()
-    assert told(settings_for("drafter-0", settings)) == set()
+    config = all_secrets(drafter_address="tcp://127.0.0.1:4711")
+    assert secrets_in(config_for("verifier", config)) == {"cluster_key"}
+    assert secrets_in(config_for("rank-1", config)) == set()
+    assert secrets_in(config_for("drafter-0", config)) == set()
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_a_verifier_whom_others_may_join_gets_their_key() -> None:
 def test_elsewhere_the_hubs_token_goes_to_those_who_download(
     name: str, target: str, draft: str, secrets: set[str]
 ) -> None:
-    settings = all_secrets(target=target, draft=draft)
-    assert told(settings_for(name, settings, elsewhere=True)) == secrets
+    config = all_secrets(target=target, draft=draft)
+    assert secrets_in(config_for(name, config, elsewhere=True)) == secrets
 
 
 def test_all_else_is_as_it_was() -> None:
-    settings = Settings(target="/t", draft="/d", max_running=3)
-    assert settings_for("drafter-0", settings) == settings
+    config = Settings(target="/t", draft="/d", max_running=3).engine_config()
+    assert config_for("drafter-0", config) == config
 
 
 def test_no_secret_of_a_later_version_is_forgotten() -> None:
@@ -111,10 +111,3 @@ def test_a_real_worker_sees_no_secret(name: str, tmp_path: Path, monkeypatch: py
         worker.stop()
     assert environment["PATH"]
     assert not any("the secret" in text for text in seen)
-
-
-def test_settings_from_a_parent_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, text in VARIABLES.items():
-        monkeypatch.setenv(variable, text)
-    line = settings_for("drafter-0", all_secrets()).model_dump_json()
-    assert told(Settings.model_validate_json(line)) == set()

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.messages import Progress
 from ssd_serve.base.settings import Settings
@@ -79,6 +80,10 @@ class _Broken:
     def close(self) -> None: ...
 
 
+def start(plan: WorkerPlan) -> WorkerProcess:
+    return start_worker(plan, EngineConfig())
+
+
 class _Short:
     """Starts workers, but for a while whatever is asked finds no descriptor."""
 
@@ -99,17 +104,17 @@ class _Short:
 
     def close(self) -> None: ...
 
-    def start(self, plan: WorkerPlan, settings: Settings) -> WorkerProcess:
+    def start(self, plan: WorkerPlan) -> WorkerProcess:
         self.starts += 1
         if self.starts in (2, 3):
             raise OSError(errno.EMFILE, "Too many open files")
-        return start_worker(plan, settings)
+        return start(plan)
 
 
 def test_a_shortage_ends_no_supervision_and_a_worker_is_started_when_it_is_over() -> None:
     plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
     short = _Short()
-    supervisor = Supervisor([plan], Settings(mode=Mode.AR), QUIET, pulses=short, starter=short.start)
+    supervisor = Supervisor([plan], short.start, QUIET, pulses=short)
     supervisor.start()
     supervisor.target_is_ready()
     until(lambda: short.looks > 5)
@@ -123,7 +128,7 @@ def test_a_shortage_ends_no_supervision_and_a_worker_is_started_when_it_is_over(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_whoever_waits_hears_that_nobody_is_watched_any_more() -> None:
     plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
-    supervisor = Supervisor([plan], Settings(mode=Mode.AR), QUIET, pulses=_Broken())
+    supervisor = Supervisor([plan], start, QUIET, pulses=_Broken())
     supervisor.start()
     failure = supervisor.await_failure(20.0)
     supervisor.stop()
@@ -219,7 +224,7 @@ def test_a_verifier_that_beats_but_says_nothing_comes_back_unless_it_computes() 
     for behaviour in ("sleep", "compute"):
         plan = WorkerPlan("verifier", tuple(workers(verifier=behaviour)("verifier")), vital=True)
         suspicion = HangDetector(look_s=3.0)
-        supervisors.append(Supervisor([plan], Settings(mode=Mode.AR), QUIET, suspicion=suspicion))
+        supervisors.append(Supervisor([plan], start, QUIET, suspicion=suspicion))
     idle, busy = supervisors
     for each in supervisors:
         each.start()

@@ -30,7 +30,7 @@ def settings(draft: str) -> Settings:
 
 
 def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
-    whole, part = (assemble_drafter(settings(draft), "d0", "cpu", None) for draft in ("embedded", "self:2"))
+    whole, part = (assemble_drafter(settings(draft).engine_config(), "d0", "cpu", None) for draft in ("embedded", "self:2"))
     assert (whole.hello.source, part.hello.source) == ("embedded", "self:2")
     same = [replace(each.hello, source="", instance=0, step_ms=0.0, prefill_ms=0.0) for each in (whole, part)]
     assert same[0] == same[1]
@@ -52,7 +52,7 @@ def test_a_source_that_does_not_say_how_long_it_reads_takes_a_row_of_its_widest_
 @pytest.mark.parametrize(("keeps", "kept"), [(True, 1), (False, 16)])
 def test_a_drafter_keeps_to_grammars_unless_it_shall_not(keeps: bool, kept: int) -> None:
     named = settings("embedded").model_copy(update={"draft_grammars": keeps})
-    core = assemble_drafter(named, "d0", "cpu", None).core
+    core = assemble_drafter(named.engine_config(), "d0", "cpu", None).core
     forced = SamplingParameters(temperature=0.0, grammar=serialize_parts(from_choices(["\n"])))
     numbers = itertools.count(1)
 
@@ -71,7 +71,7 @@ def test_a_drafter_keeps_to_grammars_unless_it_shall_not(keeps: bool, kept: int)
 def grown(target: Path, draft: Path) -> tuple[Hello, list[int], list[float]]:
     """Who says what of the first node."""
     named = settings(str(draft)).model_copy(update={"target": str(target)})
-    drafter = assemble_drafter(named, "d0", "cpu", None)
+    drafter = assemble_drafter(named.engine_config(), "d0", "cpu", None)
     drafter.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))
     (growth,) = drafter.core.step()
     tokens = np.frombuffer(growth.tokens, dtype="<i4").tolist()
@@ -121,4 +121,4 @@ def _renumber(folder: Path) -> None:
 
 def test_without_a_model_there_is_no_drafter() -> None:
     with pytest.raises(SettingsError, match="there is no draft model"):
-        assemble_drafter(settings("ngram"), "d0", "cpu", None)
+        assemble_drafter(settings("ngram").engine_config(), "d0", "cpu", None)

@@ -10,6 +10,7 @@ import pytest
 from ssd_serve.base.draft_messages import Open
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.settings import Settings
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
@@ -72,7 +73,7 @@ def test_a_drafter_is_put_together_on_its_device(folder: Path) -> None:
     grown: list[bytes] = []
     for device, there in PLACES:
         with there():
-            core = assemble_drafter(settings, "drafter", device, None).core
+            core = assemble_drafter(settings.engine_config(), "drafter", device, None).core
             core.handle(Open(1, 0, PROMPT, (), parameters, 3, 17))
             (growth,) = core.step()
             grown.append(growth.tokens)
@@ -83,7 +84,7 @@ def test_its_kv_cache_follows_the_memory_of_its_device(folder: Path, monkeypatch
     asked: list[int] = []
 
     def load(
-        _settings: Settings, _path: Path, _device: str, slots: int, *_: object, layers: int | None
+        _config: EngineConfig, _path: Path, _device: str, slots: int, *_: object, layers: int | None
     ) -> Model:
         assert layers is None
         asked.append(slots)
@@ -100,7 +101,7 @@ def test_its_kv_cache_follows_the_memory_of_its_device(folder: Path, monkeypatch
         (shared, DEVICE, 10 << 30),  # of which a target takes its share at the same time
     ):
         with pytest.raises(CheckpointError), pretended_device(memory) if memory else nullcontext():
-            assemble_drafter(wish, "drafter", device, None)
+            assemble_drafter(wish.engine_config(), "drafter", device, None)
     assert asked[1] == 4 * asked[0]
     # A tenth of what the weights leave.
     assert 3.9 < asked[2] / asked[1] < 4.0

@@ -57,7 +57,7 @@ def test_what_stands_before_models_stands_before_a_head_too(head: Path) -> None:
         draft_width=4,
         model_wrapper=f"{__name__}:Counted:here",
     )
-    drafter = assemble_drafter(settings, "d0", "cpu", None)
+    drafter = assemble_drafter(settings.engine_config(), "d0", "cpu", None)
     measured = Counted.rows
     assert measured == Counted.with_vectors > 0
     drafter.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))

@@ -16,7 +16,7 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.lookup_channel import LookupChannel, lookup_channel
 from ssd_serve.verifier.control.decision import SpeculationMode
@@ -30,7 +30,7 @@ def opening(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 100) -> Open:
 
 
 def make() -> LookupChannel:
-    channel = lookup_channel("ngram", Settings(draft_fan_out=2, draft_depth=2), HELLO, (EOS,))
+    channel = lookup_channel("ngram", EngineConfig(draft_fan_out=2, draft_depth=2), HELLO, (EOS,))
     (hello,) = channel.receive()
     assert isinstance(hello, Hello)
     assert (hello.name, hello.source, hello.step_ms) == ("ngram", "ngram", 0.0)
@@ -80,7 +80,7 @@ def test_nothing_grows_beyond_the_end_of_a_text() -> None:
 
 def test_suffix_looks_into_texts_that_are_over_and_ngram_does_not() -> None:
     for name, found in (("ngram", []), ("suffix", [2])):
-        channel = lookup_channel(name, Settings(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
+        channel = lookup_channel(name, EngineConfig(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
         channel.receive()
         channel.send(opening((1, 2, 3, 4, 5, 6)))
         channel.send(Close(1, 1))
@@ -105,7 +105,7 @@ def test_only_who_answers_at_once_is_told_a_salt() -> None:
         channel.send = heard
         return channel
 
-    instant = lookup_channel("suffix", Settings(), HELLO, (EOS,))
+    instant = lookup_channel("suffix", EngineConfig(), HELLO, (EOS,))
     engine.drafters.connect(listening(instant, "instant"), synchronous=True)
     inline = InlineChannel(make_core(Case()), HELLO)
     engine.drafters.connect(listening(inline, "inline"), synchronous=True)
@@ -121,7 +121,7 @@ def test_only_who_answers_at_once_is_told_a_salt() -> None:
 def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> None:
     case = Case(slots=4096)
     engine, _ = make_engine(case)
-    engine.drafters.connect(lookup_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
+    engine.drafters.connect(lookup_channel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
     outputs = run(engine, mixed_requests(count))
     expected = run(make_engine(case)[0], mixed_requests(count))
     assert {n: each.tokens for n, each in outputs.items()} == {n: each.tokens for n, each in expected.items()}
@@ -131,7 +131,7 @@ def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> N
 
 def test_it_works_in_every_layout_that_drafts_and_nobody_waits_for_it() -> None:
     engine, _ = make_engine(Case())
-    engine.drafters.connect(lookup_channel("ngram", Settings(), HELLO, (EOS,)), synchronous=True)
+    engine.drafters.connect(lookup_channel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
     for layout, works in ((SpeculationMode.PLAIN, False), (SpeculationMode.ASYNC, True), (SpeculationMode.SYNC, True)):
         engine.drafters.use(layout)
         engine.drafters.drain({})

@@ -8,7 +8,7 @@ import pytest
 
 from ssd_serve.base.errors import CheckpointError, SettingsError
 from ssd_serve.base.logs import get_logger
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.sources import registry
 from ssd_serve.drafter.sources.loading import SourceConfig
 from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, load_source
@@ -36,7 +36,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loaded(name: str, folder: Path | None) -> Any:
     order = SourceConfig(
-        settings=Settings(), folder=folder, device="cpu", native=None, log=get_logger("d0"), widths=[4]
+        config=EngineConfig(), folder=folder, device="cpu", native=None, log=get_logger("d0"), widths=[4]
     )
     return load_source(name, order)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.kernels.native import library
 from ssd_serve.kernels.native.library import (
     INT,
@@ -133,8 +133,8 @@ def test_a_lock_that_is_a_link_costs_only_speed(tmp_path: Path, compiler: list[s
 @pytest.mark.slow
 @pytest.mark.usefixtures("native")
 def test_settings_can_switch_the_kernels_off(tmp_path: Path) -> None:
-    assert native_library(Settings(cache_dir=tmp_path, native_kernels=False)) is None
+    assert native_library(EngineConfig(cache_dir=tmp_path, native_kernels=False)) is None
     assert not list(tmp_path.iterdir())
-    found = native_library(Settings(cache_dir=tmp_path))
+    found = native_library(EngineConfig(cache_dir=tmp_path))
     assert found is not None
     assert found.function("ssd_can_multiply_bf16", result=INT)() in (0, 1)

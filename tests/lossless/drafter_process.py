@@ -20,7 +20,7 @@ def drafter_process(settings: Settings, engine: Engine, run_dir: Path) -> Genera
     place = make_run_dir(run_dir)
     listener = Listener.unix(place.drafter_socket)
     command = worker_command("drafter", "drafter-0", place.drafter_socket)
-    worker = start_worker(WorkerPlan("drafter-0", command), settings)
+    worker = start_worker(WorkerPlan("drafter-0", command), settings.engine_config())
     try:
         deadline = time.monotonic() + _JOIN_S
         while not engine.drafters.alive:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.devices import Device
 from ssd_serve.drafter.inline import InlineChannel
@@ -102,15 +103,16 @@ def governed(governor: ModeController[SpeculationMode]) -> Engine:
     return engine
 
 
-def dear(max_tpot_s: float = math.inf, rate: float = 0.0) -> Engine:
+def dear(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
     """Where nodes are dear, and rounds gave so many tokens a second until now."""
     parts = EngineParts(
         model=FakeModel(4096),
         drafters=Drafters(HELLO, clock=lambda: 0.0),
         cost=DearRows(),
         slots=4096,
-        limits=SchedulerLimits(16, 1000, 32),
-        max_tpot_s=max_tpot_s,
+        config=EngineConfig(
+            max_running=16, max_waiting=1000, prefill_chunk=32, tpot_target_ms=tpot_target_ms
+        ),
         policy=FixedSteps(2),
         planner_kind=Unlearning,
     )
@@ -166,7 +168,7 @@ SCENARIOS: dict[DecisionReason, Callable[[], Iterator[Decision]]] = {
     DecisionReason.ENDING: lambda: decisions(inline(engine_of()), submit(1, 3, 2)),
     DecisionReason.NOTHING_DRAFTED: lambda: decisions(silent(engine_of(NoWait))),
     DecisionReason.FULL: beside_a_long_prompt,
-    DecisionReason.LATE: lambda: decisions(dear(max_tpot_s=0.0105, rate=0.1)),
+    DecisionReason.LATE: lambda: decisions(dear(tpot_target_ms=10.5, rate=0.1)),
     DecisionReason.NOT_WORTH: lambda: decisions(dear()),
     DecisionReason.MEMORY: lambda: decisions(short_of_memory()),
     DecisionReason.SLOTS: lambda: decisions(inline(engine_of(slots=40)), *(submit(n, 8, 10) for n in range(3))),

@@ -65,7 +65,7 @@ def outputs(
         for number, each in enumerate(asked if backend == "sdpa" else asked[:2])
     ]
     with there():
-        verifier = assemble_verifier(settings, lambda _: None)
+        verifier = assemble_verifier(settings.engine_config(), lambda _: None)
         assert verifier.facts.device == device
         assembled()
         found = run(verifier.engine, submits)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.slots import SlotTable
@@ -60,7 +61,7 @@ def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
             drafters=Drafters(HELLO, clock=lambda: 0.0),
             cost=FixedCost(),
             slots=slots,
-            limits=SchedulerLimits(8, 100, chunk),
+            config=EngineConfig(max_running=8, max_waiting=100, prefill_chunk=chunk),
             policy=FixedSteps(3),
             features=FeatureStore(LAYERS, limit, slots),
         )

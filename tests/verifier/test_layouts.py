@@ -171,7 +171,7 @@ def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
         cache_dir=tmp_path / "cache",
         max_running=4,
     )
-    assembly.assemble_verifier(settings, lambda _: None)
+    assembly.assemble_verifier(settings.engine_config(), lambda _: None)
     assert loaded_in == [SpeculationMode.SYNC]
     assert entered[-1] is SpeculationMode.ASYNC, "it begins beside its drafter"
 
@@ -189,7 +189,7 @@ def test_where_the_target_may_be_alone_drafts_are_made_inline_too(tmp_path: Path
     )
     for alone, layouts in ((None, {SpeculationMode.ASYNC, SpeculationMode.PLAIN}), ("cpu:0", set(SpeculationMode))):
         own = settings.model_copy(update={"target_device_alone": alone})
-        engine = assembly.assemble_verifier(own, lambda _: None).engine
+        engine = assembly.assemble_verifier(own.engine_config(), lambda _: None).engine
         governing = engine.planner.placing.governing
         assert governing is not None
         assert set(governing.costs) == layouts

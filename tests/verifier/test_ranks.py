@@ -24,4 +24,4 @@ class Met(LeadingRank):
 def test_the_poorest_rank_decides_how_many_slots_there_are() -> None:
     settings = Settings(target=EMBEDDED, mode=Mode.AR, tensor_parallel=2)
     with pytest.raises(MemoryShortError, match="tokens of KV cache, too few for one request"):
-        assemble_verifier(settings, print, ranks=Met(8 << 20))
+        assemble_verifier(settings.engine_config(), print, ranks=Met(8 << 20))

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.hub_id import pinned
 from ssd_serve.base.setting_values import LOOKUPS
 from ssd_serve.base.settings import Settings
+from ssd_serve.cluster.placement import PinnedModels
 from ssd_serve.drafter.sources.registry import is_source, self_draft_layers
 from ssd_serve.models.hub import Role, resolve_model
 from ssd_serve.sampling.validation import model_defaults
@@ -20,13 +21,10 @@ from ssd_serve.sampling.validation import model_defaults
 
 @dataclass(frozen=True, slots=True)
 class FoundModels:
-    """Folders of the models, and settings that name them."""
+    """The target's folder, and the names by which workers find the same files."""
 
-    settings: Settings
-    """Those that asked, with the commit of each hub id: workers take the same files, also when they are
-    started again after the hub has got newer ones, and need neither network nor token for it."""
     target: Path
-    """The target's folder."""
+    names: PinnedModels
 
 
 def find_models(
@@ -49,17 +47,15 @@ def find_models(
             ask_hub=True,
         )
 
-    update: dict[str, object] = {}
+    drafts: list[str] = []
     if settings.mode is not Mode.AR:
         drafts = [
             name if _needs_no_files(name) else pinned(name, find(name, "draft")) for name in settings.drafts
         ]
-        update["draft"] = ",".join(drafts) or settings.draft
     target = find(settings.target, "target")
     if settings.generation_config == "auto":
         model_defaults(target)  # whatever is wrong with them is told before anything is started
-    update["target"] = pinned(settings.target, target)
-    return FoundModels(settings.model_copy(update=update), target)
+    return FoundModels(target, PinnedModels(pinned(settings.target, target), tuple(drafts)))
 
 
 def _needs_no_files(draft: str) -> bool:

@@ -170,7 +170,7 @@ class ServerReplica:
         # Only where they are named: the proxies' address is not known here.
         hosts = allowed_hosts(self._settings, alone=False)
         application = create_app(
-            self._engine.settings,
+            self._settings,
             self._client,
             self._tokenizer,
             self._limits,
@@ -206,11 +206,15 @@ class ServerReplica:
         self._tokenizer.set(Tokenizer(found.target))
         settle_memory()
         if self._settings.launcher == "ray":
-            return self._parts.enter_context(ray_engine(found.settings, self._log, place_s=_PLACE_S))
+            return self._parts.enter_context(
+                ray_engine(self._settings, self._log, models=found.names, place_s=_PLACE_S)
+            )
         warn_of_strangers(ray, self._log)
         asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
         machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
-        return self._parts.enter_context(local_engine(found.settings, self._log, machine=machine))
+        return self._parts.enter_context(
+            local_engine(self._settings, self._log, models=found.names, machine=machine)
+        )
 
     async def _ready(self) -> None:
         while self._client.ready is None:

@@ -1,6 +1,5 @@
 """What is generated with, on which devices, and how much is guessed. Other settings are in `settings.py`."""
 
-from enum import Enum
 from pathlib import Path
 from typing import Literal
 
@@ -8,28 +7,18 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from ssd_serve.base.attention_backends import AUTO, told
-from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.base.engine_config import EMBEDDED as EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED_HEAD as EMBEDDED_HEAD
+from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.engine_config import Mode as Mode
 from ssd_serve.base.setting_values import LOOKUPS, NGRAM, NO_DRAFT, Drafts, DType, Layers, TreeAttention
-
-EMBEDDED = "embedded"
-EMBEDDED_HEAD = "embedded-head"
-"""The EAGLE-3 head of the embedded target."""
-
-
-class Mode(str, Enum):
-    """How drafts are made: not at all, inline on the target's device, or on a device of their own."""
-
-    AR = "ar"
-    SD = "sd"
-    SSD = "ssd"
-    AUTO = "auto"
 
 
 class EngineSettings(BaseSettings):
     """Settings of models, devices and speculation."""
 
     target: str = Field(
-        default=EMBEDDED,
+        default=EngineConfig.target,
         description="target model: a folder, a hub id, a state of it as owner/name@revision, or 'embedded'",
     )
     draft: Drafts | None = Field(
@@ -49,7 +38,8 @@ class EngineSettings(BaseSettings):
         "0: none here, they join at SSD_DRAFTER_ADDRESS",
     )
     mode: Mode = Field(
-        default=Mode.AUTO, description="ar (plain), sd (draft inline), ssd (draft on its own device) or auto"
+        default=EngineConfig.mode,
+        description="ar (plain), sd (draft inline), ssd (draft on its own device) or auto",
     )
     target_device: str | None = Field(
         default=None,
@@ -57,22 +47,22 @@ class EngineSettings(BaseSettings):
         "empty: chosen by the mode",
     )
     target_device_alone: str | None = Field(
-        default=None,
+        default=EngineConfig.target_device_alone,
         description="device of the target while no drafter works beside it; mode auto chooses all cores",
     )
     tensor_parallel: int = Field(
-        default=1,
+        default=EngineConfig.tensor_parallel,
         ge=1,
         le=8,
         description="ranks that share the target: as many processes, each on a GPU or on a part of the cores",
     )
     draft_device: str | None = Field(
-        default=None,
+        default=EngineConfig.draft_device,
         description="device of the drafter, or those of several: cuda:4-7, cpu:2-5; "
         "empty: chosen by the mode",
     )
     drafter_address: str | None = Field(
-        default=None,
+        default=EngineConfig.drafter_address,
         description="address at which drafters of other places join, e.g. tcp://127.0.0.1:4711 "
         "(`ssd draft --connect`); empty: none",
     )
@@ -80,104 +70,125 @@ class EngineSettings(BaseSettings):
         default=False, description="let cores compute on a machine with a GPU that torch cannot use"
     )
     dtype: DType = Field(
-        default="auto",
+        default=EngineConfig.dtype,
         description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "
         "int8: weights of 8 bits, activations in bf16, on CPUs",
     )
     tree_decode_backend: TreeAttention = Field(
-        default=AUTO,
+        default=EngineConfig.tree_decode_backend,
         description=f"tree attention: {told()} or {AUTO}, the fastest that works",
     )
     tree_decode_check: Literal["", "sdpa"] = Field(
-        default="",
+        default=EngineConfig.tree_decode_check,
         description="compute the attention of one batch in 64 with this backend too, and report differences; "
         "empty: no check",
     )
     batch_invariant: bool = Field(
-        default=False,
+        default=EngineConfig.batch_invariant,
         description="compute every row of the target alike whatever is in the batch, so that bf16 and fp16 "
         "texts are the same in every mode too; costs speed",
     )
     generation_config: Literal["auto", "none"] = Field(
-        default="auto",
+        default=EngineConfig.generation_config,
         description="sampling parameters that a request leaves out: auto, those of the target's "
         "generation_config.json; none, those of the API",
     )
     context: int | None = Field(
-        default=None, ge=16, description="longest prompt + output in tokens; empty: the model's"
+        default=EngineConfig.context,
+        ge=16,
+        description="longest prompt + output in tokens; empty: the model's",
     )
     kv_memory_mb: int | None = Field(
-        default=None,
+        default=EngineConfig.kv_memory_mb,
         ge=1,
         description="memory for the target's KV cache in MiB; empty: a share of what is free",
     )
     draft_kv_memory_mb: int | None = Field(
-        default=None,
+        default=EngineConfig.draft_kv_memory_mb,
         ge=1,
         description="memory for a drafter's KV cache in MiB; empty: 256, or a tenth of a GPU of its own",
     )
-    max_running: int = Field(default=32, ge=1, le=1024, description="requests that decode at the same time")
-    max_waiting: int = Field(default=256, ge=0, description="requests that may queue; more are answered 429")
+    max_running: int = Field(
+        default=EngineConfig.max_running, ge=1, le=1024, description="requests that decode at the same time"
+    )
+    max_waiting: int = Field(
+        default=EngineConfig.max_waiting, ge=0, description="requests that may queue; more are answered 429"
+    )
     prefill_chunk: int = Field(
-        default=256, ge=16, description="prompt tokens of one round, over all requests"
+        default=EngineConfig.prefill_chunk, ge=16, description="prompt tokens of one round, over all requests"
     )
     budget: int | None = Field(
-        default=None,
+        default=EngineConfig.budget,
         ge=0,
         le=1024,
         description="most nodes verified in a round, over all requests; empty: cost model alone",
     )
-    tree_nodes: int = Field(default=4096, ge=1, le=65536, description="most candidates in one request's tree")
+    tree_nodes: int = Field(
+        default=EngineConfig.tree_nodes, ge=1, le=65536, description="most candidates in one request's tree"
+    )
     draft_width: int = Field(
-        default=16, ge=1, le=256, description="most nodes that the drafter expands in a step"
+        default=EngineConfig.draft_width,
+        ge=1,
+        le=256,
+        description="most nodes that the drafter expands in a step",
     )
     eagle_layers: Layers | None = Field(
-        default=None,
+        default=EngineConfig.eagle_layers,
         description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. 1,15,28, "
         "and final, what EAGLE-1 reads; empty: those that the head names, or that follow from the target",
     )
     features_mb: int = Field(
-        default=1024,
+        default=EngineConfig.features_mb,
         ge=0,
         description="most MiB of what the target has computed of cached tokens that are kept for EAGLE heads",
     )
     suffix_shared: int = Field(
-        default=0,
+        default=EngineConfig.suffix_shared,
         ge=0,
         le=1 << 22,
         description="tokens of requests that are over in which the draft 'suffix' looks too, always for "
         "requests of the same key and salt only; 0: none",
     )
     draft_grammars: bool = Field(
-        default=True, description="drafters guess only what the grammar of a structured output allows"
+        default=EngineConfig.draft_grammars,
+        description="drafters guess only what the grammar of a structured output allows",
     )
-    draft_fan_out: int = Field(default=16, ge=1, le=64, description="candidates of an expanded node")
-    draft_depth: int = Field(default=16, ge=1, le=128, description="deepest node below the root")
+    draft_fan_out: int = Field(
+        default=EngineConfig.draft_fan_out, ge=1, le=64, description="candidates of an expanded node"
+    )
+    draft_depth: int = Field(
+        default=EngineConfig.draft_depth, ge=1, le=128, description="deepest node below the root"
+    )
     cache_dir: Path = Field(
-        default=Path("~/.cache/ssd-serve"),
+        default=EngineConfig.cache_dir,
         description="folder of measured step times and compiled kernels, which later starts use again",
     )
     native_kernels: bool = Field(
-        default=True,
+        default=EngineConfig.native_kernels,
         description="compile kernels for this CPU once, where there is a C compiler, and use them",
     )
     graphs: bool = Field(
-        default=True,
+        default=EngineConfig.graphs,
         description="on GPUs capture forwards as CUDA or HIP graphs and replay them; "
         "with flashinfer or triton attention",
     )
     tpot_target_ms: float | None = Field(
-        default=None,
+        default=EngineConfig.tpot_target_ms,
         gt=0,
         description="most milliseconds for a token of a running request; empty: fastest overall",
     )
-    grow_first: bool = Field(default=True, description="wait for one more draft step where that pays")
-    speculation_may_stop: bool = Field(
-        default=True, description="stop speculating while plain decoding measures faster"
+    grow_first: bool = Field(
+        default=EngineConfig.grow_first, description="wait for one more draft step where that pays"
     )
-    prefix_cache: bool = Field(default=True, description="reuse the KV of prompts that begin alike")
+    speculation_may_stop: bool = Field(
+        default=EngineConfig.speculation_may_stop,
+        description="stop speculating while plain decoding measures faster",
+    )
+    prefix_cache: bool = Field(
+        default=EngineConfig.prefix_cache, description="reuse the KV of prompts that begin alike"
+    )
     allow_pickle: bool = Field(
-        default=False,
+        default=EngineConfig.allow_pickle,
         description="load weights from .bin files too, which can run code of whoever made them",
     )
 
@@ -198,14 +209,6 @@ class EngineSettings(BaseSettings):
     def lookups(self) -> tuple[str, ...]:
         """Those that need no model and no device."""
         return tuple(name for name in self.drafts if name in LOOKUPS)
-
-    @property
-    def eagle_features(self) -> tuple[int, ...] | None:
-        """The layers that are named."""
-        layers = self.eagle_layers
-        if layers is None:
-            return None
-        return tuple(FINAL if each == "final" else int(each) for each in layers.split(","))
 
     @property
     def draft_model(self) -> str | None:

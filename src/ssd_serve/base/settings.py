@@ -4,13 +4,14 @@ Worker processes get their settings as JSON from the process that starts them, s
 not know where values come from: `settings_sources.py` does.
 """
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ssd_serve.base.devices import parse_device
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.engine_settings import EngineSettings
 from ssd_serve.base.front_settings import FrontSettings
 from ssd_serve.base.setting_values import ClusterKey
@@ -44,18 +45,18 @@ class Settings(FrontSettings, EngineSettings):
     )
 
     hf_token: str | None = Field(
-        default=None,
+        default=EngineConfig.hf_token,
         validation_alias=AliasChoices("SSD_HF_TOKEN", HUB_TOKEN_VARIABLE, "hf_token"),
         description="token for gated hub models; HF_TOKEN is read too",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least severe line to log"
+        default=EngineConfig.log_level, description="least severe line to log"
     )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="one line an event, for people or machines"
+        default=EngineConfig.log_format, description="one line an event, for people or machines"
     )
     run_dir: Path | None = Field(
-        default=None, description="folder for sockets; empty: a private temporary one"
+        default=EngineConfig.run_dir, description="folder for sockets; empty: a private temporary one"
     )
     launcher: Literal["auto", "local", "ray"] = Field(
         default="auto",
@@ -76,12 +77,12 @@ class Settings(FrontSettings, EngineSettings):
         default=None, description="with Ray, kind of GPU for the drafters; empty: any"
     )
     cluster_key: ClusterKey | None = Field(
-        default=None,
+        default=EngineConfig.cluster_key,
         description="key that processes which meet over TCP prove to know, and by which they encrypt; "
         "empty: a random one for each run",
     )
     model_wrapper: str | None = Field(
-        default=None,
+        default=EngineConfig.model_wrapper,
         description="import path of a function that puts something before each loaded model, as "
         "package.module:function:argument; for benchmarks and tests",
     )
@@ -103,10 +104,15 @@ class Settings(FrontSettings, EngineSettings):
         """Flags, then variables, then defaults; no files."""
         return (init_settings, env_settings)
 
-
-def of_rank(settings: Settings, rank: int) -> Settings:
-    """Return resolved settings for one rank of the target, with its own part of the target's device."""
-    if settings.tensor_parallel == 1 or settings.target_device is None:
-        return settings
-    own = parse_device(settings.target_device).split(settings.tensor_parallel)[rank]
-    return settings.model_copy(update={"target_device": str(own)})
+    def engine_config(self, **changes: object) -> EngineConfig:
+        """Convert to a configuration in which nothing is resolved; `changes` replace its fields."""
+        names = {field.name for field in fields(EngineConfig)} & Settings.model_fields.keys()
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values |= {
+            "target_is_named": "target" in self.model_fields_set,
+            "drafts": self.drafts,
+            "drafters": self.drafter_count,
+            "target_device": self.target_device or EngineConfig.target_device,
+            **changes,
+        }
+        return EngineConfig(**values)

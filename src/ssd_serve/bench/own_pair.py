@@ -22,7 +22,7 @@ def prompts_of(
     """At most `count` prompts that leave room for `tokens` new ones, in the target's tokens: of a file, or
     places in Python sources. Raises `UserError` for a pair that cannot be measured, and for prompts that do
     not fit."""
-    target = find_model(settings, settings.target, "target")
+    target = find_model(settings.engine_config(), settings.target, "target")
     tokenizer = Tokenizer(target)
     check_pair(settings, tokenizer)
     longest = context_of(settings, target) - tokens
@@ -42,14 +42,14 @@ def check_in_process(settings: Settings) -> None:
             "`ssd bench modes` computes the target in its own process, on one device: "
             "`ssd bench ssd-table` measures ranks, on real servers"
         )
-    check_pair(settings, Tokenizer(find_model(settings, settings.target, "target")))
+    check_pair(settings, Tokenizer(find_model(settings.engine_config(), settings.target, "target")))
 
 
 def check_pair(settings: Settings, tokenizer: Tokenizer) -> None:
     """Raises `PairMismatchError` where the draft cannot guess for a target with this tokenizer."""
     if settings.draft_model is None:
         raise PairMismatchError("nothing drafts for this target: give a draft model behind it")
-    folder = find_model(settings, settings.draft_model, "draft")
+    folder = find_model(settings.engine_config(), settings.draft_model, "draft")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return  # a head on the target, which shares its tokenizer
     draft = Tokenizer(folder)

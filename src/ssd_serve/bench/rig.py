@@ -17,6 +17,7 @@ from msgspec import structs
 from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.hub_id import pinned
@@ -48,7 +49,6 @@ from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.timing import measure_cost
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _SLOTS = 20480
 _JOIN_S = 600.0
@@ -109,15 +109,17 @@ class Rig:
     """A loaded pair on one device, by torch's name; a GPU must be the current one."""
 
     def __init__(self, settings: Settings, device: str = "cpu") -> None:
-        target = find_model(settings, settings.target, "target")
-        draft = find_model(settings, settings.draft_model or "", "draft")
+        target = find_model(settings.engine_config(), settings.target, "target")
+        draft = find_model(settings.engine_config(), settings.draft_model or "", "draft")
         # Drafters of other processes take the same files, and get no token to look for others.
         names = {"target": (settings.target, target), "draft": (settings.draft_model or "", draft)}
         self.settings = settings.model_copy(update={role: pinned(*each) for role, each in names.items()})
         self.tokenizer = Tokenizer(target)
-        self.native = native_library(settings)
+        self.native = native_library(settings.engine_config())
         invariant = settings.batch_invariant
-        self.real = load_served(settings, target, device, _SLOTS, self.native, batch_invariant=invariant)
+        self.real = load_served(
+            settings.engine_config(), target, device, _SLOTS, self.native, batch_invariant=invariant
+        )
         self.target = wrap_model(self.real, "target", settings.model_wrapper)
         self.cost = measure_cost(self.target)
         facts = self.real.facts
@@ -165,11 +167,15 @@ class Rig:
                 drafters=Drafters(self.hello, log=get_logger("bench", "warning")),
                 cost=cost or self.cost,
                 slots=_SLOTS,
-                limits=SchedulerLimits(settings.max_running, 1024, settings.prefill_chunk),
-                prefix_cache=False,
-                budget=0 if way.mode == "ar" else budget,
-                draft_width=settings.draft_width if way.mode == "ssd" else way.width,
-                tree_nodes=settings.tree_nodes,
+                config=EngineConfig(
+                    max_running=settings.max_running,
+                    max_waiting=1024,
+                    prefill_chunk=settings.prefill_chunk,
+                    prefix_cache=False,
+                    budget=0 if way.mode == "ar" else budget,
+                    draft_width=settings.draft_width if way.mode == "ssd" else way.width,
+                    tree_nodes=settings.tree_nodes,
+                ),
                 policy=policy,
                 governing=self._governing(policy, cost or self.cost) if governed else None,
                 noise=self._noise,
@@ -202,7 +208,9 @@ class Rig:
         return self._beside[device]
 
     def _loaded(self, device: str) -> _Inline:
-        draft = load_served(self.settings, self._draft_folder, device, 2 * _SLOTS, self.native)
+        draft = load_served(
+            self.settings.engine_config(), self._draft_folder, device, 2 * _SLOTS, self.native
+        )
         model = wrap_model(draft, "draft", self.settings.model_wrapper)
         width = self.settings.draft_width
         step_s = min(measure_steps(model, (width,))[width, SHORT_CONTEXT])
@@ -213,7 +221,7 @@ class Rig:
         return NoiseRows(vocabulary, capacity_for(vocabulary), device, self.native)
 
     def _lookup(self, settings: Settings) -> Channel:
-        return lookup_channel("ngram", settings, self.hello, self.real.facts.eos_token_ids)
+        return lookup_channel("ngram", settings.engine_config(), self.hello, self.real.facts.eos_token_ids)
 
     def _governing(self, policy: WaitPolicy, cost: CostTable) -> ModeConfig | None:
         """As in serving, on a device of the target's own."""
@@ -247,14 +255,14 @@ def remote_drafter(rig: Rig, engine: Engine, device: str, count: int = 1) -> Gen
     """Start `count` drafter processes on their device, and let them join `engine`."""
     run_dir = make_run_dir(None)
     listener = Listener.unix(run_dir.drafter_socket)
-    settings = rig.settings.model_copy(
-        update={"mode": Mode.SSD, "draft_device": device, "drafters": count, "log_level": "warning"}
+    config = rig.settings.engine_config(
+        mode=Mode.SSD, draft_device=device, drafters=count, log_level="warning"
     )
     workers: list[WorkerProcess] = []
     try:
         for name in (f"drafter-{index}" for index in range(count)):
             command = worker_command("drafter", name, run_dir.drafter_socket)
-            workers.append(start_worker(WorkerPlan(name, command), settings))
+            workers.append(start_worker(WorkerPlan(name, command), config))
         deadline = time.monotonic() + _JOIN_S
         joined = engine.drafters.alive + count
         while engine.drafters.alive < joined:

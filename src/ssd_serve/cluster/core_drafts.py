@@ -5,7 +5,7 @@ takes a core longer than the target's whole round. Knows settings and the sizes 
 """
 
 from ssd_serve.base.devices import Machine, parse_device
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.settings import Settings
 from ssd_serve.drafter.sources.registry import is_head, is_source, self_draft_layers
 from ssd_serve.models.hub import model_here

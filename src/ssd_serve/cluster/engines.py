@@ -10,6 +10,7 @@ from ssd_serve.base.errors import NoGpuError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.placement import PinnedModels
 from ssd_serve.cluster.running import RunningEngine
 
 
@@ -33,15 +34,17 @@ def usable_machine(settings: Settings, machine: Machine | None = None) -> Machin
 
 
 @contextmanager
-def start_engine(settings: Settings, log: Logger, machine: Machine | None = None) -> Generator[RunningEngine]:
+def start_engine(
+    settings: Settings, log: Logger, machine: Machine | None = None, models: PinnedModels | None = None
+) -> Generator[RunningEngine]:
     """Start an engine for the length of a `with` block. `machine`: as `usable_machine` found it before."""
     machine = machine if machine is not None else usable_machine(settings)
     if chosen_launcher(settings, machine) == "local":
-        with local_engine(settings, log, machine=machine) as engine:
+        with local_engine(settings, log, models=models, machine=machine) as engine:
             yield engine
         return
     # Ray is imported where it is used, and only there: it takes seconds, and need not be installed.
     from ssd_serve.cluster.ray.launcher import ray_engine
 
-    with ray_engine(settings, log) as engine:
+    with ray_engine(settings, log, models=models) as engine:
         yield engine

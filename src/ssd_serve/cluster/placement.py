@@ -4,9 +4,8 @@ of drafts."""
 from dataclasses import dataclass
 
 from ssd_serve.base.devices import Device, Machine, check_device, parse_device
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.base.setting_values import NO_DRAFT
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.core_drafts import cores_draft
 
@@ -58,32 +57,34 @@ def place(settings: Settings, machine: Machine) -> Placement:
     return Placement(mode, target, draft, front_end, _alone(settings, target, draft, machine))
 
 
-def resolved(settings: Settings, placement: Placement) -> Settings:
-    """Settings in which nothing about modes and devices is left to decide; what the workers get."""
-    drafts = () if placement.mode is Mode.AR else settings.drafts
-    return settings.model_copy(
-        update={
-            "mode": placement.mode,
-            "target_device": str(placement.target),
-            "target_device_alone": str(placement.alone) if placement.alone is not None else None,
-            "draft_device": str(placement.draft) if placement.draft is not None else None,
-            "draft": ",".join(drafts) or (NO_DRAFT if placement.mode is Mode.AR else settings.draft),
-        }
+@dataclass(frozen=True, slots=True)
+class PinnedModels:
+    """Names of the models with the commit of each hub id, so that restarted workers load the same files."""
+
+    target: str
+    drafts: tuple[str, ...]
+
+
+def resolve_config(
+    settings: Settings, placement: Placement, models: PinnedModels | None = None, **changes: object
+) -> EngineConfig:
+    """The configuration of an engine, with nothing left to decide about models, mode and devices.
+
+    `models`: None takes the names of the settings. `changes`: fields that the launcher knows.
+    """
+    target = settings.target if models is None else models.target
+    drafts = settings.drafts if models is None else models.drafts
+    device, draft, alone = placement.target, placement.draft, placement.alone
+    return settings.engine_config(
+        target=target,
+        target_is_named=True,
+        drafts=() if placement.mode is Mode.AR else drafts,
+        mode=placement.mode,
+        target_device=str(device),
+        target_device_alone=None if alone is None else str(alone),
+        draft_device=None if draft is None else str(draft),
+        **changes,
     )
-
-
-def of_drafter(settings: Settings, index: int) -> Settings:
-    """Resolved settings as this drafter process needs them: a draft model, or its share of them where
-    processes are fewer, and its own part of the device."""
-    models, count = settings.draft_models, settings.drafter_count
-    update: dict[str, object] = {}
-    if models:
-        update["draft"] = (
-            ",".join(models[index::count]) if count < len(models) else models[index % len(models)]
-        )
-    if settings.draft_device is not None and count > 1:
-        update["draft_device"] = str(parse_device(settings.draft_device).split(count)[index % count])
-    return settings.model_copy(update=update)
 
 
 def _named_draft(settings: Settings, machine: Machine) -> Device | None:
@@ -121,12 +122,10 @@ def chosen_mode(settings: Settings, devices: int, cores_draft: bool = False) -> 
     if settings.mode is Mode.AUTO:
         if remote:
             return Mode.SSD
-        if settings.draft_model is None:
+        if not settings.draft_models:
             return Mode.SD if settings.lookups else Mode.AR
         return Mode.SSD if cores_draft or devices > settings.tensor_parallel else Mode.SD
-    drafted = settings.draft_model is not None or (
-        remote if settings.mode is Mode.SSD else bool(settings.lookups)
-    )
+    drafted = bool(settings.draft_models) or (remote if settings.mode is Mode.SSD else bool(settings.lookups))
     if settings.mode is not Mode.AR and not drafted:
         what = "a draft model for its own device" if settings.mode is Mode.SSD else "a draft"
         raise SettingsError(

@@ -7,9 +7,11 @@ token, or to join other clusters. Knows the names of roles and settings; nothing
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.hub_id import hub_id
-from ssd_serve.base.settings import HUB_TOKEN_VARIABLE, OTHER_VARIABLES, PREFIX, SECRETS, Settings
+from ssd_serve.base.settings import HUB_TOKEN_VARIABLE, OTHER_VARIABLES, PREFIX, SECRETS
 from ssd_serve.drafter.sources.registry import self_draft_layers
 
 _RAYS_OWN = "RAY_AUTH_TOKEN"
@@ -21,18 +23,21 @@ _SECRET_VARIABLES = (
 )
 
 
-def settings_for(worker: str, settings: Settings, *, elsewhere: bool = False) -> Settings:
-    """What the worker of this name is told. `elsewhere`: it may be on another machine, where it downloads
-    its model itself and meets others over TCP; here that was done before it was started."""
-    role = worker.partition("-")[0]
-    needed: set[str] = set()
-    if role != "rank" and (elsewhere or (role == "verifier" and settings.drafter_address is not None)):
-        needed.add("cluster_key")
-    drafts = [settings.target if self_draft_layers(name) else name for name in settings.draft_models]
-    models = {"drafter": drafts, "rank": (settings.target,)}.get(role, (settings.target, *drafts))
-    if elsewhere and any(hub_id(name) for name in models):
-        needed.add("hf_token")
-    return settings.model_copy(update=dict.fromkeys({*SECRETS - needed, "api_keys_file"}))
+def config_for(worker: str, config: EngineConfig, *, elsewhere: bool = False) -> EngineConfig:
+    """The configuration that the worker of this name receives: a drafter's own draft models, no secret that
+    the worker does not need. `elsewhere`: it may be on another machine, where it downloads its model itself
+    and connects over TCP; on this machine that was done before it was started."""
+    role, _, number = worker.partition("-")
+    own = config.for_drafter(int(number)) if role == "drafter" else config
+    key = role != "rank" and (elsewhere or (role == "verifier" and config.drafter_address is not None))
+    drafts = tuple(config.target if self_draft_layers(name) else name for name in own.draft_models)
+    models = {"drafter": drafts, "rank": (config.target,)}.get(role, (config.target, *drafts))
+    token = elsewhere and any(hub_id(name) for name in models)
+    return replace(
+        own,
+        cluster_key=config.cluster_key if key else None,
+        hf_token=config.hf_token if token else None,
+    )
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:

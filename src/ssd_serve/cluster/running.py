@@ -5,7 +5,7 @@ Knows no processes and no actors: its supervisor does, and how to reach the veri
 
 from abc import ABC, abstractmethod
 
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.cluster.placement import Placement
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.supervisor import Supervisor
@@ -19,11 +19,11 @@ that is far away. Who waits is told at once when it died."""
 class RunningEngine(ABC):
     """A verifier with its ranks, and its drafters in mode ssd, whose workers `supervisor` looks after.
 
-    `settings` leave nothing about modes and devices to be decided; `placement` is what was decided.
+    `placement`: the decision about modes and devices, as far as `config` does not hold it.
     """
 
-    def __init__(self, settings: Settings, placement: Placement, supervisor: Supervisor) -> None:
-        self.settings = settings
+    def __init__(self, config: EngineConfig, placement: Placement, supervisor: Supervisor) -> None:
+        self.config = config
         self.placement = placement
         self._supervisor = supervisor
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import setproctitle
 
 from ssd_serve.base.devices import parse_device, pin
+from ssd_serve.base.engine_config import EngineConfig, config_from_json
 from ssd_serve.base.errors import DeviceHangError, ProtocolError, SsdError
-from ssd_serve.base.settings import Settings, of_rank
 from ssd_serve.cluster.local.process import ORPHANED, PARENTS_SIGNALS
-from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.cluster.supervision.pulse import start_pulse
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import RankFiles
@@ -27,9 +26,9 @@ from ssd_serve.transport.rank_sockets import RankFiles
 _PR_SET_PDEATHSIG = 1
 
 
-def enter_worker(name: str, stdin: io.FileIO | None = None) -> tuple[Settings, Callable[[], None]]:
-    """Become the worker `name`: take the title, read settings, tie this process's life to its parent's. Also
-    returned is what to call when it has loaded."""
+def enter_worker(name: str, stdin: io.FileIO | None = None) -> tuple[EngineConfig, Callable[[], None]]:
+    """Become the worker `name`: set the process title, read the configuration, end with
+    the parent. Also returns the function to call when it has loaded."""
     setproctitle.setproctitle(f"ssd: {name}")
     # Ctrl-C, a closed terminal and `kill -TERM -GROUP` reach every process; the parent alone knows what
     # they mean.
@@ -42,48 +41,41 @@ def enter_worker(name: str, stdin: io.FileIO | None = None) -> tuple[Settings, C
     line = stream.readline()
     if not line.endswith(b"\n"):
         raise ProtocolError("a worker is started by `ssd serve`, which sends settings on stdin")
-    settings = Settings.model_validate_json(line)
+    config = config_from_json(line)
     threading.Thread(target=_follow_lifeline, args=(stream,), name="lifeline", daemon=True).start()
-    if settings.run_dir is None:
-        return settings, lambda: None
-    return settings, start_pulse(RankFiles(settings.run_dir).pulse, name)
+    if config.run_dir is None:
+        return config, lambda: None
+    return config, start_pulse(RankFiles(config.run_dir).pulse, name)
 
 
 def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> int:
     """Body of the verifier process; returns its exit code."""
-    settings, _ = enter_worker("verifier")
-    _pin_rank(settings, 0)
+    config, _ = enter_worker("verifier")
+    pin(parse_device(config.rank_device(0)))
     from ssd_serve.verifier.process import run
 
     servers, joining = Listener.unix(server_socket), Listener.unix(drafter_socket)
-    return run(settings, servers, joining, RankFiles(Path(ranks_folder)))
+    return run(config, servers, joining, RankFiles(Path(ranks_folder)))
 
 
 def run_rank(rank: int, ranks_folder: str) -> int:
     """Body of the process of another rank of the target than the verifier's; returns its exit code."""
-    settings, _ = enter_worker(f"rank-{rank}")
-    _pin_rank(settings, rank)
+    config, _ = enter_worker(f"rank-{rank}")
+    pin(parse_device(config.rank_device(rank)))
     from ssd_serve.verifier.ranks import run
 
-    run(settings, rank, RankFiles(Path(ranks_folder)))
+    run(config, rank, RankFiles(Path(ranks_folder)))
     return ORPHANED
-
-
-def _pin_rank(settings: Settings, rank: int) -> None:
-    device = of_rank(settings, rank).target_device
-    if device is not None:
-        pin(parse_device(device))
 
 
 def run_drafter(name: str, drafter_socket: str) -> int:
     """Body of a drafter process, whose name ends with its number; returns its exit code."""
-    settings, on_loaded = enter_worker(name)
-    settings = of_drafter(settings, int(name.rpartition("-")[2]))
-    if settings.draft_device is not None:
-        pin(parse_device(settings.draft_device))
+    config, on_loaded = enter_worker(name)
+    if config.draft_device is not None:
+        pin(parse_device(config.draft_device))
     from ssd_serve.drafter.process import run
 
-    return run(settings, name, [drafter_socket], on_loaded=on_loaded)
+    return run(config, name, [drafter_socket], on_loaded=on_loaded)
 
 
 def leave_worker(name: str, error: SsdError) -> int:

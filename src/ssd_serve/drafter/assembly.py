@@ -9,7 +9,7 @@ from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.hub_id import without_revision
 from ssd_serve.base.labels import as_label
 from ssd_serve.base.logs import Logger, get_logger
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
@@ -32,7 +32,7 @@ class AssembledDrafter:
 
 
 def assemble_drafter(
-    settings: Settings,
+    config: EngineConfig,
     name: str,
     device: str,
     native: NativeLibrary | None,
@@ -40,36 +40,36 @@ def assemble_drafter(
 ) -> AssembledDrafter:
     """Load the draft on `device`, with the times of its steps. `grammars` are those of the verifier's texts,
     where this process has them already."""
-    draft = settings.draft_model
+    draft = config.draft_model
     if draft is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
-    log = get_logger(name, settings.log_level, settings.log_format)
-    loaded = load_draft(settings, draft, device, native, log)
+    log = get_logger(name, config.log_level, config.log_format)
+    loaded = load_draft(config, draft, device, native, log)
     texts, widths = loaded.tokenizer, LiveWidth(loaded.seconds)
     limits = GrowthLimits(
-        *(widths.width, settings.draft_fan_out, settings.draft_depth, settings.tree_nodes),
+        *(widths.width, config.draft_fan_out, config.draft_depth, config.tree_nodes),
         context=texts.context,
         # While nobody drafts, a target on cores computes on those of its drafter.
         reads_paused=not device.startswith("cpu"),
     )
-    followed = (grammars or _grammars(texts)) if settings.draft_grammars else None
+    followed = (grammars or _grammars(texts)) if config.draft_grammars else None
     paths = None if followed is None else GrammarPaths(followed)
     core = DrafterCore(loaded.source, limits, texts.ends, name, log, widths, paths)
     return AssembledDrafter(core, greeting(loaded, draft, name, loaded.seconds[widths.width]))
 
 
 def load_draft(
-    settings: Settings, draft: str, device: str, native: NativeLibrary | None, log: Logger
+    config: EngineConfig, draft: str, device: str, native: NativeLibrary | None, log: Logger
 ) -> LoadedSource:
     """Load what a draft of this name guesses with, on `device`, with the times of its steps."""
     layers = self_draft_layers(draft)
     order = SourceConfig(
-        settings=settings,
-        folder=_folder(settings, draft, layers),
+        config=config,
+        folder=_folder(config, draft, layers),
         device=device,
         native=native,
         log=log,
-        widths=widths_to_measure(settings.draft_width),
+        widths=widths_to_measure(config.draft_width),
         layers=layers,
     )
     return load_source(draft, order)
@@ -102,12 +102,12 @@ def _grammars(tokenizer: TokenizerInfo) -> Grammars | None:
     return grammars
 
 
-def _folder(settings: Settings, draft: str, layers: int | None) -> Path | None:
+def _folder(config: EngineConfig, draft: str, layers: int | None) -> Path | None:
     if is_source(draft):
         return None
     if layers is None:
-        return find_model(settings, draft, "draft")
-    folder = find_model(settings, settings.target, "target")
+        return find_model(config, draft, "draft")
+    folder = find_model(config, config.target, "target")
     there = load_description(folder).sizes(Parallel()).kv
     if layers >= len(there):
         raise SettingsError(f"the draft {draft} leaves nothing out: the target has {len(there)} layers")

@@ -21,7 +21,7 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.base.labels import as_label
 from ssd_serve.base.setting_values import SUFFIX
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
@@ -100,7 +100,7 @@ class LookupChannel(InProcessChannel):
 
 def lookup_channel(
     name: str,
-    settings: Settings,
+    config: EngineConfig,
     mine: Hello,
     ends: Collection[int],
     grammars: Grammars | None = None,
@@ -112,10 +112,10 @@ def lookup_channel(
     )
     limits = GrowthLimits(
         width=1,
-        fan_out=min(_FAN_OUT, settings.draft_fan_out),
-        depth=2 * settings.draft_depth,  # chains without branches
-        nodes=settings.tree_nodes,
+        fan_out=min(_FAN_OUT, config.draft_fan_out),
+        depth=2 * config.draft_depth,  # chains without branches
+        nodes=config.tree_nodes,
         context=mine.context,
     )
-    shared = SharedHistory(settings.suffix_shared) if name == SUFFIX and settings.suffix_shared else None
+    shared = SharedHistory(config.suffix_shared) if name == SUFFIX and config.suffix_shared else None
     return LookupChannel(hello, limits, ends, shared, grammars)

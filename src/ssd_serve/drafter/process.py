@@ -7,13 +7,14 @@ process take turns, step by step; to verifiers each is a drafter of its own.
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ssd_serve.base.draft_messages import Heartbeat
 from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.base.logs import carry_library_logs, get_logger
 from ssd_serve.base.memory import Heap, settle_memory
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.step_time import StepTime
@@ -28,7 +29,7 @@ _DIALLING_S = 0.05
 
 
 def run(
-    settings: Settings,
+    config: EngineConfig,
     name: str,
     addresses: Sequence[str],
     patient: bool = False,
@@ -41,18 +42,18 @@ def run(
     `on_loaded` is called once, when the draft model is in memory; `alive_file` is touched every half second
     while a verifier takes drafts.
     """
-    log = get_logger(name, settings.log_level, settings.log_format)
+    log = get_logger(name, config.log_level, config.log_format)
     carry_library_logs(log)
-    native = native_library(settings, log)
+    native = native_library(config, log)
     drafters = [
         assemble_drafter(
-            settings.model_copy(update={"draft": model}), own, settings.draft_device or "cpu", native
+            replace(config, drafts=(model,)), own, config.draft_device or "cpu", native
         )
-        for own, model in _names(name, settings.draft_models)
+        for own, model in _names(name, config.draft_models)
     ]
     settle_memory()
     on_loaded()
-    key = settings.cluster_key or ""
+    key = config.cluster_key or ""
     cores = [
         DrafterRunner(
             each.core,

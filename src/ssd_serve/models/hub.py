@@ -21,10 +21,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.engine_settings import EMBEDDED, EMBEDDED_HEAD
 from ssd_serve.base.errors import CheckpointError, HubError, MemoryShortError, in_a_line
 from ssd_serve.base.hub_id import HubId, hub_id
-from ssd_serve.base.settings import Settings
 
 Role = Literal["target", "draft"]
 
@@ -86,15 +86,13 @@ def resolve_model(
 
 
 def find_model(
-    settings: Settings,
+    config: EngineConfig,
     name: str,
     role: Role,
     report: Callable[[str], None] = lambda _line: None,
 ) -> Path:
     """The folder of a model with the rights that the settings give. See `resolve_model`."""
-    return resolve_model(
-        name, role, token=settings.hf_token, allow_pickle=settings.allow_pickle, report=report
-    )
+    return resolve_model(name, role, token=config.hf_token, allow_pickle=config.allow_pickle, report=report)
 
 
 def model_here(name: str, role: Role) -> Path | None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ssd_serve.base.attention_backends import names
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import UserError
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.settings import Settings
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.backends import (
     DEVICE_SCRATCH_BYTES,
@@ -239,7 +239,7 @@ class _Loading:
 
 
 def load_served(
-    settings: Settings,
+    config: EngineConfig,
     path: Path,
     device: str,
     slots: int,
@@ -255,7 +255,7 @@ def load_served(
     """A model as the settings want it served; see `load_model`. Drafts decide nothing: of `batch_invariant`
     only targets have to be."""
     options = replace(
-        served_options(settings, device, slots, native, report),
+        served_options(config, device, slots, native, report),
         batch_invariant=batch_invariant,
         layers=layers,
         features=features,
@@ -264,7 +264,7 @@ def load_served(
 
 
 def served_options(
-    settings: Settings,
+    config: EngineConfig,
     device: str,
     slots: int,
     native: NativeLibrary | None,
@@ -273,13 +273,13 @@ def served_options(
     """What the settings ask of any model."""
     return ModelOptions(
         device=device,
-        dtype=settings.dtype,
+        dtype=config.dtype,
         slots=slots,
-        context=settings.context,
+        context=config.context,
         native=native,
         attention=AttentionOptions(
-            settings.tree_decode_backend, settings.cache_dir, settings.tree_decode_check, report
+            config.tree_decode_backend, config.cache_dir, config.tree_decode_check, report
         ),
-        graphs=settings.graphs,
-        allow_pickle=settings.allow_pickle,
+        graphs=config.graphs,
+        allow_pickle=config.allow_pickle,
     )

@@ -114,7 +114,7 @@ def run_eagle3(args: argparse.Namespace) -> int:
             args.target,
             say=_say if process.first else _say_nothing,
             device=device,
-            native=native_library(Settings()),
+            native=native_library(Settings().engine_config()),
             process=process,
         )
     if not process.first:
@@ -160,7 +160,7 @@ def run_distil(args: argparse.Namespace) -> int:
             args.draft,
             say=_say if process.first else _say_nothing,
             device=device,
-            native=native_library(Settings()),
+            native=native_library(Settings().engine_config()),
             process=process,
         )
     if process.first:

@@ -38,7 +38,7 @@ from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.base.owned import cache_folder
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.validation import model_defaults
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.drafts.admission import check_hello
 from ssd_serve.verifier.drafts.drafters import Drafters
@@ -53,7 +53,6 @@ from ssd_serve.verifier.control.execution import ModeConfig
 from ssd_serve.verifier.control.timing import identity, remembered_timings
 from ssd_serve.verifier.control.timing import GainFile, TimingFiles
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _KV_SHARE = 0.4
 """Share of the free memory that the KV cache takes where the settings name no size."""
@@ -81,35 +80,35 @@ class AssembledVerifier:
 
 
 def assemble_verifier(
-    settings: Settings,
+    config: EngineConfig,
     say: Callable[[str], None],
     log: Logger | None = None,
     ranks: LeadingRank | None = None,
 ) -> AssembledVerifier:
     """Load the target, on all `ranks` if there are several, measure its step times, and in mode `sd` load the
     draft beside it."""
-    device = settings.target_device or "cpu"
-    path = find_model(settings, settings.target, "target", report=say)
+    device = config.rank_device(0)
+    path = find_model(config, config.target, "target", report=say)
     log = log or get_logger("verifier")
-    native, differences = native_library(settings, log), DifferenceLog(log)
+    native, differences = native_library(config, log), DifferenceLog(log)
     sizes = model_sizes(
         path,
         device=device,
-        dtype=settings.dtype,
-        ranks=settings.tensor_parallel,
-        allow_pickle=settings.allow_pickle,
+        dtype=config.dtype,
+        ranks=config.tensor_parallel,
+        allow_pickle=config.allow_pickle,
         native=native,
     )
     leader = None if ranks is None else ranks.meet()
-    slots = _slots(settings, sizes, device, leader)
+    slots = _slots(config, sizes, device, leader)
     say(f"loading the target {model_name(path)} on {device}")
-    invariant = settings.batch_invariant
+    invariant = config.batch_invariant
 
-    features = _features(settings, path)
+    features = _features(config, path)
 
     def share(group: Group) -> Model:
         return load_served(
-            settings,
+            config,
             path,
             device,
             slots,
@@ -122,18 +121,18 @@ def assemble_verifier(
         )
 
     model = share(SingleRank()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
-    model = wrap_model(model, "target", settings.model_wrapper)
+    model = wrap_model(model, "target", config.model_wrapper)
     say("measuring step times")
-    folder = cache_folder(settings.cache_dir, log.warning)
-    cores = _cores(settings)
-    layouts = _layouts(settings.mode, cores)
-    gains = _gain_file(settings, model, folder, log)
-    governing = _governing(settings, model, cores, layouts, TimingFiles(folder, log), gains)
+    folder = cache_folder(config.cache_dir, log.warning)
+    cores = _cores(config, device)
+    layouts = _layouts(config.mode, cores)
+    gains = _gain_file(config, device, model, folder, log)
+    governing = _governing(config, model, cores, layouts, TimingFiles(folder, log), gains)
     cost = governing.costs[layouts[0]]
     tokenizer = Tokenizer(path)
     hello = _hello(model.facts, tokenizer)
     drafters = Drafters(hello, time.perf_counter, log)
-    drafters.admission.restrict([as_label(without_revision(each)) for each in settings.draft_models])
+    drafters.admission.restrict([as_label(without_revision(each)) for each in config.draft_models])
     grammars = Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids)
     grammars.prepare()
     parts = EngineParts(
@@ -141,21 +140,21 @@ def assemble_verifier(
         drafters=drafters,
         cost=cost,
         slots=slots,
-        limits=SchedulerLimits(settings.max_running, settings.max_waiting, settings.prefill_chunk),
+        config=config,
         policy=governing.policies[layouts[0]],
-        governing=governing if settings.speculation_may_stop and settings.mode is not Mode.AR else None,
+        governing=governing if config.speculation_may_stop and config.mode is not Mode.AR else None,
         native=native,
-        features=FeatureStore(features, settings.features_mb << 20, slots) if features else None,
+        features=FeatureStore(features, config.features_mb << 20, slots) if features else None,
         grammars=grammars,
     )
-    engine = build_engine(_bounded(parts, settings))
-    models = settings.draft_models if SpeculationMode.SYNC in layouts else ()
+    engine = build_engine(parts)
+    models = config.draft_models if SpeculationMode.SYNC in layouts else ()
     if models:
         cores.enter(SpeculationMode.SYNC)  # what their steps take is measured where they will draft
-    for channel in _within(settings, models, hello, model.facts.eos_token_ids, native, grammars, say):
+    for channel in _within(config, models, hello, model.facts.eos_token_ids, native, grammars, say):
         engine.drafters.connect(channel, synchronous=True)
     cores.enter(layouts[0])
-    sampling = model_defaults(path) if settings.generation_config == "auto" else {}
+    sampling = model_defaults(path) if config.generation_config == "auto" else {}
     if sampling:
         log.info("requests take from generation_config.json what they leave out", **sampling)
     return AssembledVerifier(
@@ -170,15 +169,15 @@ def assemble_verifier(
     )
 
 
-def ready_report(settings: Settings, verifier: AssembledVerifier) -> Ready:
+def ready_report(config: EngineConfig, verifier: AssembledVerifier) -> Ready:
     """What front ends are told of a verifier that can generate."""
-    drafts = ", ".join(map(without_revision, settings.drafts))
+    drafts = ", ".join(map(without_revision, config.drafts))
     return Ready(
         target=verifier.facts.name,
-        draft=(drafts or "others") if settings.mode is not Mode.AR else "",
-        mode=settings.mode.value,
-        target_device=settings.target_device or "cpu",
-        draft_device=settings.draft_device or settings.drafter_address or "",
+        draft=(drafts or "others") if config.mode is not Mode.AR else "",
+        mode=config.mode.value,
+        target_device=config.target_device,
+        draft_device=config.draft_device or config.drafter_address or "",
         context=min(verifier.facts.context, verifier.slots - 1),
         vocabulary=verifier.facts.vocabulary,
         slots=verifier.slots,
@@ -189,11 +188,10 @@ def ready_report(settings: Settings, verifier: AssembledVerifier) -> Ready:
     )
 
 
-def _gain_file(settings: Settings, model: Model, folder: Path, log: Logger) -> GainFile:
+def _gain_file(config: EngineConfig, device: str, model: Model, folder: Path, log: Logger) -> GainFile:
     """Where it is remembered what each layout gives with this pair on these devices."""
-    draft = (settings.drafts, settings.drafters, settings.draft_device, settings.target_device_alone)
-    device = settings.target_device or "cpu"
-    return GainFile(folder, {**identity(model, device), "draft": draft, "mode": settings.mode.value}, log)
+    draft = (config.drafts, config.drafters, config.draft_device, config.target_device_alone)
+    return GainFile(folder, {**identity(model, device), "draft": draft, "mode": config.mode.value}, log)
 
 
 def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[SpeculationMode, float]]:
@@ -204,9 +202,9 @@ def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[Specu
     }
 
 
-def _cores(settings: Settings) -> Cores:
-    alone = parse_device(settings.target_device_alone) if settings.target_device_alone else None
-    return Cores(parse_device(settings.target_device or "cpu"), alone)
+def _cores(config: EngineConfig, device: str) -> Cores:
+    alone = parse_device(config.target_device_alone) if config.target_device_alone else None
+    return Cores(parse_device(device), alone)
 
 
 def _layouts(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
@@ -235,7 +233,7 @@ def _timings(
 
 
 def _governing(
-    settings: Settings,
+    config: EngineConfig,
     model: Model,
     cores: Cores,
     layouts: tuple[SpeculationMode, ...],
@@ -254,36 +252,23 @@ def _governing(
         governor,
         cores,
         {layout: tables[device] for layout, device in devices.items()},
-        {layout: _policy(settings, layout) for layout in layouts},
+        {layout: _policy(config, layout) for layout in layouts},
         CostTable(timings[devices[SpeculationMode.ASYNC]]) if SpeculationMode.ASYNC in devices else None,
     )
 
 
-def _policy(settings: Settings, layout: SpeculationMode) -> WaitPolicy:
-    if layout is SpeculationMode.PLAIN or not settings.grow_first:
+def _policy(config: EngineConfig, layout: SpeculationMode) -> WaitPolicy:
+    if layout is SpeculationMode.PLAIN or not config.grow_first:
         return NoWait()
     return CostBasedWait(concurrent=layout is SpeculationMode.ASYNC)
 
 
-def _bounded(parts: EngineParts, settings: Settings) -> EngineParts:
-    """The same parts with the bounds that the settings name."""
-    return replace(
-        parts,
-        prefix_cache=settings.prefix_cache,
-        budget=settings.budget if settings.mode is not Mode.AR else 0,
-        draft_width=settings.draft_width,
-        # Each drafter fills its own tree.
-        tree_nodes=settings.tree_nodes * max(1, len(settings.drafts)),
-        max_tpot_s=settings.tpot_target_ms / 1e3 if settings.tpot_target_ms else math.inf,
-    )
-
-
-def _features(settings: Settings, target: Path) -> tuple[int, ...]:
+def _features(config: EngineConfig, target: Path) -> tuple[int, ...]:
     """The target's layers that its drafts read. Installed sources, and heads whose files are on another
     machine only, read what the settings name."""
-    named = settings.eagle_features or ()
+    named = config.eagle_features or ()
     found: list[int] = []
-    for name in settings.draft_models if settings.mode is not Mode.AR else ():
+    for name in config.draft_models if config.mode is not Mode.AR else ():
         if self_draft_layers(name) is not None:
             continue
         folder = None if is_source(name) else model_here(name, "draft")
@@ -295,7 +280,7 @@ def _features(settings: Settings, target: Path) -> tuple[int, ...]:
 
 
 def _within(
-    settings: Settings,
+    config: EngineConfig,
     models: Sequence[str],
     hello: Hello,
     ends: Sequence[int],
@@ -306,12 +291,12 @@ def _within(
     """The drafters of this process: these models, on the target's device, and lookups."""
     for name in models:
         say(f"loading the draft model {without_revision(name)} inline")
-        alone = settings.model_copy(update={"draft": name})
-        drafter = assemble_drafter(alone, "inline", settings.target_device or "cpu", native, grammars)
+        alone = replace(config, drafts=(name,))
+        drafter = assemble_drafter(alone, "inline", config.rank_device(0), native, grammars)
         check_hello(hello, drafter.hello)
         yield InlineChannel(drafter.core, drafter.hello)
-    for name in settings.lookups:
-        yield lookup_channel(name, settings, hello, ends, grammars if settings.draft_grammars else None)
+    for name in config.lookups:
+        yield lookup_channel(name, config, hello, ends, grammars if config.draft_grammars else None)
 
 
 def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:
@@ -325,19 +310,19 @@ def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:
     )
 
 
-def _slots(settings: Settings, sizes: ModelSizes, device: str, leader: Leader | None) -> int:
+def _slots(config: EngineConfig, sizes: ModelSizes, device: str, leader: Leader | None) -> int:
     """KV slots: what the settings name, else a share of the free memory, never more than all requests
     need. A rank's cache holds its heads of all of them, so that the rank with the least memory decides."""
-    ranks = settings.tensor_parallel
-    context = min(settings.context or sizes.context, sizes.context)
-    if settings.kv_memory_mb is not None:
-        budget = (settings.kv_memory_mb << 20) // ranks
+    ranks = config.tensor_parallel
+    context = min(config.context or sizes.context, sizes.context)
+    if config.kv_memory_mb is not None:
+        budget = (config.kv_memory_mb << 20) // ranks
     else:
         free = available_memory(torch_device(device))
         free = free if leader is None else min(free, leader.min_free)
         free = (free // ranks if torch_device(device) == "cpu" else free) - sizes.resident_bytes
         budget = int(_KV_SHARE * max(0, free))
-    slots = min(budget // sizes.kv_bytes_per_slot, (settings.max_running + 1) * (context + 64))
+    slots = min(budget // sizes.kv_bytes_per_slot, (config.max_running + 1) * (context + 64))
     if slots < 128:
         raise MemoryShortError(
             f"{budget >> 20} MiB hold {slots} tokens of KV cache, too few for one request; "

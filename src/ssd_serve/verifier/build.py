@@ -3,7 +3,6 @@
 What is not given is as usual. Knows how the parts fit; loads nothing, measures nothing and starts nothing.
 """
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ssd_serve.base.cost import CostTable, HostCost
 from ssd_serve.verifier.control.budget import WaitPolicy, NoWait
 from ssd_serve.verifier.control.execution import ModeConfig
 from ssd_serve.verifier.control.round_planner import DraftBounds, RoundPlanner
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
 
@@ -34,15 +34,7 @@ class EngineParts:
     drafters: Drafters
     cost: CostTable
     slots: int
-    limits: SchedulerLimits
-    prefix_cache: bool = True
-    context: int | None = None
-    """Longest prompt and output; None: the model's."""
-    budget: int | None = None
-    """Most nodes of a round; None: the cost model alone decides."""
-    draft_width: int = 16
-    tree_nodes: int = 4096
-    max_tpot_s: float = math.inf
+    config: EngineConfig = EngineConfig()
     policy: WaitPolicy = field(default_factory=NoWait)
     host: HostCost = field(default_factory=HostCost)
     governing: ModeConfig | None = None
@@ -62,19 +54,23 @@ class EngineParts:
 def build_engine(parts: EngineParts) -> Engine:
     """A fresh engine of these parts."""
     facts = parts.model.facts
-    context = facts.context if parts.context is None else parts.context
+    config = parts.config
+    context = min(facts.context, config.context or facts.context)
+    budget = 0 if config.mode is Mode.AR else config.budget
+    tree_nodes = config.tree_nodes * max(1, len(config.drafts))  # each drafter fills a tree of its own
+    limits = SchedulerLimits(config.max_running, config.max_waiting, config.prefill_chunk)
     pool = SlotPool(parts.slots)
-    scheduler = Scheduler(pool, PrefixCache(pool) if parts.prefix_cache else None, parts.limits)
+    scheduler = Scheduler(pool, PrefixCache(pool) if config.prefix_cache else None, limits)
     planner = parts.planner_kind(
         parts.drafters,
         parts.cost,
         parts.policy,
-        DraftBounds(context, parts.budget, parts.draft_width, parts.max_tpot_s),
+        DraftBounds(context, budget, config.draft_width, config.max_tpot_s),
         parts.host,
         parts.governing,
         parts.clock,
     )
-    bounds = RequestLimits(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, parts.tree_nodes)
+    bounds = RequestLimits(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, tree_nodes)
     rounds = parts.rounds or _rounds(parts)
     if parts.features is not None:
         parts.drafters.admission.offer(parts.features.layers)

@@ -8,14 +8,13 @@ from ssd_serve.transport.channel import Channel, Waitable
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.channel import poll
 from ssd_serve.transport.rank_sockets import RankFiles
-from ssd_serve.base.settings import of_rank
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.logs import Logger, Sparingly, carry_library_logs, get_logger
 from ssd_serve.base.memory import Heap, settle_memory
 from ssd_serve.base.messages import Progress, ServerMessage, Status
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.verifier.assembly import assemble_verifier, ready_report
 from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
@@ -40,29 +39,28 @@ _MAX_ACCEPTED = 16
 _REMEMBER_S = 5.0
 
 
-def run(settings: Settings, servers: Listener, joining: Listener, files: RankFiles) -> int:
+def run(config: EngineConfig, servers: Listener, joining: Listener, files: RankFiles) -> int:
     """Load, serve until the server is gone. Returns the exit code.
 
     `servers`, `joining`: where the server and drafters connect. `files`: where this process, rank 0 of the
     target, meets the others if there are any.
     """
-    log = get_logger("verifier", settings.log_level, settings.log_format)
+    log = get_logger("verifier", config.log_level, config.log_format)
     carry_library_logs(log)
-    others = _others(settings, log)
-    own = of_rank(settings, 0)
-    ranks = LeadingRank(own, files) if settings.tensor_parallel > 1 else None
+    others = _others(config, log)
+    ranks = LeadingRank(config, files) if config.tensor_parallel > 1 else None
     server = _await_server(servers)
-    verifier = assemble_verifier(own, lambda text: _say(server, log, text), log=log, ranks=ranks)
+    verifier = assemble_verifier(config, lambda text: _say(server, log, text), log=log, ranks=ranks)
     settle_memory()
     loop = VerifierLoop(
         server, [joining, *others], verifier.engine, lambda: whole_status(verifier), verifier.remember, log
     )
-    if settings.mode is Mode.SSD:
+    if config.mode is Mode.SSD:
         _say(server, log, "waiting for the drafters")
-        loop.await_drafters(_JOIN_S, max(1, settings.joining_drafters))
-    server.send(ready_report(settings, verifier))
+        loop.await_drafters(_JOIN_S, max(1, config.joining_drafters))
+    server.send(ready_report(config, verifier))
     log.info(
-        "ready", target=verifier.facts.name, mode=settings.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
+        "ready", target=verifier.facts.name, mode=config.mode.value, step_ms=round(1e3 * verifier.step_s, 2)
     )
     loop.run()
     return 0
@@ -166,9 +164,9 @@ class VerifierLoop:
         self._heap.trim_when_due()
 
 
-def _others(settings: Settings, log: Logger) -> list[Listener]:
+def _others(config: EngineConfig, log: Logger) -> list[Listener]:
     """Where drafters of other places join, if they may."""
-    if not settings.drafter_address or settings.mode is not Mode.SSD:
+    if not config.drafter_address or config.mode is not Mode.SSD:
         return []
 
     sparingly = Sparingly(log)  # anybody who reaches the port can be refused
@@ -176,7 +174,7 @@ def _others(settings: Settings, log: Logger) -> list[Listener]:
     def refused(why: str) -> None:
         sparingly.warning("drafter refused", reason=why)
 
-    return [Listener.at(settings.drafter_address, settings.cluster_key or "", refused)]
+    return [Listener.at(config.drafter_address, config.cluster_key or "", refused)]
 
 
 def _await_server(servers: Listener) -> Channel:

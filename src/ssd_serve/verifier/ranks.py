@@ -11,7 +11,6 @@ import msgspec
 
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import Follower, Leader, RankFiles
-from ssd_serve.base.settings import of_rank
 from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.base.logs import get_logger
@@ -23,7 +22,7 @@ from ssd_serve.models.wrapped import LeaderModel, follow
 from ssd_serve.models.parallel import Group, Parallel
 from ssd_serve.models.torch_group import TorchGroup, join_group
 from ssd_serve.models.sizes import torch_device
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -36,8 +35,8 @@ class Beginning(msgspec.Struct, frozen=True):
 class LeadingRank:
     """Rank 0. It listens from the start, so that the others need not wait for what comes before loading."""
 
-    def __init__(self, settings: Settings, files: RankFiles) -> None:
-        self._settings = settings
+    def __init__(self, config: EngineConfig, files: RankFiles) -> None:
+        self._config = config
         self._files = files
         # What a run that was killed has left there is no meeting of this one.
         files.store.unlink(missing_ok=True)
@@ -45,39 +44,39 @@ class LeadingRank:
 
     def meet(self) -> Leader:
         """The other ranks, when all have come."""
-        leader = Leader.meet(self._listener, self._settings.tensor_parallel)
+        leader = Leader.meet(self._listener, self._config.tensor_parallel)
         self._listener.close()
         return leader
 
     def load(self, leader: Leader, path: Path, slots: int, share: Callable[[Group], Model]) -> Model:
         """The whole model, when all ranks have loaded; `share` loads this one's."""
         leader.tell(msgspec.json.encode(Beginning(str(path), slots)))
-        model = share(_join(self._settings, 0, self._files))
+        model = share(_join(self._config, 0, self._files))
         leader.await_ready()
         return LeaderModel(model, leader.tell)
 
 
-def run(settings: Settings, rank: int, files: RankFiles) -> None:
+def run(config: EngineConfig, rank: int, files: RankFiles) -> None:
     """Body of the process of rank 1, 2, ...: load a share and follow rank 0 until it is gone."""
     name = f"rank-{rank}"
-    settings = of_rank(settings, rank)
-    log = get_logger(name, settings.log_level, settings.log_format)
-    free = available_memory(torch_device(settings.target_device or "cpu"))
+    device = config.rank_device(rank)
+    log = get_logger(name, config.log_level, config.log_format)
+    free = available_memory(torch_device(device))
     link = Follower.connect(files.socket, rank, free)
     message = link.hear()
     if message is None:
         return
     beginning = msgspec.json.decode(message, type=Beginning)
     model = load_served(
-        settings,
+        config,
         Path(beginning.path),
-        settings.target_device or "cpu",
+        device,
         beginning.slots,
-        native_library(settings, log),
+        native_library(config, log),
         log,
         DifferenceLog(log),
-        batch_invariant=settings.batch_invariant,
-        group=_join(settings, rank, files),
+        batch_invariant=config.batch_invariant,
+        group=_join(config, rank, files),
     )
     settle_memory()
     link.say_ready()
@@ -90,10 +89,10 @@ def run(settings: Settings, rank: int, files: RankFiles) -> None:
     follow(model, hear)
 
 
-def _join(settings: Settings, rank: int, files: RankFiles) -> TorchGroup:
+def _join(config: EngineConfig, rank: int, files: RankFiles) -> TorchGroup:
     return join_group(
         files.store,
-        Parallel(rank, settings.tensor_parallel),
-        torch_device(settings.target_device or "cpu"),
-        ordered=settings.batch_invariant,
+        Parallel(rank, config.tensor_parallel),
+        torch_device(config.rank_device(rank)),
+        ordered=config.batch_invariant,
     )

@@ -14,11 +14,10 @@ import setproctitle
 
 from ssd_serve.app.cli.flags import Commands, add_settings_flags, given_flags
 from ssd_serve.base.devices import Device, check_device, parse_device, pin, this_machine
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import DeviceHangError, NoGpuError, SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
-from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.cluster.worker import leave_worker
 from ssd_serve.transport.listener import check_address
 
@@ -47,14 +46,14 @@ def add_draft(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    settings = _drafting(resolve(given_flags(args)))
+    config = _drafting(resolve(given_flags(args)))
     for address in args.connect:
-        check_address(address, settings.cluster_key or "")
+        check_address(address, config.cluster_key or "")
     if args.alive_file is not None:
         _check_alive_file(args.alive_file)
     # In a container this is process 1, which a signal without a handler does not end.
     signal.signal(signal.SIGTERM, _leave)
-    pin(parse_device(settings.draft_device or "cpu"))
+    pin(parse_device(config.draft_device or "cpu"))
     from ssd_serve.drafter.process import run
 
     # Containers share process numbers, and with the host's network its name too.
@@ -62,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     setproctitle.setproctitle(f"ssd: {name}")  # flags may hold keys
     # While servers are updated one after the other, those of another version refuse it.
     try:
-        return run(settings, name, args.connect, patient=True, alive_file=args.alive_file)
+        return run(config, name, args.connect, patient=True, alive_file=args.alive_file)
     except DeviceHangError as error:
         return leave_worker(name, error)
 
@@ -78,7 +77,7 @@ def _check_alive_file(path: Path) -> None:
         raise SettingsError(f"--alive-file: {path} cannot be written ({error.strerror})") from None
 
 
-def _drafting(settings: Settings) -> Settings:
+def _drafting(settings: Settings) -> EngineConfig:
     """With its draft models, and their device."""
     if settings.drafters not in (None, 0, 1):
         raise SettingsError("`ssd draft` is one process: start it as often as there are to be drafters")
@@ -89,8 +88,8 @@ def _drafting(settings: Settings) -> Settings:
     if settings.draft_device is not None:
         device = parse_device(settings.draft_device)
         check_device(device, machine, "SSD_DRAFT_DEVICE")
-    update: dict[str, object] = {"mode": Mode.SSD, "draft_device": str(device), "drafters": 1}
-    return of_drafter(settings.model_copy(update=update), 0)
+    config = settings.engine_config(mode=Mode.SSD, draft_device=str(device), drafters=1)
+    return config.for_drafter(0)
 
 
 def _leave(_number: int, _frame: object) -> None:

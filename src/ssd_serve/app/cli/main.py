@@ -281,7 +281,7 @@ def _run_pull(args: argparse.Namespace) -> int:
 
     line = ProgressLine()
     settings = resolve(given_flags(args), config=given_config(args))
-    folder = find_model(settings, args.model, "target", report=line.show)
+    folder = find_model(settings.engine_config(), args.model, "target", report=line.show)
     line.clear()
     print(folder)
     return 0

@@ -68,7 +68,7 @@ class ServingClient(EngineClient):
     def arrive(self, engine: RunningEngine, channel: Channel) -> None:
         """The engine has been started. On the event loop."""
         self._engine = engine
-        self.target = engine.settings.target
+        self.target = engine.config.target
         self.attach(channel)
 
     def stop(self) -> None:
@@ -115,7 +115,7 @@ def run_serve(settings: Settings) -> int:
             tokenizer.set(Tokenizer(found.target))
             settle_memory()
             tell("starting")
-            with start_engine(found.settings, log, machine) as engine:
+            with start_engine(settings, log, machine, found.names) as engine:
                 # After the workers: they would inherit the binding.
                 cores = engine.placement.front_end
                 answering.call(partial(pin_cores, cores))
@@ -123,7 +123,7 @@ def run_serve(settings: Settings) -> int:
                 answering.call(partial(client.arrive, engine, engine.connect()))
                 url = address(sock, settings.tls_certificate is not None)
                 with server.capture_signals():
-                    _watch(server, answering, client, engine, line, url)
+                    _watch(server, answering, client, engine, line, settings, url)
                 if engine.failure is not None:
                     raise engine.failure
     log.info("stopped")
@@ -136,6 +136,7 @@ def _watch(
     client: EngineClient,
     engine: RunningEngine,
     line: ProgressLine,
+    settings: Settings,
     url: str,
 ) -> None:
     """Until the server has ended, or has to because its engine is dead."""
@@ -145,7 +146,7 @@ def _watch(
             announced = True
             line.clear()
             with contextlib.suppress(OSError):  # a terminal that is gone, descriptors that have run out
-                show_banner(Console(), client.ready, engine.settings, url, program_name())
+                show_banner(Console(), client.ready, settings, url, program_name())
         elif not announced:
             line.show(client.progress)
         if answering.ends_within(_LOOK_EVERY_S):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ssd_serve.base.devices import Machine, parse_device, pin
 from ssd_serve.base.draft_messages import Message
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import (
@@ -25,7 +25,7 @@ from ssd_serve.base.messages import (
 )
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.engines import chosen_launcher, start_engine
-from ssd_serve.cluster.placement import place, resolved
+from ssd_serve.cluster.placement import PinnedModels, place, resolve_config
 from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.transport.channel import Channel
 
@@ -62,16 +62,20 @@ class EngineAccess(Protocol):
 
 @contextmanager
 def reach_engine(
-    settings: Settings, machine: Machine, log: Logger, say: Callable[[str], None]
+    settings: Settings,
+    machine: Machine,
+    models: PinnedModels,
+    log: Logger,
+    say: Callable[[str], None],
 ) -> Generator[EngineAccess]:
     """Start an engine for the length of a `with` block: in this process where one process is enough."""
     placement = place(settings, machine)
     local = chosen_launcher(settings, machine) == "local"
     if local and placement.mode is not Mode.SSD and settings.tensor_parallel == 1:
-        with _bound(resolved(settings, placement)) as own:
+        with _bound(resolve_config(settings, placement, models)) as own:
             yield EngineHere(own, log, say)
         return
-    with start_engine(settings, log, machine) as engine:
+    with start_engine(settings, log, machine, models) as engine:
         channel = engine.connect()
         yield EngineProcesses(engine, channel, say)
         engine.expect_end()
@@ -79,17 +83,17 @@ def reach_engine(
 
 
 @contextmanager
-def _bound(settings: Settings) -> Generator[Settings]:
+def _bound(config: EngineConfig) -> Generator[EngineConfig]:
     """This process computes on the target's device, and is then as free as it was."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     import torch
 
     threads = torch.get_num_threads()
-    device = parse_device(settings.target_device or "cpu")
+    device = parse_device(config.target_device)
     if device.kind == "cuda" or (cores is not None and device.indices and set(device.indices) != cores):
         pin(device)
     try:
-        yield settings
+        yield config
     finally:
         if cores is not None:
             os.sched_setaffinity(0, cores)
@@ -99,12 +103,12 @@ def _bound(settings: Settings) -> Generator[Settings]:
 class EngineHere:
     """An engine in this process, which works when it is asked for reports."""
 
-    def __init__(self, settings: Settings, log: Logger, say: Callable[[str], None]) -> None:
+    def __init__(self, config: EngineConfig, log: Logger, say: Callable[[str], None]) -> None:
         from ssd_serve.verifier.assembly import assemble_verifier, ready_report
 
-        self._verifier = assemble_verifier(settings, say, log=log)
+        self._verifier = assemble_verifier(config, say, log=log)
         self._verifier.engine.drain()
-        self._ready = ready_report(settings, self._verifier)
+        self._ready = ready_report(config, self._verifier)
         self._answers: list[Report] = []
 
     @property

@@ -84,7 +84,7 @@ class LLM:
         self.tokenizer = Tokenizer(found.target)
         report("starting")
         with ExitStack() as stack:
-            access = stack.enter_context(reach_engine(found.settings, machine, log, report))
+            access = stack.enter_context(reach_engine(settings, machine, found.names, log, report))
             self.ready: Ready = access.ready
             most = settings.max_running + settings.max_waiting
             self._open: Conversation | None = Conversation(access, self.tokenizer, most)

@@ -152,7 +152,7 @@ def multiplied_fp8(device: str) -> torch.dtype | None:
 def torch_dtype(name: str, device: str) -> torch.dtype:
     """`auto`, fp32, bf16 or fp16 on this kind of device."""
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    native = native_library(Settings()) if device == "cpu" else None
+    native = native_library(Settings().engine_config()) if device == "cpu" else None
     return kinds[resolve_dtype(name, device, native)]
 
 

@@ -101,7 +101,7 @@ def _layers(device: str, dtype: torch.dtype) -> tuple[list[Callable[[torch.Tenso
     wanted = min(wanted, int(_MAX_MEMORY * available_memory(device)))
     each = _SIDE * _SIDE * dtype.itemsize
     count = max(2, wanted // each)
-    wrap = matrix_kind(dtype, device, native_library(Settings()) if device == "cpu" else None)
+    wrap = matrix_kind(dtype, device, native_library(Settings().engine_config()) if device == "cpu" else None)
     matrix = _operand(_SIDE, device, dtype)
     return [wrap(matrix.clone(), None) for _ in range(count)], count * each
 

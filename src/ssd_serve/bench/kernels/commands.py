@@ -44,7 +44,7 @@ def _run_kernels(args: argparse.Namespace) -> Report:
     if min(args.heads) < 1 or heads % kv_heads:
         raise SettingsError("--heads: query heads must be a multiple of KV heads, and all at least 1")
     plan = KernelPlan(_chosen(args.device), heads, kv_heads, head_dim, args.repeats)
-    result = run_kernels(plan, native_library(Settings()), say)
+    result = run_kernels(plan, native_library(Settings().engine_config()), say)
     return Report(result, table)
 
 

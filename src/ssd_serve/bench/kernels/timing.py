@@ -94,7 +94,7 @@ def check_conformance(device: str, say: Callable[[str], None], *, quick: bool = 
     A row is a result, or `{"unsupported": why}` where the backend refuses, or `{"raised": what}`, which is
     not right.
     """
-    native = native_library(Settings())
+    native = native_library(Settings().engine_config())
     dtype = attention_dtype(device, torch.bfloat16)
     cache = KVCache(KVLayout((LayerKV(2, 64),), dtype, order=layout_order(device)), 64, device)
     rows: list[dict[str, object]] = []

@@ -51,7 +51,7 @@ def run_load(settings: Settings, plan: LoadPlan, say: Callable[[str], None]) -> 
             "--ballast enlarges the embedded pair: leave out --target, --draft and --model-wrapper"
         )
     trace = read_trace(plan.trace) if plan.trace is not None else []
-    target = find_model(settings, settings.target, "target")
+    target = find_model(settings.engine_config(), settings.target, "target")
     pool = held_out_prompts(resolve_model(EMBEDDED, "target"), Tokenizer(target), plan.mix.longest)
     maker = RequestMaker(pool)
     setting = "emulated" if table else "ballast" if plan.ballast else "real"

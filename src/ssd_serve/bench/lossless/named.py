@@ -2,6 +2,7 @@
 layers, lookups and installed sources, alone or beside each other. Knows how they are loaded, not what is
 compared."""
 
+from dataclasses import replace
 from functools import partial
 
 from ssd_serve.base.logs import get_logger
@@ -40,12 +41,12 @@ class _Cores:
 def load_named(settings: Settings, devices: Devices, native: NativeLibrary | None) -> LoadedTarget:
     """The target that the settings name, and all their drafts, of whatever kind, on its device. Raises
     `SettingsError`, `CheckpointError` and `PairMismatchError`."""
-    folder, log = find_model(settings, settings.target, "target"), get_logger("bench", "error")
-    settings = settings.model_copy(update={"draft_fan_out": GROWTH.fan_out, "draft_width": GROWTH.width})
+    config = settings.engine_config(draft_fan_out=GROWTH.fan_out, draft_width=GROWTH.width)
+    folder, log = find_model(config, config.target, "target"), get_logger("bench", "error")
     device = str(devices.target)
     loaded = {
-        name: load_draft(settings.model_copy(update={"draft": name}), name, device, native, log)
-        for name in settings.draft_models
+        name: load_draft(replace(config, drafts=(name,)), name, device, native, log)
+        for name in config.draft_models
     }
     features = tuple(dict.fromkeys(layer for each in loaded.values() for layer in each.features))
     wished = wish(settings.dtype, native, settings.batch_invariant, features)
@@ -60,6 +61,6 @@ def load_named(settings: Settings, devices: Devices, native: NativeLibrary | Non
     for draft in target.drafts:
         check_hello(target.hello, draft.hello)
     target.lookups = [
-        partial(lookup_channel, name, settings, target.hello, target.eos) for name in settings.lookups
+        partial(lookup_channel, name, config, target.hello, target.eos) for name in config.lookups
     ]
     return target

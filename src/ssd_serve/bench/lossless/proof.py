@@ -198,8 +198,8 @@ def _load(
     settings = Settings()
     if draft:
         settings = Settings(target=name, draft=draft, dtype=dtype)
-        return load_named(settings, devices, native_library(settings))
-    native = native_library(settings)
+        return load_named(settings, devices, native_library(settings.engine_config()))
+    native = native_library(settings.engine_config())
     if name == EMBEDDED:
         folders = resolve_model(name, "target"), resolve_model(name, "draft")
     else:

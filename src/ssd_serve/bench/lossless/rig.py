@@ -14,6 +14,7 @@ import torch
 
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Committed, Finished, Submit
@@ -36,7 +37,6 @@ from ssd_serve.verifier.control.budget import FixedSteps, NoWait
 from ssd_serve.verifier.drafts.drafters import Drafters
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.verifier.scheduler import SchedulerLimits
 
 _CPUS = Devices()
 _SLOTS = 4096
@@ -126,13 +126,17 @@ class LoadedTarget:
                 cost=FixedCost(),
                 host=FixedHost(),
                 slots=case.slots,
-                limits=SchedulerLimits(case.batch, 1024, _PREFILL_CHUNK),
-                # The plain baseline computes every prompt: reuse is one more thing to be proven.
-                prefix_cache=not plain,
-                context=512,
-                budget=budget,
-                draft_width=GROWTH.width,
-                tree_nodes=GROWTH.nodes * max(1, len(self.drafts) + len(self.lookups)),
+                config=EngineConfig(
+                    max_running=case.batch,
+                    max_waiting=1024,
+                    prefill_chunk=_PREFILL_CHUNK,
+                    # The plain baseline computes every prompt: reuse is one more thing to be proven.
+                    prefix_cache=not plain,
+                    context=512,
+                    budget=budget,
+                    draft_width=GROWTH.width,
+                    tree_nodes=GROWTH.nodes * max(1, len(self.drafts) + len(self.lookups)),
+                ),
                 policy=FixedSteps(_STEPS) if budget else NoWait(),
                 noise=self.noise,
                 native=self.native,

@@ -78,7 +78,7 @@ def ways_of(
     settings: Settings, ranks: Sequence[int], machine: Machine
 ) -> tuple[dict[RankedWay, Settings], dict[RankedWay, str]]:
     """Settings of each server, and the ways that this machine or the target cannot have with the reason."""
-    target = find_model(settings, settings.target, "target")
+    target = find_model(settings.engine_config(), settings.target, "target")
     ways: dict[RankedWay, Settings] = {}
     refused: dict[RankedWay, str] = {}
     for way in (RankedWay(mode, number) for number in ranks for mode in MODES):

@@ -6,15 +6,17 @@ Knows roles, devices and sockets; the workers' inner life and the meaning of mes
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from ssd_serve.base.devices import Machine, this_machine
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.owned import cache_folder
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.process import WorkerPlan, worker_command
+from ssd_serve.cluster.local.process import WorkerPlan, start_worker, worker_command
 from ssd_serve.cluster.local.run_dir import RunDir, make_run_dir
-from ssd_serve.cluster.placement import Placement, place, resolved
+from ssd_serve.cluster.placement import PinnedModels, Placement, place, resolve_config
 from ssd_serve.cluster.running import CONNECT_S, RunningEngine
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.pulse import LONGEST_SILENCE_S, PulseWatch
@@ -31,7 +33,7 @@ class LocalEngine(RunningEngine):
 
     def __init__(
         self,
-        settings: Settings,
+        config: EngineConfig,
         placement: Placement,
         run_dir: RunDir,
         log: Logger,
@@ -40,15 +42,12 @@ class LocalEngine(RunningEngine):
         silence_s: float = LONGEST_SILENCE_S,
     ) -> None:
         """`silence_s`: how long a worker may give no sign of life."""
-        # Said here once; the workers are told of a folder that nobody else can write to.
-        folder = cache_folder(settings.cache_dir, log.warning)
-        settings = resolved(settings, placement).model_copy(update={"cache_dir": folder})
-        told = settings.model_copy(update={"run_dir": run_dir.path})
-        plans = _plans(placement, settings, run_dir, command)
+        plans = _plans(placement, config, run_dir, command)
         pulses = PulseWatch(run_dir.ranks.pulse, longest_silence_s=silence_s)
-        super().__init__(
-            settings, placement, Supervisor(plans, told, log, on_failure=on_failure, pulses=pulses)
+        supervisor = Supervisor(
+            plans, partial(start_worker, config=config), log, on_failure=on_failure, pulses=pulses
         )
+        super().__init__(config, placement, supervisor)
         self._run_dir = run_dir
 
     def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
@@ -67,6 +66,7 @@ def local_engine(
     settings: Settings,
     log: Logger,
     *,
+    models: PinnedModels | None = None,
     machine: Machine | None = None,
     command: Command = worker_command,
     on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
@@ -83,7 +83,10 @@ def local_engine(
     if placement.draft is not None and 0 < len(placement.draft.indices) < settings.drafter_count:
         log.warning("drafters share a device", draft=placement.draft, drafters=settings.drafter_count)
     run_dir = make_run_dir(settings.run_dir)
-    engine = LocalEngine(settings, placement, run_dir, log, command, on_failure, silence_s)
+    # A warning about the cache folder is logged once, here: workers receive a folder that is private.
+    folder = cache_folder(settings.cache_dir, log.warning)
+    config = resolve_config(settings, placement, models, cache_dir=folder, run_dir=run_dir.path)
+    engine = LocalEngine(config, placement, run_dir, log, command, on_failure, silence_s)
     try:
         engine.start()
         yield engine
@@ -91,15 +94,15 @@ def local_engine(
         engine.close()
 
 
-def _plans(placement: Placement, settings: Settings, run_dir: RunDir, command: Command) -> list[WorkerPlan]:
+def _plans(placement: Placement, config: EngineConfig, run_dir: RunDir, command: Command) -> list[WorkerPlan]:
     folder = str(run_dir.path)
     verifier = command("verifier", run_dir.server_socket, run_dir.drafter_socket, folder)
     plans = [WorkerPlan("verifier", tuple(verifier), vital=True)]
     plans += [
         WorkerPlan(f"rank-{rank}", tuple(command("rank", str(rank), folder)), vital=True)
-        for rank in range(1, settings.tensor_parallel)
+        for rank in range(1, config.tensor_parallel)
     ]
-    names = [f"drafter-{index}" for index in range(settings.drafter_count if placement.draft else 0)]
+    names = [f"drafter-{index}" for index in range(config.drafters if placement.draft else 0)]
     plans += [
         WorkerPlan(name, tuple(command("drafter", name, run_dir.drafter_socket)), vital=False)
         for name in names

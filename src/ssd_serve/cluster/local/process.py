@@ -1,4 +1,4 @@
-"""A worker process as its parent sees it: start it with settings on stdin, notice its end, stop it.
+"""A worker process as its parent sees it: start it with its configuration on stdin, notice its end, stop it.
 
 Knows nothing of what workers do. The pipe to the worker's stdin stays open as its lifeline: when this process
 dies, however it dies, the kernel closes the pipe and the worker leaves.
@@ -16,9 +16,9 @@ from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
-from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.role_secrets import settings_for, without_secrets
+from ssd_serve.cluster.role_secrets import config_for, without_secrets
 
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that workers ignore: whoever started them says when they leave."""
@@ -184,12 +184,12 @@ class WorkerPlan:
     vital: bool = False
 
 
-Starter = Callable[[WorkerPlan, Settings], StartedWorker]
+Starter = Callable[[WorkerPlan], StartedWorker]
 """Starts a worker where the launcher wants it."""
 
 
-def start_worker(plan: WorkerPlan, settings: Settings) -> WorkerProcess:
-    """Start a worker and hand it the settings that are its business as one JSON line. Its stdout goes to our
+def start_worker(plan: WorkerPlan, config: EngineConfig) -> WorkerProcess:
+    """Start a worker and send it its configuration as one JSON line. Its stdout goes to our
     stderr."""
     # Blocked signals stay blocked in the child, so none can end it before it ignores them by itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
@@ -203,6 +203,6 @@ def start_worker(plan: WorkerPlan, settings: Settings) -> WorkerProcess:
     if popen.stdin is not None:
         # A worker that died at once is noticed by its exit code, not here.
         with contextlib.suppress(BrokenPipeError):
-            popen.stdin.write(settings_for(plan.name, settings).model_dump_json().encode() + b"\n")
+            popen.stdin.write(config_for(plan.name, config).to_json().encode() + b"\n")
             popen.stdin.flush()
     return WorkerProcess(plan.name, popen)

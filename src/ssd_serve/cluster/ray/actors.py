@@ -12,20 +12,19 @@ import stat
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.base.devices import parse_device, pin
+from ssd_serve.base.engine_config import config_from_json
 from ssd_serve.base.errors import DeviceHangError, PermissionProblemError, SsdError
 from ssd_serve.base.logs import Sparingly, get_logger
 from ssd_serve.base.owned import is_private
-from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import visible_gpus
 from ssd_serve.cluster.local.process import ORPHANED
-from ssd_serve.cluster.placement import of_drafter
 from ssd_serve.cluster.ray.placement import actors_device
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import RankFiles
@@ -37,11 +36,11 @@ _LAST_WORDS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """An actor's role, settings and place."""
+    """An actor's role, configuration and place."""
 
     name: str
     """`verifier`, `rank-1`, `drafter-0`."""
-    settings: str
+    config: str
     """As JSON."""
     meeting: str
     """Name of the private folder in which the ranks of this run meet."""
@@ -74,7 +73,7 @@ class RoleActor:
 
     def __init__(self, order: ActorSpec) -> None:
         self._order = order
-        self._settings = Settings.model_validate_json(order.settings)
+        self._config = config_from_json(order.config)
         self._folder = Path(tempfile.gettempdir(), order.meeting)
         self._listeners: list[Listener] = []
         self._error: SsdError | None = None
@@ -101,7 +100,7 @@ class RoleActor:
 
     def leave(self) -> None:
         """Tidy up before this process is killed."""
-        if self._order.name == "verifier" and self._settings.tensor_parallel > 1:
+        if self._order.name == "verifier" and self._config.tensor_parallel > 1:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, addresses: Addresses | None) -> ActorExit:
@@ -118,25 +117,24 @@ class RoleActor:
             return ActorExit(error.exit_code, str(error))
 
     def _run(self, addresses: Addresses | None) -> int:
-        name, settings = self._order.name, self._settings
+        name, config = self._order.name, self._config
         if name.startswith("drafter"):
             if addresses is None:
                 return ORPHANED
-            settings = of_drafter(settings, int(name.rpartition("-")[2]))
-            settings = settings.model_copy(update={"draft_device": self._take_device()})
+            config = replace(config, draft_device=self._take_device())
             from ssd_serve.drafter.process import run as draft
 
-            return draft(settings, name, [addresses.drafters], on_loaded=self._loaded.set)
+            return draft(config, name, [addresses.drafters], on_loaded=self._loaded.set)
         rank = 0 if name == "verifier" else int(name.removeprefix("rank-"))
-        settings = settings.model_copy(update={"target_device": self._take_device()})
-        files = RankFiles(self._meeting() if settings.tensor_parallel > 1 else self._folder)
+        config = replace(config, target_device=self._take_device())
+        files = RankFiles(self._meeting() if config.tensor_parallel > 1 else self._folder)
         if rank == 0:
             from ssd_serve.verifier.process import run as verify
 
-            return verify(settings, self._listeners[0], self._listeners[1], files)
+            return verify(config, self._listeners[0], self._listeners[1], files)
         from ssd_serve.verifier.ranks import run as follow
 
-        follow(settings, rank, files)
+        follow(config, rank, files)
         return ORPHANED
 
     def _take_device(self) -> str:
@@ -153,11 +151,11 @@ class RoleActor:
         return name
 
     def _listen(self) -> Listener:
-        settings = self._settings
-        sparingly = Sparingly(get_logger(self._order.name, settings.log_level, settings.log_format))
+        config = self._config
+        sparingly = Sparingly(get_logger(self._order.name, config.log_level, config.log_format))
         host = LOOPBACK if self._order.loopback else str(_ray().util.get_node_ip_address())
         return Listener.tcp(
-            host, 0, settings.cluster_key or "", lambda why: sparingly.warning("connection refused", who=why)
+            host, 0, config.cluster_key or "", lambda why: sparingly.warning("connection refused", who=why)
         )
 
     def _meeting(self) -> Path:

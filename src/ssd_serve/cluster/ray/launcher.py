@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 from ssd_serve.base.devices import this_machine
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import EngineDeadError, SettingsError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local.process import WorkerPlan
-from ssd_serve.cluster.placement import resolved
+from ssd_serve.cluster.placement import PinnedModels, resolve_config
 from ssd_serve.cluster.ray.cluster import RayCluster, ray_cluster
 from ssd_serve.cluster.ray.placement import STRATEGY, RayPlacement, check_gpus_are_known, ray_place
 from ssd_serve.cluster.ray.token import warn_of_strangers
@@ -38,7 +39,7 @@ class RayEngine(RunningEngine):
 
     def __init__(
         self,
-        settings: Settings,
+        config: EngineConfig,
         cluster: RayCluster,
         decision: RayPlacement,
         group: Any,
@@ -47,20 +48,18 @@ class RayEngine(RunningEngine):
         silence_s: float = LONGEST_SILENCE_S,
     ) -> None:
         """`silence_s`: how long an actor may give no sign of life."""
-        settings = resolved(settings, decision.placement)
         self._cluster = cluster
-        self._orders = _for_actors(settings)
-        self._crew = ActorStarter(cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
+        self._key = config.cluster_key or ""
+        self._crew = ActorStarter(config, cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
         pulses = PingWatch(cluster.ray, lambda: self._crew.workers, silence_s)
         supervisor = Supervisor(
             _plans(decision),
-            self._orders,
+            self._crew.start,
             log,
             on_failure=on_failure,
             pulses=pulses,
-            starter=self._crew.start,
         )
-        super().__init__(settings, decision.placement, supervisor)
+        super().__init__(config, decision.placement, supervisor)
 
     def nodes(self) -> dict[str, str]:
         """Ids of the nodes on which the actors are, by name; of those that run."""
@@ -80,7 +79,7 @@ class RayEngine(RunningEngine):
                 return connect(
                     found.server,
                     deadline - time.monotonic(),
-                    key=self._orders.cluster_key or "",
+                    key=self._key,
                     give_up=partial(self._is_over, promise),
                 )
             except (EngineDeadError, SettingsError):
@@ -103,6 +102,7 @@ def ray_engine(
     settings: Settings,
     log: Logger,
     *,
+    models: PinnedModels | None = None,
     on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
     place_s: float = _PLACE_S,
     silence_s: float = LONGEST_SILENCE_S,
@@ -117,7 +117,9 @@ def ray_engine(
         group = cluster.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
         try:
             await_room(group, decision.bundles, place_s, log)
-            engine = RayEngine(settings, cluster, decision, group, log, on_failure, silence_s)
+            key = settings.cluster_key or secrets.token_hex(_KEY_BYTES)
+            config = resolve_config(settings, decision.placement, models, cluster_key=key)
+            engine = RayEngine(config, cluster, decision, group, log, on_failure, silence_s)
             try:
                 engine.start()
                 yield engine
@@ -137,11 +139,6 @@ def await_room(group: Any, bundles: list[dict[str, float]], seconds: float, log:
                 "(`ray status` shows them)"
             )
         log.warning("waits for devices that others use", wanted=bundles)
-
-
-def _for_actors(settings: Settings) -> Settings:
-    """With the key by which they know each other."""
-    return settings.model_copy(update={"cluster_key": settings.cluster_key or secrets.token_hex(_KEY_BYTES)})
 
 
 def _plans(decision: RayPlacement) -> list[WorkerPlan]:

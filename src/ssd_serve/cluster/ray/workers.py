@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import in_a_line
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local.process import WorkerPlan, added_environment
 from ssd_serve.cluster.ray.actors import ActorExit, ActorSpec, Addresses, RoleActor, kill_actor
 from ssd_serve.cluster.ray.cluster import RayCluster
 from ssd_serve.cluster.ray.placement import GpuShare, RayPlacement
-from ssd_serve.cluster.role_secrets import blanked_secrets, settings_for
+from ssd_serve.cluster.role_secrets import blanked_secrets, config_for
 
 _CONTROL = "control"
 _PING_EVERY_S = 1.0
@@ -140,9 +140,16 @@ class ActorStarter:
     """Starts the actors of one engine in its placement group."""
 
     def __init__(
-        self, cluster: RayCluster, group: Any, placement: RayPlacement, meeting: str, log: Logger
+        self,
+        config: EngineConfig,
+        cluster: RayCluster,
+        group: Any,
+        placement: RayPlacement,
+        meeting: str,
+        log: Logger,
     ) -> None:
         """`meeting`: name of the folder in which the ranks of this run meet."""
+        self._config = config
         self._cluster = cluster
         self._group = group
         self._placement = placement
@@ -153,17 +160,15 @@ class ActorStarter:
         self.addresses: Any = None
         """Ray's promise of the newest verifier's `Addresses`."""
 
-    def start(self, plan: WorkerPlan, settings: Settings) -> RayWorker:
+    def start(self, plan: WorkerPlan) -> RayWorker:
         """Start the actor `plan.name`; returns before it runs. It waits for its bundle if a node was lost."""
         ray = self._cluster.ray
         drafter = plan.name.startswith("drafter")
         number = 0 if plan.name == "verifier" else int(plan.name.rpartition("-")[2])
         share = self._placement.drafter if drafter else self._placement.rank
         named = share.of(number, self._placement.drafters if drafter else self._placement.ranks)
-        told = settings_for(plan.name, settings, elsewhere=True)
-        order = ActorSpec(
-            plan.name, told.model_dump_json(), self._meeting, named, share.cpus, self._all_here()
-        )
+        own = config_for(plan.name, self._config, elsewhere=True)
+        order = ActorSpec(plan.name, own.to_json(), self._meeting, named, share.cpus, self._all_here())
         handle = self._actor(share, 1 + number if drafter else 0).remote(order)
         # A drafter begins when the verifier has said where it listens; Ray waits for that too.
         running = handle.run.remote(self.addresses if drafter else None)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from ssd_serve.base.errors import EngineDeadError, RankLostError, SsdError, in_a_line
 from ssd_serve.base.logs import Logger, Sparingly
-from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.process import ORPHANED, StartedWorker, Starter, WorkerPlan, start_worker
+from ssd_serve.cluster.local.process import ORPHANED, StartedWorker, Starter, WorkerPlan
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.cluster.supervision.hang_detector import HangDetector
 from ssd_serve.cluster.supervision.pulse import Listening
@@ -55,11 +54,10 @@ class Supervisor:
     def __init__(
         self,
         plans: Sequence[WorkerPlan],
-        settings: Settings,
+        starter: Starter,
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
         pulses: Listening | None = None,
-        starter: Starter = start_worker,
         suspicion: HangDetector | None = None,
     ) -> None:
         """The first of `plans` is the verifier's. `pulses`: where signs of life are heard; who falls silent
@@ -67,7 +65,6 @@ class Supervisor:
         self._starter = starter
         self._plans = plans
         self._pulses = pulses
-        self._settings = settings
         self._log = log
         self._sparingly = Sparingly(log)
         self._on_failure = on_failure
@@ -172,7 +169,7 @@ class Supervisor:
     def _start(self, plan: WorkerPlan) -> StartedWorker:
         if self._pulses is not None:
             self._pulses.forget(plan.name)
-        process = self._starter(plan, self._settings)
+        process = self._starter(plan)
         self._log.debug("process started", name=plan.name, pid=process.pid)
         return process
 

@@ -161,23 +161,23 @@ class _WithoutFeatures(WrappedModel):
 
 def load_eagle(order: SourceConfig) -> LoadedSource:
     """Load the head, for the target that the settings name."""
-    settings, folder, device = order.settings, order.folder, order.device
+    config, folder, device = order.config, order.folder, order.device
     if folder is None:
-        raise SettingsError(f"{settings.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
-    target = find_model(settings, settings.target, "target")
+        raise SettingsError(f"{config.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
+    target = find_model(config, config.target, "target")
     sizes = head_sizes(
         folder,
         target,
         device=device,
-        dtype=settings.dtype,
-        features=settings.eagle_features,
-        allow_pickle=settings.allow_pickle,
+        dtype=config.dtype,
+        features=config.eagle_features,
+        allow_pickle=config.allow_pickle,
         native=order.native,
     )
-    slots = draft_slots(settings, sizes, device)
-    wish = replace(served_options(settings, device, slots, order.native), graphs=False)
+    slots = draft_slots(config, sizes, device)
+    wish = replace(served_options(config, device, slots, order.native), graphs=False)
     head = load_head(folder, wish, sizes, order.log)
-    model: Model = wrap_model(head, "draft", settings.model_wrapper)
+    model: Model = wrap_model(head, "draft", config.model_wrapper)
     seconds, prefill_s_per_token = measure_draft(_WithoutFeatures(model), order.widths)
     facts = head.facts
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, order.native)
@@ -188,7 +188,7 @@ def load_eagle(order: SourceConfig) -> LoadedSource:
                 head,
                 SlotPool(slots),
                 noise,
-                settings.draft_fan_out,
+                config.draft_fan_out,
                 ranking,
                 text_rows_of(prefill_s_per_token),
             ),

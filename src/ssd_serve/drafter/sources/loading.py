@@ -12,7 +12,7 @@ import numpy as np
 
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.sources.contract import DraftSource
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
@@ -31,7 +31,7 @@ class SourceConfig:
     needs none. `widths` are numbers of nodes in a step whose times must be known; `layers`: how many of a
     model's layers draft, the first ones, if not all."""
 
-    settings: Settings
+    config: EngineConfig
     folder: Path | None
     device: str
     native: NativeLibrary | None
@@ -84,9 +84,9 @@ def _widest_row_s(seconds: Mapping[int, float]) -> float:
     return seconds[widest] / widest
 
 
-def target_tokenizer_info(settings: Settings) -> TokenizerInfo:
+def target_tokenizer_info(config: EngineConfig) -> TokenizerInfo:
     """Those of the target, for sources that have no model of their own."""
-    return tokenizer_info(find_model(settings, settings.target, "target"), settings.context)
+    return tokenizer_info(find_model(config, config.target, "target"), config.context)
 
 
 def tokenizer_info(folder: Path, context: int | None) -> TokenizerInfo:
@@ -100,17 +100,17 @@ def tokenizer_info(folder: Path, context: int | None) -> TokenizerInfo:
 _USUAL, _FEWEST = 256 << 20, 1024
 
 
-def draft_slots(settings: Settings, sizes: ModelSizes, device: str) -> int:
+def draft_slots(config: EngineConfig, sizes: ModelSizes, device: str) -> int:
     """As many as all requests need, or fewer where there is not so much memory for them."""
-    most = settings.max_running * (settings.context or sizes.context) + settings.tree_nodes
-    return min(most, max(_FEWEST, _kv_bytes(settings, sizes, device) // sizes.kv_bytes_per_slot))
+    most = config.max_running * (config.context or sizes.context) + config.tree_nodes
+    return min(most, max(_FEWEST, _kv_bytes(config, sizes, device) // sizes.kv_bytes_per_slot))
 
 
-def _kv_bytes(settings: Settings, sizes: ModelSizes, device: str) -> int:
+def _kv_bytes(config: EngineConfig, sizes: ModelSizes, device: str) -> int:
     """Bytes: what the settings name, or a share of a GPU that has no target, which would be loading now."""
-    if settings.draft_kv_memory_mb is not None:
-        return settings.draft_kv_memory_mb << 20
-    own, target = parse_device(device), parse_device(settings.target_device or "cpu")
+    if config.draft_kv_memory_mb is not None:
+        return config.draft_kv_memory_mb << 20
+    own, target = parse_device(device), parse_device(config.target_device)
     if own.kind == "cpu" or (target.kind == "cuda" and set(own.indices) & set(target.indices)):
         return _USUAL
     return (available_memory(torch_device(device)) - sizes.resident_bytes) // 10

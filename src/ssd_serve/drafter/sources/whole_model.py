@@ -4,7 +4,7 @@ requests."""
 from dataclasses import dataclass
 
 from ssd_serve.base.errors import PairMismatchError, SettingsError
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.drafter.sources.loading import (
@@ -52,36 +52,36 @@ class DraftModel:
 
 def load_draft_model(order: SourceConfig) -> LoadedSource:
     """Load the draft model and measure its step."""
-    settings, path, device = order.settings, order.folder, order.device
+    config, path, device = order.config, order.folder, order.device
     if path is None:
-        raise SettingsError(f"{settings.draft_model} names no model: set SSD_DRAFT to a folder or a hub id")
+        raise SettingsError(f"{config.draft_model} names no model: set SSD_DRAFT to a folder or a hub id")
     sizes = model_sizes(
         path,
         device=device,
-        dtype=settings.dtype,
-        allow_pickle=settings.allow_pickle,
+        dtype=config.dtype,
+        allow_pickle=config.allow_pickle,
         layers=order.layers,
         native=order.native,
     )
-    slots = draft_slots(settings, sizes, device)
-    loaded = load_served(settings, path, device, slots, order.native, order.log, layers=order.layers)
-    model, texts = _in_targets_tokens(settings, loaded, Tokenizer(path))
-    model = wrap_model(model, "draft", settings.model_wrapper)
+    slots = draft_slots(config, sizes, device)
+    loaded = load_served(config, path, device, slots, order.native, order.log, layers=order.layers)
+    model, texts = _in_targets_tokens(config, loaded, Tokenizer(path))
+    model = wrap_model(model, "draft", config.model_wrapper)
     seconds, prefill_s_per_token = measure_draft(model, order.widths)
     draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(prefill_s_per_token))
     return LoadedSource(
-        draft.source(settings.draft_fan_out), texts, seconds, prefill_s_per_token=prefill_s_per_token
+        draft.source(config.draft_fan_out), texts, seconds, prefill_s_per_token=prefill_s_per_token
     )
 
 
-def _in_targets_tokens(settings: Settings, model: Model, own: Tokenizer) -> tuple[Model, TokenizerInfo]:
+def _in_targets_tokens(config: EngineConfig, model: Model, own: Tokenizer) -> tuple[Model, TokenizerInfo]:
     """The model as it is where the target's ids mean the same to it, else one that translates them. Raises
     `PairMismatchError` where too few tokens are common. Without the target's files it speaks its own."""
     facts = model.facts
     own_texts = TokenizerInfo(
         own.vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids, own.to_json
     )
-    folder = model_here(settings.target, "target") if "target" in settings.model_fields_set else None
+    folder = model_here(config.target, "target") if config.target_is_named else None
     if folder is None:
         return model, own_texts
     texts = tokenizer_info(folder, facts.context)

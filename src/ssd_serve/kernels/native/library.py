@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.owned import cache_folder, is_own_file, make_folder, open_lock, weakness
-from ssd_serve.base.settings import Settings
 
 POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
@@ -74,9 +74,9 @@ class NativeLibrary:
         return wrapped
 
 
-def native_library(settings: Settings, log: Logger | None = None) -> NativeLibrary | None:
+def native_library(config: EngineConfig, log: Logger | None = None) -> NativeLibrary | None:
     """The compiled kernels, if the settings want them and this machine can have them."""
-    return load_native(settings.cache_dir, log) if settings.native_kernels else None
+    return load_native(config.cache_dir, log) if config.native_kernels else None
 
 
 def load_native(
