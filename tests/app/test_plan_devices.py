@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ssd_serve.app.plan.device_tables import device_sheet, sheet_names
-from ssd_serve.app.plan.devices import MeasuredRoofs, Sheets, cost_table
-from ssd_serve.app.plan.forwards import Forward, forward_parts
+from ssd_serve.app.plan.devices import Forward, MeasuredRoofs, Sheets, cost_table, forward_parts, never_slower
 from ssd_serve.app.plan.known_models import (
     Computing,
     known_model,
@@ -20,7 +19,6 @@ from ssd_serve.app.plan.known_models import (
 )
 from ssd_serve.app.plan.plan import PlanOptions, make_plan
 from ssd_serve.app.plan.roof import Roof
-from ssd_serve.app.plan.this_machine import never_slower
 from ssd_serve.base.cost import Reading
 from ssd_serve.base.errors import CheckpointError, SettingsError
 from tests.app.plan_parts import PLAIN_SHEET, known, small_model

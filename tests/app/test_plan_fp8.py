@@ -9,8 +9,7 @@ import torch
 from ssd_serve.app.cli import main as cli
 from ssd_serve.app.plan import known_models as plan_models
 from ssd_serve.app.plan.device_tables import device_sheet, sheet_names
-from ssd_serve.app.plan.devices import MeasuredRoofs, Sheets
-from ssd_serve.app.plan.forwards import Forward
+from ssd_serve.app.plan.devices import Forward, MeasuredRoofs, Sheets
 from ssd_serve.app.plan.known_models import (
     Computing,
     PlannedModel,

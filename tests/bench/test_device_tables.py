@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ssd_serve.app.plan.forwards import Forward
+from ssd_serve.app.plan.devices import Forward
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.bench.device_tables import device_table, forward_of
 from ssd_serve.kernels.batch import RequestRows, build_batch

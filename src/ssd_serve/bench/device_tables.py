@@ -9,8 +9,7 @@ from typing import Literal, Protocol
 import torch
 
 from ssd_serve.app.plan.device_tables import device_sheet
-from ssd_serve.app.plan.devices import Sheets
-from ssd_serve.app.plan.forwards import Forward
+from ssd_serve.app.plan.devices import Forward, Sheets
 from ssd_serve.app.plan.known_models import Computing, PlannedModel, known_model, sized
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.kernels.batch import Batch

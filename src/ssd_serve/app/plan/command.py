@@ -67,9 +67,9 @@ def _run(args: argparse.Namespace) -> int:
     acceptances: list[float] = args.acceptance
     if len(acceptances) not in (1, max(1, len(drafts))):
         raise SettingsError("--acceptance needs one value, or one for each draft")
-    wishes = [PlanOptions(each, args.requests, args.context) for each in acceptances]
-    for wish in wishes:
-        wish.check()
+    loads = [PlanOptions(each, args.requests, args.context) for each in acceptances]
+    for load in loads:
+        load.check()
     if args.devices is not None and not 1 <= args.devices <= 1024:
         raise SettingsError("--devices must be from 1 to 1024")
     token = resolve({}).hf_token
@@ -80,10 +80,10 @@ def _run(args: argparse.Namespace) -> int:
     target = planned_model(args.target, "target", computing, token)
     others: list[PlannedModel | None] = [planned_model(name, "draft", computing, token) for name in drafts]
     platform = _platform(device, args.devices, dtype_name(dtype))
-    if len(wishes) == 1:
-        wishes *= max(1, len(others))
-    pairs = zip(others or [None], wishes, strict=True)
-    plans = [make_plan(platform, target, draft, wish) for draft, wish in pairs]
+    if len(loads) == 1:
+        loads *= max(1, len(others))
+    pairs = zip(others or [None], loads, strict=True)
+    plans = [make_plan(platform, target, draft, load) for draft, load in pairs]
     print(json.dumps(as_json(plans), indent=1) if args.json else page(plans))
     return 0 if best_draft(plans).best is not None else MemoryShortError.exit_code
 
@@ -97,7 +97,7 @@ def _platform(device: str, count: int | None, dtype: str) -> "Platform":
         if dtype == "float32":
             raise SettingsError("the table's throughput is that of bf16; use --dtype bf16 or fp16")
         return Sheets(sheet, count or 1)
-    from ssd_serve.app.plan.this_machine import this_cpu, this_gpu
+    from ssd_serve.app.plan.devices import this_cpu, this_gpu
 
     machine = this_machine()
     print("measuring this machine for some seconds", file=sys.stderr, flush=True)

@@ -1,103 +1,89 @@
-"""What a step of a model takes on devices: from a data sheet, or from roofs measured on this machine.
+"""Seconds of a forward on devices: from a data sheet, or from roofs measured on this machine."""
 
-Knows sizes and seconds; runs no model and measures nothing.
-"""
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ssd_serve.app.plan.device_tables import DeviceSheet
-from ssd_serve.app.plan.forwards import Forward, ForwardParts, forward_parts
 from ssd_serve.app.plan.known_models import PlannedModel
-from ssd_serve.app.plan.roof import Roof
+from ssd_serve.app.plan.roof import QUICK, Roof, last_level_cache, measure_roof
 from ssd_serve.base.cost import CostTable, Timing
+from ssd_serve.models.memory import available_memory
 
 _GIB = float(1 << 30)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXT_ROWS = (1, 8, 32)
+_ELEMENT = 2
+"""Bytes of an activation."""
+_LOGIT_BYTES = 10
+"""Traffic of one logit: written and read in bf16, scored and reduced in fp32."""
 
 
-class Platform(Protocol):
-    """Some equal devices, of which a model takes one or several."""
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The rows of a forward, over all of its requests."""
+
+    rows: int
+    """Roots, tree nodes and prompt tokens."""
+    prompt: int = 0
+    """Rows that are prompt tokens, whose logits are not computed."""
+    context: int = 0
+    """Tokens of KV cache that attention reads, each request's counted once."""
+    row_context: int = 0
+    """Sum over all rows of the tokens that the row attends to."""
+
+    @classmethod
+    def of_one(cls, rows: int, context: int) -> "Forward":
+        """Make the forward of one request: a root and its tree, after `context` tokens."""
+        return cls(rows, 0, context, rows * context)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardParts:
+    """The consecutive parts of a forward, in seconds."""
+
+    launch_s: float
+    """From the host to the first kernel, and from the last kernel back."""
+    weights_s: float
+    """Reading every matrix once."""
+    matmul_s: float
+    """Multiplying, as far as reading the weights does not hide it."""
+    attention_s: float
+    """Reading the KV cache, and attention's arithmetic."""
+    layers_s: float
+    """Small kernels of each layer, and their cost for each row."""
+    exchange_s: float
+    """All-reduces between the ranks."""
+    sampling_s: float
 
     @property
-    def unit(self) -> str:
-        """What one device is called."""
-        ...
-
-    @property
-    def origin(self) -> str:
-        """Where its figures come from, with the figures."""
-        ...
-
-    @property
-    def assumed(self) -> str:
-        """What is assumed of it beside."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def memory_bytes(self) -> float:
-        """Memory of one device; of all together where they share it."""
-        ...
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether all devices have one memory, as cores have."""
-        ...
-
-    @property
-    def reserve_bytes(self) -> float:
-        """Kept for captured graphs, activations and the process, on each device."""
-        ...
-
-    @property
-    def cache_bytes(self) -> int:
-        """What the devices' common cache holds; 0: nothing worth counting on."""
-        ...
-
-    def group(self, model: PlannedModel, most: int) -> int:
-        """How many of `most` devices this model can be split over."""
-        ...
-
-    def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
-        """Where the seconds of a forward go."""
-        ...
-
-    def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
-        """Seconds of a forward."""
-        ...
-
-    def disturbance(self, target: int, draft: PlannedModel) -> float:
-        """The factor by which a drafter at work on one more device slows `target` devices."""
-        ...
+    def seconds(self) -> float:
+        """Sum of all parts."""
+        device_s = self.weights_s + self.matmul_s + self.attention_s + self.layers_s
+        return self.launch_s + device_s + self.exchange_s + self.sampling_s
 
 
 @dataclass(frozen=True, slots=True)
 class Sheets:
-    """Separate devices as a data sheet describes them."""
+    """`count` separate devices as a data sheet describes them."""
 
     sheet: DeviceSheet
     count: int
     shares_memory: bool = False
     reserve_bytes: float = 2 * _GIB
+    """Memory of each device for captured graphs, activations and the process."""
     cache_bytes: int = 0
+    """Size of a cache common to all devices, if it is worth counting."""
 
     @property
     def unit(self) -> str:
-        """The device's name."""
+        """Name of one device."""
         return self.sheet.name
 
     @property
     def origin(self) -> str:
-        """The data sheet's figures."""
+        """The data sheet's figures as text."""
         s = self.sheet
         return (
             f"data sheet: {s.memory_gb:g} GB, {s.bandwidth_gb_s / 1000:g} TB/s, {s.bf16_tflops:g} TFLOPS "
@@ -106,7 +92,7 @@ class Sheets:
 
     @property
     def assumed(self) -> str:
-        """The shares of them that a step is taken to attain."""
+        """The shares of these figures that a forward is assumed to attain, as text."""
         s = self.sheet
         return (
             f"{s.bandwidth_share:.0%} of that bandwidth, {s.throughput_share:.0%} of those TFLOPS, "
@@ -116,33 +102,61 @@ class Sheets:
 
     @property
     def memory_bytes(self) -> float:
-        """Of one device."""
+        """Memory of one device."""
         return self.sheet.memory_gb * 1e9
 
     def group(self, model: PlannedModel, most: int) -> int:
-        """As many as the engine's ranks can be."""
-        return _shared_by(model, most)
+        """Number of devices, at most `most`, that the model can be split over."""
+        return max(size for size in model.ranks if size <= most)
 
     def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
+        """Compute the parts of a forward of a model that is split over `devices`."""
         return forward_parts(self.sheet, model, devices, forward)
 
     def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
+        """Seconds of a forward."""
         return self.parts(model, devices, forward).seconds
 
     def disturbance(self, target: int, draft: PlannedModel) -> float:
-        """Separate devices do not disturb each other."""
+        """Return the factor by which a drafter on its own device slows the target: none here."""
         del target, draft
         return 1.0
 
 
+def forward_parts(sheet: DeviceSheet, model: PlannedModel, ranks: int, forward: Forward) -> ForwardParts:
+    """Compute the parts of a forward of a model that is split over `ranks` devices of a data sheet."""
+    bandwidth = ranks * sheet.bandwidth_share * sheet.bandwidth_gb_s * 1e9
+    flops = ranks * sheet.throughput_share * sheet.bf16_tflops * 1e12
+    weights_s = model.matrix_bytes / bandwidth
+    beyond_reading_s = max(0.0, forward.prompt * model.flops_per_row / flops - weights_s)
+    # A head that several ranks need is held, and read, by each of them.
+    cache_bytes = forward.context * model.kv_bytes_per_token * model.kv_share(ranks) * ranks
+    decoding = forward.rows - forward.prompt
+    exchange_s = 0.0
+    if ranks > 1:  # two sums a layer, each a reduce-scatter and an all-gather
+        speed = 1e9 * min(sheet.links_gb_s, (ranks - 1) * sheet.peer_gb_s)
+        bytes_out = 2 * (ranks - 1) / ranks * forward.rows * model.hidden * _ELEMENT
+        exchange_s = 2 * model.layers * (sheet.exchange_s + bytes_out / speed)
+    return ForwardParts(
+        launch_s=sheet.launch_s,
+        weights_s=weights_s,
+        matmul_s=sheet.exposed_share * decoding * model.flops_per_row / flops + beyond_reading_s,
+        attention_s=cache_bytes / bandwidth + forward.row_context * model.attention_flops / flops,
+        layers_s=model.layers * (sheet.layer_s + decoding * sheet.row_s + (decoding > 1) * sheet.several_s),
+        exchange_s=exchange_s,
+        sampling_s=decoding * model.vocabulary * _LOGIT_BYTES / bandwidth,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredRoofs:
-    """This machine: `roofs` by the number of cores, or that of one GPU at 1."""
+    """This machine's devices: `roofs` by number of cores, or the roof of one GPU at 1."""
 
     unit: str
     count: int
     roofs: Mapping[int, Roof]
     memory_bytes: float
+    """Memory of one GPU, or of all cores together."""
     shares_memory: bool
     cache_bytes: int
     layer_s: float = 60e-6
@@ -150,33 +164,34 @@ class MeasuredRoofs:
 
     @property
     def reserve_bytes(self) -> float:
-        """Less where nothing is captured."""
+        """Memory for the process, and on GPUs for captured graphs."""
         return (0.25 if self.shares_memory else 2) * _GIB
 
     @property
     def origin(self) -> str:
-        """What was measured."""
-        told = "; ".join(
+        """The measured figures as text."""
+        figures = "; ".join(
             f"{cores if self.shares_memory else 'each'}: {roof.bandwidth / 1e9:.1f} GB/s, "
             f"{roof.flops / 1e12:.2g} TFLOPS"
             for cores, roof in sorted(self.roofs.items())
         )
         dtype = next(iter(self.roofs.values())).dtype
-        return f"measured now in {dtype}, by cores: {told}" if self.shares_memory else f"measured now: {told}"
+        how = f" in {dtype}, by cores" if self.shares_memory else ""
+        return f"measured now{how}: {figures}"
 
     @property
     def assumed(self) -> str:
-        """What the measurement does not show."""
+        """The constants that the measurement does not show, as text."""
         split = "" if self.shares_memory else f" and {1e6 * self.exchange_s:.0f} us where it is split"
         return f"{1e6 * self.layer_s:.0f} us a layer beside its matrices{split}"
 
     def group(self, model: PlannedModel, most: int) -> int:
-        """Cores share any matrix; GPUs are the engine's ranks."""
-        return most if self.shares_memory else _shared_by(model, most)
+        """Number of devices that the model uses: all cores, or as many GPUs as ranks can share it."""
+        return most if self.shares_memory else max(size for size in model.ranks if size <= most)
 
     def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
-        """Matrices as measured for so many rows, what lies beyond one row being multiplying; the KV cache at
-        the bandwidth. Narrower weights than those that were measured save reading, not computing."""
+        """Compute the parts of a forward. Weights narrower than the measured dtype save reading, not
+        computing."""
         roof = self.roofs[devices] if self.shares_memory else self.roofs[1]
         ranks = 1 if self.shares_memory else devices
         rows, known = forward.rows, sorted(roof.seconds_per_byte)
@@ -197,20 +212,58 @@ class MeasuredRoofs:
         )
 
     def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
+        """Seconds of a forward."""
         return self.parts(model, devices, forward).seconds
 
     def disturbance(self, target: int, draft: PlannedModel) -> float:
-        """Cores share the memory's bandwidth, unless the drafter's weights stay in the cache."""
+        """Return the factor by which a drafter on one more core slows `target` cores: they share the memory's
+        bandwidth, unless the drafter's weights stay in the cache."""
         if not self.shares_memory or draft.matrix_bytes < self.cache_bytes:
             return 1.0
         wanted = self.roofs[target].bandwidth + self.roofs[1].bandwidth
         return max(1.0, wanted / self.roofs[max(self.roofs)].bandwidth)
 
 
+Platform = Sheets | MeasuredRoofs
+"""Some equal devices, of which a model takes one or several."""
+
+
+def this_cpu(cores: Sequence[int], dtype: str) -> MeasuredRoofs:
+    """Measure cores as devices: one, all but one (which a drafter would take), and all of them."""
+    counts = {1, max(1, len(cores) - 1), len(cores)}
+    memory = available_memory("cpu")
+    roofs = [measure_roof("cpu", dtype, cores[:count], QUICK) for count in sorted(counts)]
+    by_cores = {roof.cores: roof for roof in never_slower(roofs)}
+    return MeasuredRoofs("CPU core", len(cores), by_cores, memory, True, last_level_cache())
+
+
+def never_slower(roofs: Sequence[Roof]) -> list[Roof]:
+    """Make roofs of ever more cores at least as good as those before: a core that another process uses at the
+    moment is no property of the machine."""
+    found: list[Roof] = []
+    for roof in roofs:
+        if found:
+            last = found[-1]
+            times = roof.seconds_per_byte.items()
+            faster = {rows: min(each, last.seconds_per_byte[rows]) for rows, each in times}
+            roof = replace(roof, seconds_per_byte=faster, flops=max(roof.flops, last.flops))
+        found.append(roof)
+    return found
+
+
+def this_gpu(count: int, dtype: str) -> MeasuredRoofs:
+    """Measure the first GPU, which stands for all `count`."""
+    import torch
+
+    memory = available_memory("cuda:0")
+    roofs = {1: measure_roof("cuda:0", dtype, (), QUICK)}
+    return MeasuredRoofs(torch.cuda.get_device_name(0), count, roofs, memory, False, 0)
+
+
 def cost_table(
     platform: Platform, model: PlannedModel, devices: int, context: int, factor: float = 1.0
 ) -> CostTable:
-    """The table that the engine would have measured, where every forward takes `factor` times as long."""
+    """Make the table that the engine would measure, where every forward takes `factor` times as long."""
     contexts = [(rows, 0) for rows in _ROWS] + [(rows, context) for rows in _CONTEXT_ROWS]
     return CostTable(
         [
@@ -218,7 +271,3 @@ def cost_table(
             for rows, each in contexts
         ]
     )
-
-
-def _shared_by(model: PlannedModel, most: int) -> int:
-    return max(size for size in model.ranks if size <= most)

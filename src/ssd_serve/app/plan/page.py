@@ -37,9 +37,9 @@ def as_json(plans: Sequence[PlanEstimate]) -> list[dict[str, object]]:
             "device": plan.platform.unit,
             "device_figures": plan.platform.origin,
             "assumed": _assumed(plan),
-            "acceptance": plan.wish.acceptance,
-            "requests": plan.wish.requests,
-            "context": plan.wish.context,
+            "acceptance": plan.options.acceptance,
+            "requests": plan.options.requests,
+            "context": plan.options.context,
             "layouts": [_layout_json(layout) for layout in plan.layouts],
             "take": _MODES[plan.best.drafting] if plan.best is not None else None,
             "draft_pays_from_acceptance": plan.pays_from,
@@ -50,7 +50,6 @@ def as_json(plans: Sequence[PlanEstimate]) -> list[dict[str, object]]:
 
 
 def _layout_json(layout: PlannedLayout) -> dict[str, object]:
-    expected = layout.expected
     return {
         "mode": _MODES[layout.drafting],
         "target_devices": layout.target,
@@ -60,9 +59,7 @@ def _layout_json(layout: PlannedLayout) -> dict[str, object]:
         "target_step_s": layout.step_s,
         "target_step_parts": asdict(layout.parts),
         "draft_step_s": layout.draft_s,
-        "tokens_per_s": expected.tokens_per_s if expected is not None else None,
-        "tokens_per_round": expected.tokens_per_round if expected is not None else None,
-        "round": asdict(expected.split) if expected is not None else None,
+        "tokens_per_s": layout.speed or None,
     }
 
 
@@ -75,15 +72,15 @@ def _pair(plan: PlanEstimate) -> str:
 
 
 def _assumed(plan: PlanEstimate) -> str:
-    wish = plan.wish
+    load = plan.options
     draft = ""
     if plan.draft is not None:
         draft = (
-            f"acceptance {wish.acceptance:g} (first guesses that are right), {1e3 * DRAFT_HOST_S:g} ms of "
+            f"acceptance {load.acceptance:g} (first guesses that are right), {1e3 * DRAFT_HOST_S:g} ms of "
             "host work a draft step, "
         )
     return (
-        f"assumed: {wish.requests} request(s) of {wish.context} tokens, {draft}{plan.platform.assumed}; "
+        f"assumed: {load.requests} request(s) of {load.context} tokens, {draft}{plan.platform.assumed}; "
         "speeds below are computed from this, not measured"
     )
 
@@ -118,7 +115,7 @@ def _steps(plan: PlanEstimate) -> str:
     parts = [f"expected steps: target {1e3 * plain.step_s:.1f} ms on {_count(plan, plain.target)}"]
     parts += [
         f"{_NAMES[layout.drafting]}: target {1e3 * layout.step_s:.1f} ms, "
-        f"draft {1e3 * layout.draft_s:.1f} ms for {plan.wish.width} nodes "
+        f"draft {1e3 * layout.draft_s:.1f} ms for {plan.options.width} nodes "
         f"({layout.draft_s / layout.step_s:.2f} of it)"
         for layout in plan.layouts[1:]
     ]
@@ -132,16 +129,15 @@ def _layout(plan: PlanEstimate, layout: PlannedLayout) -> str:
     idle = plan.platform.count - layout.target - layout.draft
     where += f", {idle} idle" if idle else ""
     label = f"  {_NAMES[layout.drafting]:<13} ({where})"
-    expected = layout.expected
-    if expected is None:
+    if not layout.speed:
         return f"{label}: does not fit"
-    text = f"{label}: {expected.tokens_per_s:.1f} tokens/s"
     plain = plan.layouts[0].speed
-    if layout.drafting is not SpeculationMode.PLAIN:
-        faster = f", {expected.tokens_per_s / plain:.2f}x plain" if plain else ""
-        text += f"{faster}, {expected.tokens_per_round:.2f} tokens a round"
-        text += f", {expected.nodes_per_round:.0f} nodes verified"
-    return text
+    faster = (
+        f", {layout.speed / plain:.2f}x plain"
+        if plain and layout.drafting is not SpeculationMode.PLAIN
+        else ""
+    )
+    return f"{label}: {layout.speed:.1f} tokens/s{faster}"
 
 
 def _verdict(plan: PlanEstimate) -> str:
@@ -185,7 +181,7 @@ def _draft(plan: PlanEstimate) -> str:
         if plain
         else f"{fastest.speed:.1f} tokens/s"
     )
-    return f"{plan.draft.name} at {plan.wish.acceptance:g} {gain}"
+    return f"{plan.draft.name} at {plan.options.acceptance:g} {gain}"
 
 
 def _note(plan: PlanEstimate) -> str:

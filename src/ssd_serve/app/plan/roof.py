@@ -1,8 +1,7 @@
-"""What a device can do at most: reading weights, and multiplying matrices. Measured, not looked up.
+"""Roofs of a device, measured: bandwidth of reading weights, throughput of multiplying matrices.
 
-Streams matrices that no cache holds through products of few rows, as a decoding step does, and multiplies two
-large matrices. The best of some repeats counts: a roof is what was reached once. Knows devices and threads;
-no models. Run it on an idle machine: whatever else runs is measured too.
+Streams matrices that no cache holds through products of few rows, as a decoding step does, and multiplies a
+matrix with many rows. Both use the engine's own products. The best repeat counts. Run it on an idle machine.
 """
 
 import contextlib
@@ -24,7 +23,10 @@ _CACHES = 4
 """The matrices are at least this many times as large as the last-level cache."""
 _MIN_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 _MAX_MEMORY = 0.25
-_SQUARE = {"cpu": 2048, "cuda": 8192}
+_MANY_ROWS = {"cpu": 256, "cuda": 8192}
+"""Rows of the product by which the throughput is measured."""
+_MOST_S = 1.0
+"""Seconds after which no further repeat of one product is measured."""
 _TASKS = Path("/proc/self/task")
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
@@ -67,16 +69,16 @@ def measure_roof(device: str, dtype: str, cores: Sequence[int] = (), effort: Eff
     """Measure a GPU, or these cores. `device` and `dtype` are torch's names."""
     kind = getattr(torch, dtype)
     with torch.inference_mode(), _bound_to(cores):
-        layers, size = _layers(device, kind)
-        per_byte = {
-            rows: min(_times(_pass(layers, _operand(rows, device, kind)), device, effort.repeats)) / size
-            for rows in effort.rows
-        }
-        del layers
-        side = _SQUARE[_kind(device)]
-        a, b = _operand(side, device, kind, side), _operand(side, device, kind, side)
-        product_s = min(_times(lambda: torch.mm(a, b), device, effort.repeats))
-    return Roof(len(cores), dtype, per_byte, 2 * side**3 / product_s)
+        layers = _layers(device, kind)
+        per_byte: dict[int, float] = {}
+        for rows in effort.rows:
+            # On cores many rows are bound by arithmetic: fewer matrices show it in less time.
+            some = layers[: max(2, len(layers) // rows)] if device == "cpu" else layers
+            seconds = min(_times(_pass(some, _operand(rows, device, kind)), device, effort.repeats))
+            per_byte[rows] = seconds / (len(some) * _SIDE * _SIDE * kind.itemsize)
+        many = _operand(_MANY_ROWS[_kind(device)], device, kind)
+        product_s = min(_times(_pass(layers[:1], many), device, effort.repeats))
+    return Roof(len(cores), dtype, per_byte, 2 * len(many) * _SIDE**2 / product_s)
 
 
 def last_level_cache() -> int:
@@ -93,8 +95,8 @@ def _kind(device: str) -> str:
     return "cpu" if device == "cpu" else "cuda"
 
 
-def _layers(device: str, dtype: torch.dtype) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], int]:
-    """Square matrices in the format that models use on this device, and their bytes."""
+def _layers(device: str, dtype: torch.dtype) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Square matrices in the format that models use on this device."""
     wanted = _MIN_BYTES[_kind(device)]
     if device == "cpu":
         wanted = max(wanted, _CACHES * last_level_cache())
@@ -103,7 +105,7 @@ def _layers(device: str, dtype: torch.dtype) -> tuple[list[Callable[[torch.Tenso
     count = max(2, wanted // each)
     wrap = matrix_kind(dtype, device, native_library(Settings().engine_config()) if device == "cpu" else None)
     matrix = _operand(_SIDE, device, dtype)
-    return [wrap(matrix.clone(), None) for _ in range(count)], count * each
+    return [wrap(matrix.clone(), None) for _ in range(count)]
 
 
 def _operand(rows: int, device: str, dtype: torch.dtype, columns: int = _SIDE) -> torch.Tensor:
@@ -119,15 +121,18 @@ def _pass(layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Ten
 
 
 def _times(run: Callable[[], object], device: str, repeats: int) -> list[float]:
-    """Seconds of every repeat, after one that warms up."""
+    """Seconds of every repeat after a first run, which counts only where it takes too long to repeat."""
     times: list[float] = []
+    begin = time.perf_counter()
     for repeat in range(repeats + 1):
         started = time.perf_counter()
         run()
         if device != "cpu":
             torch.cuda.synchronize(device)
-        if repeat:
+        if repeat or time.perf_counter() - begin > _MOST_S:
             times.append(time.perf_counter() - started)
+        if time.perf_counter() - begin > _MOST_S:
+            break
     return times
 
 
