@@ -1,4 +1,4 @@
-"""Expansions survive the wire, and bytes that are no expansions are recognised."""
+"""The wire format of expansions, and rejection of malformed buffers."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -29,7 +29,7 @@ EXPANSIONS = st.lists(
 
 
 @given(EXPANSIONS)
-def test_what_is_packed_is_unpacked(expansions: list[Expansion]) -> None:
+def test_pack_and_unpack_round_trip(expansions: list[Expansion]) -> None:
     packed = unpack(pack(3, 1, 0, expansions, "d", snapshot=False), VOCABULARY)
     assert packed is not None
     read = [(each.parent, each.step, *map(list, each.read())) for each in packed]
@@ -37,7 +37,7 @@ def test_what_is_packed_is_unpacked(expansions: list[Expansion]) -> None:
     assert [each.size for each in packed] == [len(each.tokens) for each in expansions]
 
 
-def test_a_node_is_named_by_its_parent_and_token_and_a_root_by_itself() -> None:
+def test_names_follow_from_parent_and_step_except_for_roots() -> None:
     expansions = [Expansion(5, ROOT_STEP, [2], [-0.1]), Expansion(5, 9, [1], [-0.5])]
     packed = unpack(pack(3, 1, 0, expansions, "d", snapshot=False), VOCABULARY)
     assert packed is not None
@@ -51,7 +51,7 @@ def test_a_node_is_named_by_its_parent_and_token_and_a_root_by_itself() -> None:
     st.binary(max_size=20),
     st.binary(),
 )
-def test_random_bytes_are_refused_or_sound(
+def test_random_bytes_are_rejected_or_valid(
     parents: bytes, steps: bytes, counts: bytes, tokens: bytes, values: bytes
 ) -> None:
     try:
@@ -65,7 +65,7 @@ def test_random_bytes_are_refused_or_sound(
         assert np.isfinite(log_probabilities).all()
 
 
-def test_buffers_that_do_not_fit_each_other_are_refused() -> None:
+def test_buffers_of_inconsistent_lengths_are_rejected() -> None:
     good = pack(1, 1, 0, [Expansion(5, 2, [1, 2], [-0.1, -0.2])], "d", snapshot=False)
     assert unpack(good, VOCABULARY) is not None
     for field in ("parents", "steps", "counts", "tokens", "log_probabilities"):
@@ -77,17 +77,17 @@ def test_buffers_that_do_not_fit_each_other_are_refused() -> None:
         unpack(replace(good, counts=np.array([3], dtype="<u2").tobytes()), VOCABULARY)
 
 
-def test_impossible_tokens_and_values_are_refused() -> None:
+def test_invalid_tokens_and_values_are_rejected() -> None:
     for token in (-1, VOCABULARY):
         growth = pack(1, 1, 0, [Expansion(5, 2, [1, token], [-0.1, -0.2])], "d", snapshot=False)
         assert unpack(growth, VOCABULARY) is None
     for value in (float("nan"), float("inf"), float("-inf")):
         growth = pack(1, 1, 0, [Expansion(5, 2, [1, 2], [-0.1, value])], "d", snapshot=False)
-        with pytest.raises(ProtocolError, match="no numbers"):
+        with pytest.raises(ProtocolError, match="not finite"):
             unpack(growth, VOCABULARY)
 
 
-def test_nodes_without_candidates_and_too_many_candidates_are_refused() -> None:
+def test_empty_expansions_and_too_many_candidates_are_rejected() -> None:
     empty = pack(1, 1, 0, [Expansion(5, each, [], []) for each in range(3)], "d", snapshot=False)
     with pytest.raises(ProtocolError, match="without candidates"):
         unpack(empty, VOCABULARY)
@@ -96,7 +96,7 @@ def test_nodes_without_candidates_and_too_many_candidates_are_refused() -> None:
         unpack(wide, VOCABULARY)
 
 
-def test_an_expansion_of_a_large_message_keeps_only_its_own_part() -> None:
+def test_an_expansion_does_not_keep_a_large_message_in_memory() -> None:
     expansions = [Expansion(5, step, [step, 7], [-0.5, -1.0]) for step in range(900)]
     packed = unpack(pack(3, 1, 0, expansions, "d", snapshot=True), VOCABULARY)
     assert packed is not None

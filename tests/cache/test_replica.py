@@ -1,4 +1,4 @@
-"""The replica against a real drafter core, over a network that loses, doubles, delays and reorders."""
+"""The replica against a real drafter core over a network that loses, duplicates, delays and reorders."""
 
 from dataclasses import dataclass
 from random import Random
@@ -24,6 +24,7 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
+from tests.cache.tree_access import candidates
 from tests.examples import examples
 from tests.fakes import VOCABULARY, ScriptedSource, core_of
 
@@ -34,8 +35,8 @@ PARAMETERS = SamplingParameters(max_tokens=1000, ignore_eos=True)
 
 
 @dataclass
-class Ends:
-    """A drafter core, a replica, and the tokens that only the verifier's side knows to be committed."""
+class Endpoints:
+    """A drafter core, the verifier's replica, and the committed output."""
 
     source: ScriptedSource
     core: DrafterCore
@@ -44,21 +45,21 @@ class Ends:
     epoch: int = 0
 
     def open(self) -> Open:
-        """A new epoch: a fresh replica, and the message that says so."""
+        """Start a new epoch with a fresh replica; returns its `Open`."""
         self.epoch += 1
         root = root_name(REQUEST, self.epoch, len(PROMPT) + len(self.output) - 1)
         self.replica = make_replica(self.epoch, root)
         return Open(REQUEST, self.epoch, PROMPT, tuple(self.output), PARAMETERS, 1, root)
 
     def commit(self, tokens: tuple[int, ...]) -> Outcome:
-        """A round's outcome, known to the replica at once."""
+        """Advance the replica; returns the `Outcome`."""
         position = len(PROMPT) + len(self.output)
         self.output.extend(tokens)
         self.replica.advance(tokens)
         return Outcome(REQUEST, self.epoch, position, tokens, self.replica.tree.root.name)
 
     def expected(self) -> dict[int, list[int]]:
-        """What the drafter's tree holds below the replica's root."""
+        """Candidates of the drafter's tree below the replica's root, by node name."""
         found: dict[int, list[int]] = {}
         waiting = [self.replica.tree.root.name]
         while waiting:
@@ -73,10 +74,10 @@ def make_replica(epoch: int, root: int) -> Replica:
     return Replica(REQUEST, epoch, root, limit=5000, vocabulary=VOCABULARY)
 
 
-def make_ends() -> Ends:
+def make_ends() -> Endpoints:
     source = ScriptedSource()
     core = core_of(source, LIMITS)
-    return Ends(source, core, make_replica(0, 0), [])
+    return Endpoints(source, core, make_replica(0, 0), [])
 
 
 def contents(tree: SpeculationTree) -> dict[int, list[int]]:
@@ -84,7 +85,7 @@ def contents(tree: SpeculationTree) -> dict[int, list[int]]:
 
 
 class Network(RuleBasedStateMachine):
-    """Every message can be lost, doubled and overtaken, in both directions."""
+    """Messages in both directions may be lost, duplicated and reordered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,11 +127,11 @@ class Network(RuleBasedStateMachine):
 
     @rule()
     def calm(self) -> None:
-        """The network delivers everything, and a snapshot fills what was lost: both ends agree."""
+        """Everything is delivered and a snapshot fills the gaps: both sides agree."""
         self.settle()
         for _ in range(4):
             self.back.extend(self.ends.core.step())
-        # An outcome that the drafter does not expect shows it what it has missed.
+        # An unexpected outcome makes the drafter resynchronise.
         self.there.append(self.ends.commit((1,)))
         self.settle()
         self.back.extend(self.ends.core.step())
@@ -138,7 +139,7 @@ class Network(RuleBasedStateMachine):
         self.settle()
         assert self.ends.source.committed[REQUEST] == [*PROMPT, *self.ends.output]
         assert self.ends.replica.tree.root.name in self.ends.source.made
-        # It may hold more: what the drafter forgot when it was opened twice.
+        # The replica may hold more: nodes that the drafter dropped when it was opened twice.
         assert self.ends.expected().items() <= contents(self.ends.replica.tree).items()
 
     def settle(self) -> None:
@@ -169,7 +170,7 @@ TestNetwork.settings = settings(max_examples=examples(60), stateful_step_count=3
 
 @given(st.randoms(use_true_random=False), st.integers(1, 6))
 @settings(max_examples=examples(40))
-def test_without_loss_the_replica_holds_the_drafters_tree_in_any_order(order: Random, steps: int) -> None:
+def test_the_replica_equals_the_drafters_tree_in_any_message_order(order: Random, steps: int) -> None:
     ends = make_ends()
     ends.core.handle(ends.open())
     growth = [message for _ in range(steps) for message in ends.core.step()]
@@ -220,7 +221,7 @@ def test_other_requests_epochs_and_malformed_buffers_change_nothing() -> None:
     assert replica.tree.root.tokens == [1, 2]
 
 
-def test_growth_waits_for_its_parent() -> None:
+def test_orphaned_growth_is_adopted_by_its_parent() -> None:
     replica = make_replica(1, 50)
     replica.apply(growth_of(BELOW, sequence=1))
     assert len(replica.tree) == 0
@@ -228,14 +229,14 @@ def test_growth_waits_for_its_parent() -> None:
     assert contents(replica.tree) == {50: [1, 2], mix(50, 1): [3, 4]}
 
 
-def test_growth_waits_for_a_root_that_the_verifier_has_not_reached() -> None:
+def test_growth_for_a_future_root_is_kept() -> None:
     replica = make_replica(1, 50)
     replica.apply(growth_of(Expansion(mix(50, 9), ROOT_STEP, [3], [-0.5])))
     replica.advance((9,))
     assert contents(replica.tree) == {mix(50, 9): [3]}
 
 
-def test_growth_does_not_wait_for_ever() -> None:
+def test_orphaned_growth_is_dropped_after_two_rounds() -> None:
     replica = make_replica(1, 50)
     late = mix(mix(mix(50, 9), 9), 9)
     replica.apply(growth_of(Expansion(late, ROOT_STEP, [3], [-0.5])))
@@ -246,14 +247,14 @@ def test_growth_does_not_wait_for_ever() -> None:
     assert [replica.take_late(), replica.take_late()] == [1, 0]
 
 
-def test_growth_that_was_waited_for_is_not_late() -> None:
+def test_adopted_orphans_do_not_count_as_late() -> None:
     replica = make_replica(1, 50)
     replica.apply(growth_of(Expansion(mix(50, 9), ROOT_STEP, [3], [-0.5])))
     replica.advance((9,))
     assert replica.take_late() == 0
 
 
-def test_a_gap_is_reported_once_and_a_snapshot_is_no_gap() -> None:
+def test_a_sequence_gap_is_reported_once_and_snapshots_are_exempt() -> None:
     replica = make_replica(1, 50)
     assert replica.apply(growth_of(ROOT_EXPANSION, sequence=0))
     assert not replica.apply(growth_of(sequence=2))
@@ -274,8 +275,8 @@ def test_two_drafters_share_a_tree() -> None:
 
 
 def places(replica: Replica, count: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Of the best nodes their paths, tokens and parents' places, as a round has them."""
-    nodes = replica.tree.best(count, 9)
+    """Paths, tokens and parents' indices of the best nodes, as in a round."""
+    nodes = candidates(replica.tree)[:count]
     paths = [tuple(each.token for each in replica.tree.path(node)) for node in nodes]
     return (
         paths,
@@ -286,16 +287,15 @@ def places(replica: Replica, count: int) -> tuple[list[tuple[int, ...]], list[in
 
 @given(st.data())
 @settings(max_examples=examples(60), deadline=None)
-def test_each_candidate_is_its_proposers(data: st.DataObject) -> None:
-    """Whoever they are, and whatever else they say of its parent, while nothing comes before its parent."""
+def test_sources_of_each_candidate_are_tracked(data: st.DataObject) -> None:
     replica, sequence = make_replica(1, 50), 0
-    said: dict[tuple[int, ...], int] = {}
+    named: dict[tuple[int, ...], int] = {}
     for _ in range(data.draw(st.integers(1, 4))):
         for _ in range(data.draw(st.integers(1, 8))):
-            path = data.draw(st.sampled_from([(), *sorted(said)]))
+            path = data.draw(st.sampled_from([(), *sorted(named)]))
             tokens = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True))
             source = data.draw(st.sampled_from([2, 4, 8]))
-            said |= {(*path, token): said.get((*path, token), 0) | source for token in tokens}
+            named |= {(*path, token): named.get((*path, token), 0) | source for token in tokens}
             above = name = replica.tree.root.name
             for token in path:
                 above, name = name, mix(name, token)
@@ -304,18 +304,20 @@ def test_each_candidate_is_its_proposers(data: st.DataObject) -> None:
             replica.apply(growth_of(expansion, sequence=sequence), source, source)
             sequence += 1
         paths, tokens, parents = places(replica, data.draw(st.integers(0, 40)))
-        assert replica.proposers(tokens, parents) == [said[path] for path in paths]
-        root = data.draw(st.sampled_from(sorted(said)))
+        assert replica.sources_of(tokens, parents) == [named[path] for path in paths]
+        root = data.draw(st.sampled_from(sorted(named)))
         assert replica.advance(root).hit
-        said = {path[len(root) :]: who for path, who in said.items() if path[: len(root)] == root != path}
+        named = {
+            path[len(root) :]: sources for path, sources in named.items() if path[: len(root)] == root != path
+        }
 
 
-def test_a_drafter_that_begins_again_counts_from_0() -> None:
+def test_restart_expects_sequence_0() -> None:
     replica = make_replica(1, 50)
     for sequence in range(5):
         assert replica.apply(growth_of(sequence=sequence))
     assert replica.apply(growth_of(sequence=0))
-    assert replica.apply(growth_of(sequence=2))  # nobody said that it begins again
+    assert replica.apply(growth_of(sequence=2))  # without `restart`
     replica.restart(0)
     assert replica.apply(growth_of(sequence=0))
     assert not replica.apply(growth_of(sequence=2))
@@ -330,7 +332,7 @@ def test_a_full_replica_drops_growth_and_goes_on() -> None:
     assert replica.tree.root.tokens == [3, 4]
 
 
-def test_orphans_are_held_by_candidates_and_not_with_their_messages() -> None:
+def test_orphans_are_bounded_by_candidates_and_do_not_keep_messages() -> None:
     replica = Replica(REQUEST, 1, 50, limit=100, vocabulary=VOCABULARY)
     for parent in range(1000, 1400):
         replica.apply(growth_of(*[Expansion(parent, step, [1, 2], [-0.5, -1.0]) for step in range(300)]))
@@ -339,7 +341,7 @@ def test_orphans_are_held_by_candidates_and_not_with_their_messages() -> None:
     assert sum(len(each.expansion.tokens) for each in orphans) <= 400
 
 
-def test_one_message_touches_a_grown_tree_only_so_often() -> None:
+def test_the_merge_budget_bounds_one_message() -> None:
     replica = Replica(REQUEST, 1, 50, limit=5000, vocabulary=10_000)
     wide = list(range(4000))
     replica.apply(growth_of(Expansion(50, ROOT_STEP, wide, [-9.0] * 4000)))
@@ -347,4 +349,4 @@ def test_one_message_touches_a_grown_tree_only_so_often() -> None:
     replica.apply(growth_of(*better, sequence=1))
     assert 0 < sum(value == -1.0 for value in replica.tree.root.cumulatives) < 10
     replica.apply(growth_of(*better[-2:], sequence=2))
-    assert replica.tree.root.tokens.index(3999) < 10, "the next message is heard again"
+    assert replica.tree.root.tokens.index(3999) < 10, "the next message has a budget of its own"

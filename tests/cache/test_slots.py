@@ -1,4 +1,4 @@
-"""The slot pool: invariants after any sequence of operations, placement, and errors that change nothing."""
+"""The slot pool: invariants after random operations, placement, and errors without effects."""
 
 import pytest
 from hypothesis import settings
@@ -11,8 +11,6 @@ SLOTS = 24
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Against a model: the set of slots in use."""
-
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlotPool(SLOTS)
@@ -33,7 +31,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.model.update(slots)
 
     def _is_closest(self, slots: list[int], near: int) -> None:
-        """No slot that stayed free is closer than one that was taken (those above count one less)."""
+        """No slot left free is closer than a taken one; slots above count one less."""
 
         def distance(slot: int) -> int:
             return slot - near - 1 if slot > near else near - slot
@@ -74,7 +72,7 @@ def allocate(pool: SlotPool, count: int, near: int | None = None) -> list[int]:
     return slots
 
 
-def test_a_request_that_grows_stays_compact_among_others() -> None:
+def test_growing_requests_stay_compact() -> None:
     pool = SlotPool(16 * 256)
     requests = [allocate(pool, 40) for _ in range(16)]
     for _ in range(30):
@@ -95,7 +93,7 @@ def test_holes_are_filled_before_the_span_grows() -> None:
     assert allocate(pool, 3, near=19) == [17, 18, 25]
 
 
-def test_a_new_request_leaves_its_neighbour_room() -> None:
+def test_a_new_request_starts_away_from_its_neighbour() -> None:
     pool = SlotPool(1000)
     assert allocate(pool, 10) == list(range(10))
     second = allocate(pool, 10)
@@ -108,13 +106,13 @@ def test_a_new_request_leaves_its_neighbour_room() -> None:
     assert pool.allocate(0) == []
 
 
-def test_a_large_request_starts_where_it_fits() -> None:
+def test_a_large_request_starts_where_it_fits_whole() -> None:
     pool = SlotPool(100)
     allocate(pool, 10)
     assert allocate(pool, 80) == list(range(20, 100))
 
 
-def test_impossible_pools_and_places_are_refused() -> None:
+def test_invalid_pools_and_positions_are_rejected() -> None:
     with pytest.raises(ValueError, match="negative"):
         SlotPool(-1)
     with pytest.raises(SlotError):

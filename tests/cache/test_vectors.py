@@ -1,4 +1,4 @@
-"""Vectors in order of position, and as bytes."""
+"""The table of hidden states and its byte encoding."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from ssd_serve.cache.vectors import VectorTable, as_bytes, from_bytes
 
 
 @given(st.integers(0, 9), st.lists(st.integers(0, 40), max_size=8))
-def test_a_table_holds_what_was_appended(first: int, sizes: list[int]) -> None:
+def test_the_table_returns_appended_rows(first: int, sizes: list[int]) -> None:
     table, whole = VectorTable(), torch.zeros((0, 3))
     table.begin(first)
     for size in sizes:
@@ -25,14 +25,14 @@ def test_a_table_holds_what_was_appended(first: int, sizes: list[int]) -> None:
             table.part(start, count)
 
 
-def test_beginning_anew_forgets() -> None:
+def test_begin_empties_the_table() -> None:
     table = VectorTable()
     table.extend(torch.ones((2, 3)))
     table.begin(7)
     assert (len(table), table.first, table.end) == (0, 7, 7)
 
 
-def test_bytes_are_rows_of_bfloat16() -> None:
+def test_bytes_are_bfloat16_rows() -> None:
     rows = torch.randn((5, 6)).to(torch.bfloat16)
     assert torch.equal(from_bytes(as_bytes(rows), 6), rows)
     assert torch.equal(from_bytes(as_bytes(rows.float()), 6), rows)
@@ -40,6 +40,6 @@ def test_bytes_are_rows_of_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(("raw", "width"), [(b"123", 1), (b"1234", 4), (b"1234", 0), (b"1234", -1)])
-def test_bytes_that_are_no_rows_are_refused(raw: bytes, width: int) -> None:
-    with pytest.raises(ProtocolError, match="no rows"):
+def test_partial_rows_are_rejected(raw: bytes, width: int) -> None:
+    with pytest.raises(ProtocolError, match="not whole rows"):
         from_bytes(raw, width)

@@ -30,7 +30,10 @@ def settings(draft: str) -> Settings:
 
 
 def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
-    whole, part = (assemble_drafter(settings(draft).engine_config(), "d0", "cpu", None) for draft in ("embedded", "self:2"))
+    whole, part = (
+        assemble_drafter(settings(draft).engine_config(), "d0", "cpu", None)
+        for draft in ("embedded", "self:2")
+    )
     assert (whole.hello.source, part.hello.source) == ("embedded", "self:2")
     same = [replace(each.hello, source="", instance=0, step_ms=0.0, prefill_ms=0.0) for each in (whole, part)]
     assert same[0] == same[1]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ssd_serve.base.draft_messages import Open
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.settings import Settings
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool

@@ -16,6 +16,7 @@ from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.sampling.noise_rows import NoiseRows
+from tests.cache.tree_access import candidates as ranked_nodes
 from tests.examples import examples
 from tests.fakes import VOCABULARY, FakeModel
 
@@ -38,7 +39,7 @@ class DraftRequest:
         """Unexpanded nodes whose ancestors are all expanded."""
         if not self.tree.root.expanded:
             return [self.tree.root]
-        return [node for node in self.tree.best(30, 6) if not node.expanded]
+        return [node for node in ranked_nodes(self.tree)[:30] if not node.expanded]
 
     def pick(self, node: Node) -> NodeRequest:
         return NodeRequest(self.request, node)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
+from tests.cache.tree_access import candidates
 
 LIMITS = GrowthLimits(width=4, fan_out=3, depth=6, nodes=300, min_reach=1e-6)
 ENDS = frozenset({9})
@@ -58,8 +59,11 @@ def best_unexpanded(tree: SpeculationTree, deepest: int, yielded: list[Node]) ->
         return 0.0
     found = [
         node.cumulative
-        for node in tree.best(10_000, min(deepest, LIMITS.depth) - 1)
-        if not node.expanded and node.token not in ENDS and node not in yielded
+        for node in candidates(tree)
+        if node.depth < min(deepest, LIMITS.depth)
+        and not node.expanded
+        and node.token not in ENDS
+        and node not in yielded
     ]
     return max(found)
 

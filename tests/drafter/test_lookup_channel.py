@@ -14,9 +14,9 @@ from ssd_serve.base.draft_messages import (
     Outcome,
     Resync,
 )
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
-from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.lookup_channel import LookupChannel, lookup_channel
 from ssd_serve.verifier.control.decision import SpeculationMode
@@ -132,7 +132,11 @@ def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> N
 def test_it_works_in_every_layout_that_drafts_and_nobody_waits_for_it() -> None:
     engine, _ = make_engine(Case())
     engine.drafters.connect(lookup_channel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
-    for layout, works in ((SpeculationMode.PLAIN, False), (SpeculationMode.ASYNC, True), (SpeculationMode.SYNC, True)):
+    for layout, works in (
+        (SpeculationMode.PLAIN, False),
+        (SpeculationMode.ASYNC, True),
+        (SpeculationMode.SYNC, True),
+    ):
         engine.drafters.use(layout)
         engine.drafters.drain({})
         assert engine.drafters.working is works

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import CheckpointError, SettingsError
 from ssd_serve.base.logs import get_logger
-from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.sources import registry
 from ssd_serve.drafter.sources.loading import SourceConfig
 from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, load_source

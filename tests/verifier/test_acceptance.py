@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
+from ssd_serve.base.depths import added, by_position
+from ssd_serve.base.messages import Figures, SourceFigures
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.replica import Replica
-from ssd_serve.base.depths import added, by_position
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.base.messages import Figures, SourceFigures
 from ssd_serve.verifier.acceptance import Acceptance
 from ssd_serve.verifier.control.budget import FixedSteps
+from tests.cache.tree_access import candidates
 from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
 
 ROOT = 77
@@ -38,7 +39,7 @@ def below(token: int, *tokens: int) -> Expansion:
 def test_a_sequence_of_rounds() -> None:
     rounds = Acceptance()
     both = grown((MODEL, [root(1, 9), below(1, 3)]), (NGRAM, [root(7, 1)]))
-    both.tree.best(9, 9)
+    candidates(both.tree)
     rounds.count(both, [1, 9, 7, 3], [-1, -1, -1, 0], [1, 1, 1, 2], accepted=(0, 3))
     rounds.count(grown((MODEL, [root(5)])), [5], [-1], [1], accepted=())
     rounds.count(grown(), [], [], [], accepted=())

@@ -224,7 +224,7 @@ class AcceptanceHealth(Enum):
 
 
 class DecisionReason(Enum):
-    """Why a round speculated, or did not: set by `verifier/control/round_planner.py` and by the engine. Only
+    """Why a round speculated or not: set by `verifier/control/round_planner.py` and by the engine. Only
     the first two may have nodes."""
 
     PAYS = "speculation pays"

@@ -1,9 +1,8 @@
-"""Expansions as they travel: which node was expanded, and its ranked candidates, in flat buffers.
+"""The wire format of expansions: the expanded node and its ranked candidates, in flat buffers.
 
-An expanded node is named by its parent and the token that leads to it, so that a receiver can find it among
-candidates that nobody has looked at yet. Most of what comes is never looked at: a receiver checks a whole
-message at once, and reads the candidates of a node when it wants them. What is kept of a message is never
-much more than the candidates that are kept. Knows messages and buffers, not trees.
+An expanded node is addressed by its parent's name and the token that leads to it, because the receiver may
+have no object for it. A receiver validates a whole message at once and reads the candidates of a node on
+first access; most are never read. Knows messages and buffers, not trees.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.seeds import mix
 
 MAX_CANDIDATES = 65_536
-"""Of one message: a snapshot of the largest tree that a setting allows."""
+"""Limit of one message: a snapshot of the largest tree that a setting allows."""
 _FLOATS, _SIGNED, _UNSIGNED = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<u4")
 _SHARED_BYTES = 2048
-"""An expansion that is kept keeps so much of its message, which costs less than a copy of its part."""
+"""Messages up to this size are kept whole by their expansions, which costs less than copying parts."""
 ROOT_STEP = -1
-"""Stands for the token of a root, which is named itself."""
+"""The step of a root, whose own name stands in place of its parent's."""
 
 
 class Expansion(NamedTuple):
@@ -37,8 +36,8 @@ class Expansion(NamedTuple):
     log_probabilities: list[float]
 
 
-class Packed(NamedTuple):
-    """An expansion of a message that was checked: `size` candidates from the `start`th on, not yet read."""
+class PackedExpansion(NamedTuple):
+    """An expansion of a validated message: `size` candidates from index `start` on, not yet read."""
 
     name: int
     parent: int
@@ -54,8 +53,8 @@ class Packed(NamedTuple):
         at = 4 * self.start
         return tokens.unpack_from(self.tokens, at), log_probabilities.unpack_from(self.log_probabilities, at)
 
-    def alone(self) -> "Packed":
-        """The same, without the rest of its message."""
+    def detached(self) -> "PackedExpansion":
+        """A copy that does not keep its message in memory."""
         part = slice(4 * self.start, 4 * (self.start + self.size))
         return self._replace(
             start=0, tokens=self.tokens[part], log_probabilities=self.log_probabilities[part]
@@ -65,7 +64,7 @@ class Packed(NamedTuple):
 def pack(
     request: int, epoch: int, sequence: int, expansions: Sequence[Expansion], source: str, snapshot: bool
 ) -> Growth:
-    """Write expansions as one growth message."""
+    """Encode expansions as one growth message."""
     tokens = [token for each in expansions for token in each.tokens]
     values = [value for each in expansions for value in each.log_probabilities]
     return _message(
@@ -85,8 +84,11 @@ def pack_uniform(
     candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
     source: str,
 ) -> Growth:
-    """Write expansions that have equally many candidates: parents and steps, and tokens and log-probabilities
-    [expansions, candidates]."""
+    """`pack` for expansions with equal numbers of candidates.
+
+    `places` are parents and steps; `candidates` are tokens and log-probabilities, each [expansions,
+    candidates].
+    """
     tokens, values = candidates
     counts = [tokens.shape[1]] * len(places)
     return _message((request, epoch, sequence), places, counts, (tokens, values), (source, False))
@@ -97,11 +99,11 @@ def _message(
     places: Sequence[tuple[int, int]],
     counts: Sequence[int],
     candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
-    said: tuple[str, bool],
+    origin: tuple[str, bool],
 ) -> Growth:
     request, epoch, sequence = number
     tokens, values = candidates
-    source, snapshot = said
+    source, snapshot = origin
     as_parents, as_steps, as_counts = _places(len(places))
     return Growth(
         request=request,
@@ -117,27 +119,27 @@ def _message(
     )
 
 
-def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
-    """The expansions of a message, or None when it names tokens that the target does not have.
+def unpack(growth: Growth, vocabulary: int) -> list[PackedExpansion] | None:
+    """The expansions of a message; None if a token is not in the target's vocabulary.
 
-    Raises `ProtocolError` for what no drafter says: buffers that do not fit each other, nodes without
-    candidates, more candidates than a tree can have, log-probabilities that are no numbers.
+    Raises `ProtocolError` for buffers of inconsistent lengths, nodes without candidates, more than
+    `MAX_CANDIDATES` candidates and log-probabilities that are not finite.
     """
     count, edges = len(growth.parents) // 8, len(growth.tokens) // 4
     sizes = (len(growth.parents), len(growth.steps), len(growth.counts))
     if sizes != (8 * count, 4 * count, 2 * count):
-        raise ProtocolError("the buffers of a growth message do not fit each other")
+        raise ProtocolError("the buffers of a growth message have inconsistent lengths")
     if (len(growth.tokens), len(growth.log_probabilities)) != (4 * edges, 4 * edges):
-        raise ProtocolError("the candidates of a growth message do not fit each other")
+        raise ProtocolError("the candidates of a growth message have inconsistent lengths")
     if max(count, edges) > MAX_CANDIDATES:
-        raise ProtocolError(f"a growth message brings more than {MAX_CANDIDATES} candidates")
+        raise ProtocolError(f"a growth message has more than {MAX_CANDIDATES} candidates")
     as_parents, as_steps, as_counts = _places(count)
     counts = as_counts.unpack(growth.counts)
     if sum(counts) != edges or 0 in counts:
         raise ProtocolError("a growth message expands nodes without candidates")
     if not np.logical_and.reduce(np.isfinite(np.frombuffer(growth.log_probabilities, _FLOATS))):
-        raise ProtocolError("a growth message has log-probabilities that are no numbers")
-    # As unsigned numbers, negative tokens are too large.
+        raise ProtocolError("a growth message has log-probabilities that are not finite")
+    # Read as unsigned, negative tokens exceed any vocabulary.
     if edges and np.maximum.reduce(np.frombuffer(growth.tokens, _UNSIGNED)) >= vocabulary:
         return None
     parents, steps = as_parents.unpack(growth.parents), as_steps.unpack(growth.steps)
@@ -147,17 +149,18 @@ def unpack(growth: Growth, vocabulary: int) -> list[Packed] | None:
     ]
     starts = accumulate(counts, initial=0)
     buffers = repeat(growth.tokens), repeat(growth.log_probabilities)
-    found = list(map(Packed._make, zip(names, parents, steps, counts, starts, *buffers, strict=False)))
-    return found if len(growth.tokens) <= _SHARED_BYTES else [each.alone() for each in found]
+    found = list(
+        map(PackedExpansion._make, zip(names, parents, steps, counts, starts, *buffers, strict=False))
+    )
+    return found if len(growth.tokens) <= _SHARED_BYTES else [each.detached() for each in found]
 
 
 @lru_cache(256)
 def _candidates(count: int) -> tuple[Struct, Struct]:
-    """Tokens and log-probabilities of so many candidates. A layout takes longer to name than to use."""
+    # Cached: building a `Struct` takes longer than using it.
     return Struct(f"<{count}i"), Struct(f"<{count}f")
 
 
 @lru_cache(256)
 def _places(count: int) -> tuple[Struct, Struct, Struct]:
-    """Parents, steps and numbers of candidates of so many expansions."""
     return Struct(f"<{count}Q"), Struct(f"<{count}i"), Struct(f"<{count}H")

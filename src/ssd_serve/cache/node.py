@@ -1,34 +1,26 @@
-"""A node of the speculation tree, and an expansion that nobody has read. Knows its neighbours, no tree."""
+"""A node of the speculation tree, and the blending of estimates from several draft sources.
+
+Knows neighbouring nodes and log-probabilities; not the tree, messages or models.
+"""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping
 
-
-class Unread(Protocol):
-    """An expansion whose candidates can be read later. `name` is its node's; `parent` and `step` lead to it,
-    but for a root. `size` candidates, which may be none."""
-
-    @property
-    def name(self) -> int: ...
-    @property
-    def parent(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def read(self) -> tuple[Sequence[int], Sequence[float]]:
-        """The candidates, best first, and their conditional log-probabilities."""
-        ...
+Estimates = Mapping[int, Mapping[int, float]]
+"""Log-probabilities by candidate token, by source (one bit each)."""
+_PRIOR = 2.0
+"""Pseudo-count of confirmed choices of each source before any is observed."""
+_MEMORY = 64.0
+"""Observed choices after which an older one has lost most of its weight."""
+_LEAST = 1e-300
 
 
 class Node:
-    """One guessed token at one position, child of another node (the root: the last committed token).
+    """A draft token at one position, child of another node. The root is the last committed token.
 
-    `cumulative` sums the conditional log-probabilities since the request was opened: the reach of a node
-    below any later root is a difference of two of them. `depth` counts likewise. `tokens` are the candidates
-    that may follow, best first, with their own `cumulatives`; `children` are those that were looked at.
-    `proposed` is who named the candidates: a source as a bit, or what each of several has said of them.
+    Invariants: `tokens` are ranked by `cumulatives`, which never exceed `cumulative`; `children` holds a node
+    only for tokens in `tokens`. Sums and depths count from the opening of the request, so that moving the
+    root changes no node.
     """
 
     __slots__ = (
@@ -36,9 +28,9 @@ class Node:
         "cumulative",
         "cumulatives",
         "depth",
+        "estimates",
         "name",
         "parent",
-        "proposed",
         "token",
         "tokens",
     )
@@ -48,40 +40,43 @@ class Node:
         self.token = token
         self.parent = parent
         self.cumulative = cumulative
+        """Sum of the conditional log-probabilities on the path to this node."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.tokens: list[int] = []
+        """Candidates for the next token, best first; empty: the node is not expanded."""
         self.cumulatives: list[float] = []
+        """`cumulative` of each candidate."""
         self.children: dict[int, Node] = {}
-        self.proposed: int | dict[int, dict[int, float]] = 0
+        """Candidates that have a `Node` object."""
+        self.estimates: int | dict[int, dict[int, float]] = 0
+        """The bit of the only source of the candidates, or estimates by source and token."""
 
     @property
     def expanded(self) -> bool:
-        """Whether its candidates are known."""
         return bool(self.tokens)
 
-    def proposers(self, token: int) -> int:
-        """Who has named this candidate, as bits."""
-        proposed = self.proposed
-        if isinstance(proposed, int):
-            return proposed
-        return sum(source for source, values in proposed.items() if token in values)
+    def sources_of(self, token: int) -> int:
+        """Bits of the sources that proposed this candidate."""
+        if isinstance(self.estimates, int):
+            return self.estimates
+        return sum(source for source, values in self.estimates.items() if token in values)
 
     @property
     def sources(self) -> int:
-        """All who have named candidates, as bits."""
-        return self.proposed if isinstance(self.proposed, int) else sum(self.proposed)
+        """Bits of all sources that proposed candidates."""
+        return self.estimates if isinstance(self.estimates, int) else sum(self.estimates)
 
-    def said(self) -> dict[int, dict[int, float]]:
-        """What each source has said, by token."""
-        if not isinstance(self.proposed, int):
-            return self.proposed
+    def source_estimates(self) -> dict[int, dict[int, float]]:
+        """Conditional log-probabilities of the candidates, by source and token."""
+        if not isinstance(self.estimates, int):
+            return self.estimates
         values = (cumulative - self.cumulative for cumulative in self.cumulatives)
-        return {self.proposed: dict(zip(self.tokens, values, strict=True))}
+        return {self.estimates: dict(zip(self.tokens, values, strict=True))}
 
 
-def move_below(node: Node, by: float) -> int:
-    """Make everything below a node more or less probable, but nothing more than its parent, by rounding.
-    Returns how many candidates that were."""
+def shift_below(node: Node, by: float) -> int:
+    """Add `by` to all cumulative values below a node, capped by the parent's; returns the candidates
+    touched."""
     waiting, touched = [node], 0
     while waiting:
         each = waiting.pop()
@@ -94,48 +89,42 @@ def move_below(node: Node, by: float) -> int:
     return touched
 
 
-Estimates = Mapping[int, Mapping[int, float]]
-"""By source, as a bit: log-probabilities of the candidates that it has named."""
-_PRIOR = 2.0
-"""Choices that each source has borne out before anything is known, as it were."""
-_MEMORY = 64.0
-"""Choices that are remembered, about."""
-_LEAST = 1e-300
-
-
 class SourceWeights:
-    """How much each source counts where several have named candidates: of one request, since it began."""
+    """Mixture weights of the draft sources of one request, fitted by online expectation maximisation.
+
+    A source that is confident and wrong next to another one loses weight.
+    """
 
     def __init__(self) -> None:
-        self._borne_out: dict[int, float] = {}
+        self._confirmed: dict[int, float] = {}
 
     def share(self, source: int, sources: Collection[int]) -> float:
-        """The weight of one of these sources; theirs sum to 1."""
-        counts = {each: self._borne_out.get(each, _PRIOR) for each in sources}
+        """The weight of `source` among `sources`; the weights of all of them sum to 1."""
+        counts = {each: self._confirmed.get(each, _PRIOR) for each in sources}
         return counts[source] / sum(counts.values())
 
     def observe(self, estimates: Estimates, token: int) -> None:
-        """The target chose `token` where several had named candidates; tells nothing where none named it."""
+        """Update the weights after the target chose `token`; no change if no source proposed it."""
         named = {
             source: self.share(source, estimates) * math.exp(values[token])
             for source, values in estimates.items()
             if token in values
         }
-        whole = sum(named.values())
-        if not whole:
+        total = sum(named.values())
+        if not total:
             return
         for source in estimates:
-            count = self._borne_out.get(source, _PRIOR) * (1 - 1 / _MEMORY)
-            self._borne_out[source] = count + named.get(source, 0.0) / whole
+            count = self._confirmed.get(source, _PRIOR) * (1 - 1 / _MEMORY)
+            self._confirmed[source] = count + named.get(source, 0.0) / total
 
 
-def better(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
-    """What one source has said twice: of a token that it has named again the better estimate."""
+def best_of(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    """Union of two estimates of the same source, with the higher value of each token."""
     return {**one, **{token: max(value, one.get(token, value)) for token, value in other.items()}}
 
 
 def blend(estimates: Estimates, weights: SourceWeights) -> dict[int, float]:
-    """The mixture's log-probabilities, by token."""
+    """Log-probabilities of the mixture, by token."""
     sums: dict[int, float] = {}
     for source, values in estimates.items():
         share = weights.share(source, estimates)

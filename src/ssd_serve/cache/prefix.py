@@ -1,20 +1,19 @@
 """Prefix reuse: a radix tree from token ids to the KV slots that hold them. Torch-free.
 
-Ownership. A slot in the tree belongs to the tree, which alone frees it. A handle stands at the end of a
-prefix and locks the path to it; `follow` lends what is cached behind it, and the borrower never frees those
-slots. `share` puts what a request has committed so far into the tree while the request goes on reading it.
-`insert` does so for the last time: afterwards the caller owns none of the slots. Only committed tokens may
-enter. Tokens are compared exactly; there are no hashes to collide.
+Ownership. A slot in the tree belongs to the tree, which alone frees it. A handle points to the end of a
+prefix and locks the path to it. `follow` lends the cached slots after the handle; the borrower never frees
+them. `share` adds the committed tokens of a running request. `insert` does so when the request ends: the
+caller then owns no slot. Only committed tokens may enter. Tokens are compared exactly, not by hash.
 
-Texts of different salts are not found by each other, however alike: each salt has a root of its own. All of
-them share the slots, and what is evicted is the least recently used of all.
+Each salt has its own root, so requests of different salts never share a prefix. All salts share the slots and
+one LRU order.
 
-Each step goes on where the handle stands: what a long prompt costs does not grow with what is read of it.
+Every operation continues from the handle, so the cost of a step does not grow with the prompt.
 
-Eviction takes the least recently used leaves first, from their ends, never a locked one. A node above a
-locked node is locked too, so everything that is not locked can be evicted.
+Eviction removes the least recently used unlocked leaves, from their ends. The parent of a locked node is
+locked, so all unlocked tokens can be evicted.
 
-It does not know requests, forwards or what a token means.
+The cache knows neither requests nor forwards.
 """
 
 import heapq
@@ -23,11 +22,14 @@ from collections.abc import Sequence
 from ssd_serve.cache.slots import SlotError, SlotPool
 
 _BLOCK = 4096
-"""Tokens that are compared at once."""
+"""Tokens compared at once."""
 
 
 class PrefixNode:
-    """An edge of the tree: some tokens, the slot of each, and what may follow them."""
+    """A radix tree node: a run of tokens, their slots, and children by first token.
+
+    Invariants: `len(tokens) == len(slots)`; a node's `locks` are at least those of each child.
+    """
 
     __slots__ = ("children", "locks", "parent", "slots", "tokens", "used")
 
@@ -41,7 +43,7 @@ class PrefixNode:
 
 
 class PrefixRoot(PrefixNode):
-    """Where the texts of one salt begin."""
+    """The empty prefix of one salt."""
 
     __slots__ = ("salt",)
 
@@ -51,7 +53,7 @@ class PrefixRoot(PrefixNode):
 
 
 class PrefixHandle:
-    """A lock on the path to a node, given back once by `PrefixCache.insert` or `unlock`."""
+    """A lock on the path to a node, released once by `PrefixCache.insert` or `unlock`."""
 
     __slots__ = ("length", "node", "own")
 
@@ -60,11 +62,15 @@ class PrefixHandle:
         self.length = 0
         """Tokens on the path."""
         self.own: list[int] = []
-        """Slots of the holder in whose place others are cached."""
+        """Slots of the holder that duplicate cached ones."""
 
 
 class PrefixCache:
-    """The trees over one pool's slots."""
+    """Radix trees, one for each salt, over the slots of one pool.
+
+    Invariants: a slot is in at most one node; `size` counts the tree's slots; exactly unlocked tokens are
+    evictable.
+    """
 
     def __init__(self, pool: SlotPool) -> None:
         self.queries = 0
@@ -83,7 +89,7 @@ class PrefixCache:
 
     @property
     def size(self) -> int:
-        """Tokens in the tree, which is also the number of slots that it owns."""
+        """Tokens in the tree; equal to the slots that it owns."""
         return self._size
 
     @property
@@ -92,25 +98,25 @@ class PrefixCache:
         return self._size - self._locked
 
     def count(self, asked: int, found: int) -> None:
-        """Count a look-up, or tokens that were found later for one that was counted before."""
+        """Count a lookup of `asked` tokens, or `found` tokens of an earlier one."""
         self.queries += asked
         self.hits += found
 
     @property
     def salts(self) -> int:
-        """Salts of which something is kept."""
+        """Number of salts with cached tokens or handles."""
         return len(self._roots)
 
     def match(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[list[int], PrefixHandle]:
-        """Slots of the longest cached prefix of `tokens`, and the lock on them.
+        """Slots of the longest cached prefix of `tokens`, and a handle that locks them.
 
-        At least one token is left for the caller to compute.
+        The last token never matches, so that the caller computes at least one.
         """
         handle = self.begin(salt)
         return self.follow(handle, tokens, len(tokens) - 1), handle
 
     def begin(self, salt: bytes = b"") -> PrefixHandle:
-        """A handle on the empty prefix of a salt's texts."""
+        """A handle on the empty prefix of a salt."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = PrefixRoot(salt)
@@ -118,20 +124,22 @@ class PrefixCache:
         return PrefixHandle(root)
 
     def follow(self, handle: PrefixHandle, text: Sequence[int], end: int, least: int = 1) -> list[int]:
-        """Move a handle on along a text that begins with its prefix, up to position `end`, as far as it is
-        cached; returns the slots of those tokens. Fewer than `least` are not taken."""
+        """Advance a handle along `text`, which starts with its prefix, to at most position `end`.
+
+        Returns the slots of the cached tokens that were passed; none if there are fewer than `least`.
+        """
         path, last = _ahead(_held(handle), text, handle.length, end)
         if sum(len(node.tokens) for node in path[:-1]) + last < max(least, 1):
             return []
         return self._advance(handle, path, last)
 
     def unlock(self, handle: PrefixHandle) -> None:
-        """Give a path back; a second time is an error."""
+        """Release a handle. Raises `SlotError` the second time."""
         step: PrefixNode | None = _held(handle)
         handle.node = None
         used = 0
         while step is not None:
-            used = step.used = max(step.used, used)  # whoever used a node used all above it
+            used = step.used = max(step.used, used)  # a use of a node is a use of all its ancestors
             step.locks -= 1
             if step.locks == 0:
                 self._locked -= len(step.tokens)
@@ -140,11 +148,10 @@ class PrefixCache:
             step = step.parent
 
     def share(self, handle: PrefixHandle, tokens: Sequence[int], slots: Sequence[int]) -> None:
-        """Let others use what its request has committed behind a handle and goes on reading.
+        """Cache the tokens that a running request has committed after its handle, and advance the handle.
 
-        Takes over the slots of those tokens that are not cached yet, and moves the handle behind all of them.
-        Where a token was cached under another slot, the request's own stays its own, to be given up by
-        `insert` in the end: no slot of the request changes.
+        The tree takes the slots of tokens that were not cached. A token cached in another slot keeps both:
+        the request goes on with its own slot, which `insert` frees at the end.
         """
         if len(tokens) != len(slots):
             raise SlotError(f"{len(tokens)} tokens cannot stand in {len(slots)} slots")
@@ -161,11 +168,10 @@ class PrefixCache:
             self._grow(handle, list(tokens[cached:]), new)
 
     def insert(self, tokens: Sequence[int], slots: Sequence[int], handle: PrefixHandle | None = None) -> int:
-        """Take over the slots of what was committed behind a handle, or of a whole prefix, and give the
-        handle back; returns the number of duplicates.
+        """Cache the tokens after a handle, or a whole prefix, take over their slots and release the handle.
 
-        Where a token was cached under another slot, the cached one stays and the caller's is freed. The
-        caller must be done with all of them.
+        Returns the number of duplicates: tokens cached in another slot, whose own slot is freed. The caller
+        must not use the slots afterwards.
         """
         held = self.begin() if handle is None else handle
         try:
@@ -179,7 +185,7 @@ class PrefixCache:
         return len(held.own)
 
     def evict(self, count: int) -> int:
-        """Free `count` slots, or as many as are not locked; returns how many were freed."""
+        """Free up to `count` unlocked slots; returns the number freed."""
         freed = 0
         while freed < count and self._leaves:
             used, _, node = heapq.heappop(self._leaves)
@@ -189,7 +195,7 @@ class PrefixCache:
         return freed
 
     def _advance(self, handle: PrefixHandle, path: list[PrefixNode], last: int) -> list[int]:
-        """Lock these nodes, of the last of them `last` tokens, for a handle above them; returns their
+        """Lock the nodes of `path`, the last one up to `last` tokens, for a handle above; returns their
         slots."""
         self._time += 1
         slots: list[int] = []
@@ -206,7 +212,8 @@ class PrefixCache:
         return slots
 
     def _split(self, node: PrefixNode, at: int) -> PrefixNode:
-        """Cut a node in two and return the new upper part; the node, and its handles, become the lower."""
+        """Split a node at a token; returns the new upper part. The node and its handles become the lower
+        part."""
         upper = PrefixNode(node.tokens[:at], node.slots[:at], node.parent)
         upper.locks, upper.used = node.locks, node.used
         if node.parent is not None:
@@ -217,7 +224,7 @@ class PrefixCache:
         return upper
 
     def _grow(self, handle: PrefixHandle, tokens: list[int], slots: list[int]) -> None:
-        """Add tokens behind a handle: to its node where nobody else would notice, or as a leaf below it."""
+        """Add tokens after a handle: to its node if no other handle or child needs it, else as a new leaf."""
         node = _held(handle)
         if node.locks == 1 and not node.children and node.parent is not None:
             node.tokens += tokens
@@ -235,7 +242,7 @@ class PrefixCache:
         handle.length += len(tokens)
 
     def _trim(self, leaf: PrefixNode, most: int) -> int:
-        """Free up to `most` slots from the end of an unlocked leaf, which goes when it is empty."""
+        """Free up to `most` slots from the end of an unlocked leaf; remove it when empty."""
         kept = max(0, len(leaf.tokens) - most)
         freed = leaf.slots[kept:]
         self._pool.free(freed)
@@ -256,12 +263,11 @@ class PrefixCache:
         return len(freed)
 
     def _forget(self, node: PrefixNode) -> None:
-        """Let a root go of which nothing is kept."""
         if isinstance(node, PrefixRoot) and not node.locks and not node.children:
             del self._roots[node.salt]
 
     def _offer(self, node: PrefixNode) -> None:
-        """Remember that a node may be evictable now."""
+        """Add a node to the eviction heap if it is an unlocked leaf."""
         if node.children or node.locks or node.parent is None:
             return
         self._pushed += 1  # breaks ties: nodes have no order
@@ -283,8 +289,7 @@ def _held(handle: PrefixHandle) -> PrefixNode:
 
 
 def _ahead(node: PrefixNode, text: Sequence[int], start: int, end: int) -> tuple[list[PrefixNode], int]:
-    """The nodes below `node` that hold `text[start:end]`, as far as they do, and how many tokens of the
-    last."""
+    """The nodes below `node` that match `text[start:end]`, and the matching tokens of the last node."""
     path: list[PrefixNode] = []
     common = 0
     while start < end and (child := node.children.get(text[start])) is not None:

@@ -1,11 +1,11 @@
-"""Which KV slots are in use: a torch-free allocator of numbered slots, one token each.
+"""A torch-free allocator of numbered KV slots, one token each, and tables of a request's slots.
 
 Invariants: a slot is free or in use; every free slot can be allocated; a slot is freed once. It prefers to
 keep one request's slots together and different requests apart, because attention on a CPU reads a compact
 span of slots as a view; correctness never depends on where slots lie.
 
-It does not know who uses a slot (the prefix cache counts its readers), what stands in it, nor which forward
-still reads it: whoever frees a slot has waited for every forward that uses it.
+The pool knows neither readers nor contents of a slot; the prefix cache counts readers. A caller frees a slot
+only after every forward that uses it has completed.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ FREE = b"\0"
 
 
 class SlotError(SsdError):
-    """A slot was freed twice, given away while free, or does not exist: an error of the caller."""
+    """A caller's error: a slot freed twice, used while free, or outside the pool."""
 
 
 class SlotPool:
-    """Slots 0 .. slots - 1."""
+    """Allocates slots 0 to `slots` - 1."""
 
     def __init__(self, slots: int) -> None:
         if slots < 0:
@@ -45,8 +45,8 @@ class SlotPool:
     def allocate(self, count: int, near: int | None = None) -> list[int] | None:
         """Take `count` free slots, ascending; None when there are not enough.
 
-        `near`: a slot of the same request; the free slots closest to it are taken, rather above than below
-        it. None: a new request, which starts away from others.
+        `near` is a slot of the same request: the closest free slots are taken, those above it first. None
+        starts a new request, away from others.
         """
         if count < 0 or (near is not None and not 0 <= near < self.slots):
             raise SlotError(f"cannot allocate {count} slots near {near} of {self.slots}")
@@ -66,7 +66,7 @@ class SlotPool:
         return chosen
 
     def free(self, slots: Sequence[int]) -> None:
-        """Free slots; nothing changes when any of them is free already."""
+        """Free slots. Raises `SlotError` and changes nothing if one is already free."""
         if not self.in_use(slots):
             raise SlotError("a slot to free is listed twice, free already or does not exist")
         for slot in slots:
@@ -74,7 +74,7 @@ class SlotPool:
         self._available += len(slots)
 
     def in_use(self, slots: Sequence[int]) -> bool:
-        """Whether all these slots exist, are different and in use."""
+        """True if all these slots exist, are distinct and are in use."""
         if not slots:
             return True
         if min(slots) < 0 or max(slots) >= self.slots or len(set(slots)) != len(slots):
@@ -82,7 +82,7 @@ class SlotPool:
         return 0 not in map(self._taken.__getitem__, slots)
 
     def _closest(self, start: int, count: int) -> list[int]:
-        """The free slots closest to `start`, ascending; there are at least `count`."""
+        """The free slots closest to `start`, ascending. Requires `count` free slots."""
         taken = self._taken
         above = taken.find(FREE, start)
         below = taken.rfind(FREE, 0, start)
@@ -98,10 +98,10 @@ class SlotPool:
         return chosen
 
     def _roomy_start(self, count: int) -> int:
-        """Where a new request of `count` slots should begin: in the largest gap, away from what lies below.
+        """The start of a new request of `count` slots, in the upper half of the largest gap.
 
-        What lies below a gap may be a request that grows into it: it is left the lower half, as far as
-        `count` slots still fit into the upper. What lies above stays where it is.
+        The lower half is left to the request below, which may grow into it, unless `count` slots need more
+        room.
         """
         bounds = np.zeros(self.slots + 2, dtype=np.int8)
         bounds[1:-1] = np.frombuffer(self._taken, dtype=np.int8) ^ 1
@@ -113,7 +113,7 @@ class SlotPool:
 
 
 class SlotTable:
-    """The slots of positions 0, 1, 2, ... of one request."""
+    """A growing table of one request's slots at positions 0, 1, 2, ..., readable without copying."""
 
     def __init__(self, slots: Sequence[int] = ()) -> None:
         self._array = np.zeros(max(64, 2 * len(slots)), dtype=np.int32)

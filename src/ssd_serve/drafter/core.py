@@ -279,7 +279,7 @@ class DrafterCore:
         """The root has moved. Whoever reads features guesses anew what stands below it: it was guessed before
         the root's were there. The verifier has the old guesses until then."""
         if self._reads_features:
-            tree.forget()
+            tree.clear()
 
     def _learn(self, drafted: DraftRequest, tokens: Sequence[int]) -> None:
         node: Node | None = drafted.tree.root

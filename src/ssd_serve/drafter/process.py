@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ssd_serve.base.draft_messages import Heartbeat
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.base.logs import carry_library_logs, get_logger
 from ssd_serve.base.memory import Heap, settle_memory
-from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.step_time import StepTime
@@ -46,9 +46,7 @@ def run(
     carry_library_logs(log)
     native = native_library(config, log)
     drafters = [
-        assemble_drafter(
-            replace(config, drafts=(model,)), own, config.draft_device or "cpu", native
-        )
+        assemble_drafter(replace(config, drafts=(model,)), own, config.draft_device or "cpu", native)
         for own, model in _names(name, config.draft_models)
     ]
     settle_memory()

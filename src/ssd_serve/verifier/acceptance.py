@@ -7,11 +7,11 @@ replicas; not which sources there are.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
 from msgspec.structs import replace
+
+from ssd_serve.base.messages import AcceptanceHealth, Figures, SourceFigures
 from ssd_serve.cache.replica import Replica
-from ssd_serve.base.messages import Figures, SourceFigures
-from dataclasses import dataclass
-from ssd_serve.base.messages import AcceptanceHealth
 
 
 def _counts() -> defaultdict[int, int]:
@@ -50,11 +50,11 @@ class Acceptance:
             self.verified[sources] += len(tokens)
             self.accepted[sources] += len(accepted)
             return
-        proposers, verified = replica.proposers(tokens, parents), self.verified
-        for sources in proposers:
+        proposed_by, verified = replica.sources_of(tokens, parents), self.verified
+        for sources in proposed_by:
             verified[sources] += 1
         for place in accepted:
-            self.accepted[proposers[place]] += 1
+            self.accepted[proposed_by[place]] += 1
 
     def add(self, other: "Acceptance") -> None:
         """Those of another request, too."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from ssd_serve.base.devices import parse_device
-from ssd_serve.base.logs import Logger
 from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.logs import Logger
 from ssd_serve.drafter.sources.contract import DraftSource
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary

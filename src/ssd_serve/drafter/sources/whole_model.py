@@ -3,8 +3,8 @@ requests."""
 
 from dataclasses import dataclass
 
-from ssd_serve.base.errors import PairMismatchError, SettingsError
 from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.errors import PairMismatchError, SettingsError
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.draft_model import ModelSource
 from ssd_serve.drafter.sources.loading import (

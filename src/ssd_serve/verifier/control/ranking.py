@@ -80,9 +80,9 @@ def rank(
             heapq.heappop(heap)
         if node is not None:
             heapq.heappush(heap, (base - node.cumulatives[0], order + 1, index, node, place, 0))
-            if instant and not node.sources & ~instant and parent.proposers(token) & ~instant:
+            if instant and not node.sources & ~instant and parent.sources_of(token) & ~instant:
                 leaves.append(reach * _left(node))
-        elif deeper and token not in ends and (not instant or parent.proposers(token) & ~instant):
+        elif deeper and token not in ends and (not instant or parent.sources_of(token) & ~instant):
             leaves.append(reach)
     if instant:
         leaves.sort(reverse=True)
