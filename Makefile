@@ -22,7 +22,7 @@ DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all check mypy pyright prose format bench clean
+.PHONY: help install serve test test-all check mypy pyright prose format bench release clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
 	@echo "make install   only create $(VENV), with everything in it"
 	@echo "make format    rewrite the sources as ruff wants them"
+	@echo "make release   every check, then sdist and wheel in dist/ (CONTRIBUTING.md, Releases)"
 	@echo "make clean     remove $(VENV) and caches"
 
 $(BIN)/python:
@@ -100,6 +101,18 @@ format: $(DEVELOPING)
 
 bench: $(MEASURING)
 	$(BIN)/ssd bench modes --json src/ssd_serve/bench/results/modes.json $(ARGS)
+
+# Publishes nothing: "Releases" in CONTRIBUTING.md has the steps before and after.
+release: $(DEVELOPING)
+	@test -z "$$(git status --porcelain)" || { echo "commit everything first"; exit 1; }
+	@version=$$($(BIN)/python -c "from ssd_serve.base.version import __version__; print(__version__)"); \
+	grep -q "^version = \"$$version\"" pyproject.toml || { echo "pyproject.toml has another version"; exit 1; }; \
+	grep -Eq "^## \[$$version\] - [0-9-]+$$" CHANGELOG.md || { echo "CHANGELOG.md has no dated $$version"; exit 1; }
+	$(MAKE) check test-all
+	rm -rf dist
+	$(PIP) install -q build
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m pytest tests/end_to_end/test_wheel.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

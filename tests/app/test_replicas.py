@@ -1,5 +1,7 @@
 """What a Serve config may say, and which cores a replica gets."""
 
+import importlib
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -83,3 +85,10 @@ def test_a_replica_asks_for_what_its_processes_compute_on(
     arguments: dict[str, object], asked: dict[str, int]
 ) -> None:
     assert resources(replica_settings(arguments)) == asked
+
+
+def test_the_old_import_path_still_has_the_application_and_warns() -> None:
+    sys.modules.pop("ssd_serve.replicas", None)
+    with pytest.warns(DeprecationWarning, match=r"ssd_serve\.app\.replicas:app"):
+        alias = importlib.import_module("ssd_serve.replicas")
+    assert alias.app is app
