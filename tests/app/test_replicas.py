@@ -45,7 +45,7 @@ def test_a_replica_without_keys_warns_and_wrong_keys_end_it(
     said = StringIO()
     log = Logger("replica", stream=said)
     check_doors(Settings(), log)
-    assert "anybody who reaches this address may use the model" in said.getvalue()
+    assert "anyone who reaches this address may use the model" in said.getvalue()
     said.truncate(0)
     check_doors(Settings(api_key="k" * 32), log)
     assert said.getvalue() == ""

@@ -13,7 +13,7 @@ import httpx
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from ssd_serve.server.http.http_port import listen
+from ssd_serve.server.http.listening import listen
 from ssd_serve.base.messages import Ready
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.server.access.exposure import exposure_warnings
+from ssd_serve.server.access.hosts import exposure_warnings
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import STATUS, say
@@ -204,10 +204,10 @@ async def test_a_failed_request_is_logged_with_the_holders_name(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_server(lambda _: say("x"), Settings(api_keys_file=keys)) as server:
-        with caplog.at_level(logging.DEBUG, "ssd_serve.server.http.request_ids"):
+        with caplog.at_level(logging.DEBUG, "ssd_serve.server.http.middleware"):
             named = {**bearer(ANNA), "X-Request-Id": "r1"}
             await server.http.post(COMPLETIONS, json={"prompt": 5}, headers=named)
-    (line,) = [record for record in caplog.records if record.name.endswith("request_ids")]
+    (line,) = [record for record in caplog.records if record.name.endswith("middleware")]
     told = {"method": "POST", "path": COMPLETIONS, "status": 400, "key": "anna"}
     assert (line.getMessage(), vars(line)["fields"]) == ("answered", told)
     assert ANNA not in caplog.text
@@ -215,15 +215,15 @@ async def test_a_failed_request_is_logged_with_the_holders_name(
 
 def test_who_can_be_reached_without_a_key_is_warned(keys: Path) -> None:
     for settings, words in (
-        (Settings(), ["anybody who reaches this address"]),
+        (Settings(), ["anyone who reaches this address"]),
         (Settings(api_keys_file=keys), []),
-        (Settings(api_key=ANNA, metrics_port=9100), ["anybody who reaches SSD_METRICS_PORT"]),
+        (Settings(api_key=ANNA, metrics_port=9100), ["anyone who reaches SSD_METRICS_PORT"]),
         (Settings(api_key=ANNA, metrics_port=9100, metrics_key=BEN), []),
     ):
-        found = exposure_warnings(settings, alone=False)
+        found = exposure_warnings(settings, loopback=False)
         assert len(found) == len(words)
         assert all(each.startswith(word) for each, word in zip(found, words, strict=True))
-        assert exposure_warnings(settings, alone=True) == []
+        assert exposure_warnings(settings, loopback=True) == []
 
 
 async def test_one_answer_tells_its_usage_without_what_others_cached() -> None:

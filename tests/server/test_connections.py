@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.base.messages import Abort
-from ssd_serve.server.http.connections import Crowd
-from ssd_serve.server.http.door import max_connections
+from ssd_serve.server.http.connections import ConnectionLimiter
+from ssd_serve.server.http.listening import max_connections
 from ssd_serve.server.limits import Limits
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import PATIENCE_S, say
@@ -303,7 +303,7 @@ class Guest:
     def __init__(self) -> None:
         self.asked = False
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         self.asked = True
 
 
@@ -318,7 +318,7 @@ EVENTS = st.tuples(st.sampled_from(["comes", "sends", "works", "rests", "left"])
 def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
     most: int, events: list[tuple[str, int]]
 ) -> None:
-    crowd = Crowd(most)
+    crowd = ConnectionLimiter(most)
     idle, sending, working = list[Guest](), list[Guest](), list[Guest]()
     for event, number in events:
         present = [*idle, *sending, *working]
@@ -326,28 +326,28 @@ def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
         would_leave = [one for one in [*idle, *sending] if one is not guest]
         if event == "comes":
             idle.append(guest)
-            crowd.rests(guest)
+            crowd.mark_idle(guest)
         elif event == "sends" and guest in idle:
             idle.remove(guest)
             sending.append(guest)
-            crowd.sends(guest)
+            crowd.mark_receiving(guest)
         elif event == "sends" and guest in sending:
-            crowd.sends(guest)
+            crowd.mark_receiving(guest)
         elif event == "works" and guest in present:
             idle, sending, working = (
                 [one for one in each if one is not guest] for each in (idle, sending, working)
             )
             working.append(guest)
-            crowd.works(guest)
+            crowd.mark_active(guest)
         elif event == "rests" and guest in working:
             working.remove(guest)
             idle.append(guest)
-            crowd.rests(guest)
+            crowd.mark_idle(guest)
         elif event == "left":
             idle, sending, working = (
                 [one for one in each if one is not guest] for each in (idle, sending, working)
             )
-            crowd.left(guest)
+            crowd.remove(guest)
         asked = [one for one in [*idle, *sending, *working] if one.asked]
         assert asked == would_leave[: len(asked)], "who is idle, then who still sends, the oldest first"
         idle, sending = ([one for one in each if not one.asked] for each in (idle, sending))
@@ -355,7 +355,7 @@ def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
         assert len(crowd) <= max(most, len(working) + 1)
         for one in [*idle, *sending, *working, Guest()]:
             others = [busy for busy in working if busy is not one]
-            assert crowd.too_busy_for(one) == (len(others) >= most)
+            assert crowd.exhausted_for(one) == (len(others) >= most)
 
 
 @pytest.mark.parametrize(

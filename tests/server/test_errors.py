@@ -292,7 +292,7 @@ async def test_a_wrong_path_or_method_is_told_what_is_right() -> None:
         path = await server.http.post("/v1/embeddings", json={})
         method = await server.http.get(COMPLETIONS)
     assert (path.status_code, method.status_code) == (404, 405)
-    assert "/v1/embeddings; GET /openapi.json tells" in path.json()["error"]["message"]
+    assert "/v1/embeddings; GET /openapi.json lists" in path.json()["error"]["message"]
     assert method.headers["allow"] == "POST"
     assert method.json()["error"]["message"] == f"{COMPLETIONS} takes POST, not GET"
 

@@ -9,7 +9,7 @@ from collections.abc import Generator
 import pytest
 
 from ssd_serve.base.logs import Bridge, Logger
-from ssd_serve.server.http.request_ids import request_in_logs
+from ssd_serve.server.http.middleware import request_log_fields
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
 from tests.server.running_server import running_server
@@ -23,7 +23,7 @@ COMPLETIONS = "/v1/completions"
 def written() -> Generator[io.StringIO, None, None]:
     """The server's log, as JSON."""
     stream, ours = io.StringIO(), logging.getLogger("ssd_serve")
-    bridge = Bridge(Logger("server", "debug", "json", stream=stream), request_in_logs)
+    bridge = Bridge(Logger("server", "debug", "json", stream=stream), request_log_fields)
     level = ours.level
     ours.addHandler(bridge)
     ours.setLevel(logging.INFO)

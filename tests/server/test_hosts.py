@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from starlette.middleware import Middleware
 
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, name_of
+from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, host_name
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
 from tests.server.fakes import say
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def statuses(settings: Settings, hosts: list[str], path: str = "/health") -> list[int]:
-    allowed = allowed_hosts(settings, alone=True)
+    allowed = allowed_hosts(settings, loopback=True)
     assert allowed is not None
     guards = [Middleware(AllowedHosts, allowed=allowed)]
     async with running_server(lambda _: say("x"), settings, guards=guards) as server:
@@ -83,5 +83,5 @@ def _ports() -> Iterator[str]:
 
 @given(host=st.from_regex(r"[a-z0-9.-]{1,20}[a-z0-9]", fullmatch=True), port=st.sampled_from([*_ports()]))
 def test_ports_and_brackets_are_no_part_of_a_name(host: str, port: str) -> None:
-    assert name_of(host.upper() + port) == host
-    assert name_of(f"[{host}]{port}") == host
+    assert host_name(host.upper() + port) == host
+    assert host_name(f"[{host}]{port}") == host

@@ -118,7 +118,7 @@ def test_a_broken_file_leaves_the_keys_and_says_why_once(
         assert not found.changed()
     assert found.entries == [KnownKey(ANNA, Holder("anna"))]
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "the keys of before stay in force" in told
+    assert "the old keys stay in force" in told
     assert ANNA not in told
     write(path, f"ben {BEN}")
     clock.now += 1

@@ -17,10 +17,10 @@ import openai
 import pytest
 
 from ssd_serve.bench.metrics_page import by_label
-from ssd_serve.server.http.http_port import listen
+from ssd_serve.server.http.listening import listen
 from ssd_serve.base.messages import Abort, Submit
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.http.serving import build_server, heeded_signals
+from ssd_serve.server.http.serving import build_server, stop_signals
 from ssd_serve.server.limits import Limits
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
@@ -215,7 +215,7 @@ def fill(connection: socket.socket) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off_by_the_system() -> None:
-    with listen("127.0.0.1", 0, patience_s=1.0) as server, socket.socket() as client:
+    with listen("127.0.0.1", 0, unacknowledged_s=1.0) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(server.getsockname())
         connection, _ = server.accept()
@@ -314,7 +314,7 @@ def test_a_program_that_is_to_outlive_its_terminal_does() -> None:
     """As `nohup` starts it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert heeded_signals() == [signal.SIGINT, signal.SIGTERM]
+        assert stop_signals() == [signal.SIGINT, signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ssd_serve.base.errors import OverloadedError
-from ssd_serve.server.http.off_loop import OffLoop, Steps
+from ssd_serve.server.http.worker_pool import WorkerPool, Steps
 
 pytestmark = pytest.mark.anyio
 LONG = 10**6
@@ -23,7 +23,7 @@ def counting(done: list[str], name: str, steps: int, begun: threading.Event | No
 
 
 async def test_short_work_is_done_right_here_and_long_work_in_a_thread() -> None:
-    off_loop = OffLoop(inline=10, at_once=1)
+    off_loop = WorkerPool(inline=10, threads=1)
     here = threading.current_thread()
     assert await off_loop.run(10, threading.current_thread) is here
     assert await off_loop.run(11, threading.current_thread) is not here
@@ -31,14 +31,14 @@ async def test_short_work_is_done_right_here_and_long_work_in_a_thread() -> None
 
 
 async def test_works_of_one_length_take_turns() -> None:
-    off_loop, done = OffLoop(0, at_once=1), list[str]()
+    off_loop, done = WorkerPool(0, threads=1), list[str]()
     await asyncio.gather(*(off_loop.steps(LONG, counting(done, name, 24)) for name in "ab"))
     assert done.index("b") < 24 - 1
     assert sorted(done) == ["a"] * 24 + ["b"] * 24
 
 
 async def test_the_shortest_has_the_next_turn() -> None:
-    off_loop, done, go = OffLoop(0, at_once=1), list[str](), threading.Event()
+    off_loop, done, go = WorkerPool(0, threads=1), list[str](), threading.Event()
     first = asyncio.ensure_future(off_loop.run(1, go.wait))
     await asyncio.sleep(0)
     others = [
@@ -52,7 +52,7 @@ async def test_the_shortest_has_the_next_turn() -> None:
 
 
 async def test_nothing_more_is_done_for_a_caller_who_has_left() -> None:
-    off_loop, done, begun = OffLoop(0, at_once=1), list[str](), threading.Event()
+    off_loop, done, begun = WorkerPool(0, threads=1), list[str](), threading.Event()
     working = asyncio.ensure_future(off_loop.steps(LONG, counting(done, "x", 10_000, begun)))
     queued = asyncio.ensure_future(off_loop.run(LONG, lambda: done.append("queued")))
     await asyncio.to_thread(begun.wait)
@@ -65,7 +65,7 @@ async def test_nothing_more_is_done_for_a_caller_who_has_left() -> None:
 
 
 async def test_a_thread_counts_as_used_until_it_is_free() -> None:
-    off_loop, go, done = OffLoop(0, at_once=1), threading.Event(), list[int]()
+    off_loop, go, done = WorkerPool(0, threads=1), threading.Event(), list[int]()
     left = asyncio.ensure_future(off_loop.run(LONG, go.wait))
     await asyncio.sleep(0.01)
     left.cancel()
@@ -79,7 +79,7 @@ async def test_a_thread_counts_as_used_until_it_is_free() -> None:
 
 
 async def test_errors_reach_the_caller_and_free_the_thread() -> None:
-    off_loop = OffLoop(0, at_once=1)
+    off_loop = WorkerPool(0, threads=1)
 
     def failing() -> Steps[None]:
         yield
@@ -94,7 +94,7 @@ async def test_errors_reach_the_caller_and_free_the_thread() -> None:
 
 
 async def test_without_a_thread_the_caller_is_told_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    off_loop = OffLoop(0, at_once=1)
+    off_loop = WorkerPool(0, threads=1)
     loop = asyncio.get_running_loop()
 
     def fail(*_: object) -> None:

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 
 from ssd_serve.base.messages import Refused
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.openai.openapi import OPERATIONS, Doors, build_document
+from ssd_serve.server.openai.openapi import OPERATIONS, SecuritySchemes, build_document
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import ByteTokenizer, Script, say
 from tests.server.running_server import RunningServer, running_server, listening_server
@@ -44,7 +44,7 @@ async def test_every_route_is_an_operation_and_the_other_way_round() -> None:
 
 
 def test_a_key_is_named_only_where_one_is_wanted() -> None:
-    open_, keyed = build_document("x", "1", Doors()), build_document("x", "1", Doors(keyed=True))
+    open_, keyed = build_document("x", "1", SecuritySchemes()), build_document("x", "1", SecuritySchemes(keyed=True))
     assert "securitySchemes" not in open_["components"]
     for path, operations in keyed["paths"].items():
         for method, operation in operations.items():
@@ -57,7 +57,7 @@ def test_a_key_is_named_only_where_one_is_wanted() -> None:
 def test_nothing_is_told_that_is_never_sent() -> None:
     told = {
         status
-        for operations in build_document("x", "1", Doors(keyed=True))["paths"].values()
+        for operations in build_document("x", "1", SecuritySchemes(keyed=True))["paths"].values()
         for operation in operations.values()
         for status in operation["responses"]
     }
@@ -66,7 +66,7 @@ def test_nothing_is_told_that_is_never_sent() -> None:
 
 
 def test_a_key_of_the_metrics_locks_the_metrics_alone() -> None:
-    told = build_document("x", "1", Doors(metrics_keyed=True))
+    told = build_document("x", "1", SecuritySchemes(metrics_keyed=True))
     locked = {
         path
         for path, methods in told["paths"].items()
@@ -105,7 +105,7 @@ async def test_every_success_is_as_the_document_says() -> None:
         for method in operation.methods:
             kinds = {kind for where, how, kind in seen if (where, how) == (path, method.upper())}
             wanted = set(
-                build_document("x", "1", Doors())["paths"][path][method]["responses"]["200"]["content"]
+                build_document("x", "1", SecuritySchemes())["paths"][path][method]["responses"]["200"]["content"]
             )
             assert kinds == wanted or (path, method) == ("/ping", "post"), (path, method, kinds)
 

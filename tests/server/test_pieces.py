@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ssd_serve.server.http.pieces import Pieces
+from ssd_serve.server.http.connections import ChunkedReader
 
 pytestmark = pytest.mark.anyio
 
@@ -44,9 +44,9 @@ class Listener:
         self.lost = True
 
 
-def connected() -> tuple[Pieces, Listener, Transport]:
+def connected() -> tuple[ChunkedReader, Listener, Transport]:
     listener, transport = Listener(), Transport()
-    pieces = Pieces(cast(H11Protocol, listener))
+    pieces = ChunkedReader(cast(H11Protocol, listener))
     pieces.connection_made(cast(Any, transport))
     return pieces, listener, transport
 

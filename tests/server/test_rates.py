@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.server.access.rates import Bucket
+from ssd_serve.server.access.tenants import Bucket
 
 
 class Clock:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ssd_serve.base.messages import TokenLogprobs
-from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.replies import chat_logprobs, completion_logprobs, written_in_steps
 from ssd_serve.server.text.tokenizer import TokenTexts
 from tests.server.fakes import ByteTokenizer

@@ -19,7 +19,7 @@ from ssd_serve.base.messages import (
     Status,
     DecisionReason,
 )
-from ssd_serve.server.information_models import Load
+from ssd_serve.server.information import Load
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import model_name
 from ssd_serve.base.settings import Settings

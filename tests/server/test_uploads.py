@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ssd_serve.server.bodies.uploads import Uploads
+from ssd_serve.server.bodies.body import UploadMemory
 from ssd_serve.server.limits import Limits
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
@@ -24,7 +24,7 @@ async def waits(taking: "asyncio.Future[None]") -> bool:
 
 
 async def test_small_bodies_never_wait_and_others_until_there_is_room() -> None:
-    uploads = Uploads(most=100, free=10, grace_s=60)
+    uploads = UploadMemory(limit=100, free=10, grace_s=60)
     with ExitStack() as first, uploads.open() as second, uploads.open() as small:
         one = first.enter_context(uploads.open())
         await uploads.take(one, 60)
@@ -40,7 +40,7 @@ async def test_small_bodies_never_wait_and_others_until_there_is_room() -> None:
 
 
 async def test_who_waits_first_has_room_first() -> None:
-    uploads, order = Uploads(most=100, free=0, grace_s=60), list[int]()
+    uploads, order = UploadMemory(limit=100, free=0, grace_s=60), list[int]()
 
     async def one(number: int) -> None:
         with uploads.open() as upload:
@@ -53,23 +53,23 @@ async def test_who_waits_first_has_room_first() -> None:
 
 
 async def test_a_slow_upload_makes_room_but_one_that_has_arrived_does_not() -> None:
-    uploads = Uploads(most=100, free=0, grace_s=0.0)
+    uploads = UploadMemory(limit=100, free=0, grace_s=0.0)
     with uploads.open() as arrived, uploads.open() as slow, uploads.open() as new:
         await uploads.take(arrived, 50)
         await uploads.take(slow, 40)
         slow.reading = asyncio.get_running_loop().create_future()
-        new.began = float("inf")
+        new.started_at = float("inf")
         taking = asyncio.ensure_future(uploads.take(new, 50))
         assert await waits(taking)
-        assert slow.turned_away
+        assert slow.evicted
         assert slow.reading.cancelled()
-        assert not arrived.turned_away
+        assert not arrived.evicted
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
 
 
 async def test_who_leaves_while_waiting_holds_nothing() -> None:
-    uploads = Uploads(most=100, free=0, grace_s=60)
+    uploads = UploadMemory(limit=100, free=0, grace_s=60)
 
     with uploads.open() as holder:
         await uploads.take(holder, 100)

@@ -32,8 +32,7 @@ from ssd_serve.cluster.ray.token import warn_of_strangers
 from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.server.access.exposure import exposure_warnings
-from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts
+from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, exposure_warnings
 from ssd_serve.server.access.keys import read_keys
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
@@ -137,7 +136,7 @@ def check_doors(settings: Settings, log: Logger) -> None:
     refuse_empty_keys()
     if settings.api_keys_file is not None:
         read_keys(settings.api_keys_file)
-    for warning in exposure_warnings(settings, alone=False):
+    for warning in exposure_warnings(settings, loopback=False):
         log.warning(warning)
 
 
@@ -168,7 +167,7 @@ class ServerReplica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The same application as `ssd serve` has; Serve calls this after the constructor."""
         # Only where they are named: the proxies' address is not known here.
-        hosts = allowed_hosts(self._settings, alone=False)
+        hosts = allowed_hosts(self._settings, loopback=False)
         application = create_app(
             self._settings,
             self._client,

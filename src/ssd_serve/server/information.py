@@ -1,79 +1,175 @@
-"""Endpoints that only tell something: health, models, version, load, metrics. All cheap."""
+"""Endpoints for health, models, version, load, server information and metrics, and the types of their answers."""
 
 import json
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
+
+# pydantic needs this one before Python 3.12, and `NotRequired` is not in `typing` before 3.11.
+from typing_extensions import NotRequired, TypedDict
 
 from ssd_serve.base.version import __version__
 from ssd_serve.base.engine_settings import EngineSettings
 from ssd_serve.base.hub_id import hub_id
-from ssd_serve.base.messages import DecisionMessage, CostEstimate
+from ssd_serve.base.messages import CostEstimate, DecisionMessage, DecisionReason
 from ssd_serve.server.service import Service
 from ssd_serve.base.settings import Settings
 
-_OF_ENGINE = ("target", "draft", "mode", "target_device", "draft_device", "vocabulary", "slots")
-_TOLD = EngineSettings.model_fields.keys() - {"cache_dir", "drafter_address"}
-"""Settings whose values may be told: no secrets, no paths and addresses of the operator's."""
+_ENGINE_FIELDS = ("target", "draft", "mode", "target_device", "draft_device", "vocabulary", "slots")
+_SHOWN_SETTINGS = EngineSettings.model_fields.keys() - {"cache_dir", "drafter_address"}
+"""Settings whose values /server_info shows: no secrets, no paths or addresses of the operator."""
+
+
+class Health(TypedDict):
+    """The server can generate tokens."""
+
+    status: Literal["ok"]
+    model: str
+    mode: str | None
+
+
+class ModelCard(TypedDict):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    revision: Annotated[
+        str | None, Field(description="the commit of the hub's repository that was asked for")
+    ]
+    max_model_len: Annotated[int | None, Field(description="null until the model is loaded")]
+    draft: Annotated[str | None, Field(description="what drafts for it; null until the model is loaded")]
+    default_sampling_params: Annotated[
+        dict[str, float] | None,
+        Field(description="what the model asks for where a request leaves it out; null until it is loaded"),
+    ]
+
+
+class ModelList(TypedDict):
+    """All served models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ServerInfo(TypedDict):
+    """What serves; null until it is known."""
+
+    version: str
+    model: str
+    target: str | None
+    draft: str | None
+    mode: str | None
+    target_device: str | None
+    draft_device: str | None
+    vocabulary: int | None
+    slots: Annotated[int | None, Field(description="tokens that the KV cache holds")]
+    max_model_len: int | None
+    tree_decode_backend: str | None
+    layout: Annotated[str | None, Field(description="how it speculates now")]
+    drafters: int | None
+    settings: Annotated[
+        dict[str, object],
+        Field(
+            description="those that are not the usual ones; of those that do not say how it generates: 'set'"
+        ),
+    ]
+
+
+class Version(TypedDict):
+    """Of the package."""
+
+    version: str
+
+
+class RoundPrice(TypedDict):
+    """What a round should give."""
+
+    nodes: Annotated[
+        int | None,
+        Field(description="drafted tokens to verify; null: none are there to be counted"),
+    ]
+    seconds: float
+    tokens_per_second: float
+
+
+class RoundDecision(TypedDict):
+    """What the last round decided about drafts, and why."""
+
+    layout: Annotated[Literal["async", "sync", "off"], Field(description="how it speculates")]
+    why: DecisionReason
+    nodes: Annotated[int, Field(ge=0, description="drafted tokens that were verified")]
+    waited_s: Annotated[float, Field(ge=0, description="how long the round waited for drafts")]
+    chosen: Annotated[RoundPrice | None, Field(description="the round as it was chosen; null: unknown")]
+    other: Annotated[
+        RoundPrice | None, Field(description="without drafts where there were some, else with; null: unknown")
+    ]
+
+
+class Load(TypedDict):
+    """Requests in flight."""
+
+    server_load: Annotated[int, Field(ge=0)]
+    speculation: NotRequired[Annotated[RoundDecision, Field(description="absent before the first round")]]
 
 
 @dataclass(frozen=True, slots=True)
 class InformationEndpoints:
-    """Handlers of the routes."""
+    """Handlers of GET routes."""
 
     service: Service
 
     async def health(self) -> Response:
-        """200 when a token can be generated; else 503 with the reason."""
-        trouble = self.service.trouble()
-        if trouble is not None:
-            return trouble.response()
+        """Return 200 if a token can be generated, else 503 with the reason."""
+        problem = self.service.problem()
+        if problem is not None:
+            return problem.response()
         ready = self.service.engine.ready
         return JSONResponse(
             {"status": "ok", "model": self.service.model, "mode": ready.mode if ready else None}
         )
 
     async def models(self) -> Response:
-        """The one model that is served."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, name: str) -> Response:
-        """The card of a model."""
         self.service.require_model(name)
         return JSONResponse(self._card())
 
     async def version(self) -> Response:
-        """The version of the package."""
         return JSONResponse({"version": __version__})
 
     async def load(self) -> Response:
-        """Requests in flight, for load balancers, and why it speculates or not."""
+        """Return requests in flight, for load balancers, and the last decision about drafts."""
         engine = self.service.engine
         decided = engine.status.decision if engine.status is not None else None
         more = {"speculation": _speculation(decided)} if decided is not None else {}
         return JSONResponse({"server_load": engine.active, **more})
 
     async def server_info(self) -> Response:
-        """What serves, on what, and which settings are not the usual ones; of those that do not say how it
-        generates only that they are set."""
+        """Return the model, its devices, and non-default settings; the values of secrets and paths are hidden."""
         service, ready = self.service, self.service.engine.ready
         status = service.engine.status
-        told: dict[str, object] = {
+        found: dict[str, object] = {
             "version": __version__,
             "model": service.model,
-            **{name: getattr(ready, name, None) for name in _OF_ENGINE},
+            **{name: getattr(ready, name, None) for name in _ENGINE_FIELDS},
             "max_model_len": ready.context if ready else None,
             "tree_decode_backend": status.attention if status else None,
             "layout": status.layout if status else None,
             "drafters": status.drafters_alive if status else None,
             "settings": _changed(service.settings),
         }
-        return JSONResponse(told)
+        return JSONResponse(found)
 
     async def metrics(self) -> Response:
-        """The Prometheus page; of all servers where there are several behind this address."""
+        """Return the Prometheus page, joined with those of the other replicas."""
         joined = self.service.metrics_page
         page = await joined() if joined is not None else self.service.metrics.render()
         return Response(page, media_type=CONTENT_TYPE_LATEST)
@@ -96,9 +192,8 @@ class InformationEndpoints:
 
 
 def _changed(settings: Settings) -> dict[str, object]:
-    """The settings that are not the usual ones."""
-    told: dict[str, object] = json.loads(settings.model_dump_json(exclude_defaults=True))
-    return {name: value if name in _TOLD else "set" for name, value in told.items()}
+    changed: dict[str, object] = json.loads(settings.model_dump_json(exclude_defaults=True))
+    return {name: value if name in _SHOWN_SETTINGS else "set" for name, value in changed.items()}
 
 
 def _speculation(decided: DecisionMessage) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Bounds on what one client may ask for. Numbers only; the places that check them import this."""
+"""Limits on requests, connections and bodies."""
 
 from dataclasses import dataclass
 
@@ -14,15 +14,15 @@ MAX_MESSAGES = 4096
 MAX_SALT_CHARACTERS = 256
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKEN_IDS = 2**21
-"""In one body, all lists together."""
+"""All lists of one body together."""
 MAX_VALUES = 32_768
-"""Of any kind in one body, besides token ids: as many messages as there may be have fewer."""
+"""JSON values of one body besides token ids; MAX_MESSAGES messages have fewer."""
 MAX_TOOLS = 256
-"""That a request describes, or that a message calls."""
+"""Tools of a request, or calls of a message."""
 MAX_GRAMMAR_CHARACTERS = 65_536
-"""Of what an output must match."""
+"""Of a grammar for structured output."""
 MAX_UNKNOWN_FIELDS = 64
-"""In one object of a body."""
+"""Per JSON object."""
 MAX_LABELS = 16
 MAX_LABEL_NAME_CHARACTERS = 64
 MAX_LABEL_CHARACTERS = 512
@@ -34,29 +34,28 @@ class Limits:
 
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 30.0
-    """A client that is slower to send its body is answered 408."""
+    """A slower body is answered 408."""
     inline_body_bytes: int = 16 * 1024
-    """Longer bodies are read off the event loop, and take part in the next bound."""
+    """Longer bodies are parsed in a thread, and count towards `max_bodies_bytes`."""
     max_bodies_bytes: int = 64 * 1024 * 1024
-    """All bodies together that are being received or turned into prompts."""
+    """Bytes of all bodies that are being received or turned into prompts."""
     body_grace_s: float = 5.0
-    """A body that is being received for longer makes room for others where there is none."""
+    """A body that arrives for longer is evicted when `max_bodies_bytes` is reached."""
     max_sequences: int = 128
     """Prompts x n of one request."""
     inline_characters: int = 4096
-    """Longer texts are tokenised off the event loop."""
-    tokenising_at_once: int = 2
-    """Threads that tokenise at the same time."""
+    """Longer texts are tokenized in a thread."""
+    tokenize_threads: int = 2
     keep_alive_s: int = 75
-    """Idle connections stay open for so long: more than the 60 s of usual proxies, so that they end them."""
+    """Idle connections stay open longer than the usual 60 s of proxies, so that the proxy closes them."""
     head_s: float = 10.0
-    """From a connection's first moment, or from the first byte of a later request, to the end of its head."""
+    """Time for a request's head, from its first byte; of the first request, from the connection's start."""
     unread_s: float = 60.0
     min_read_bytes: int = 32 * 1024
-    """A client that leaves unread what it was sent takes at least so much in each `unread_s`, or is left."""
+    """A client with unread output is disconnected unless it reads so much in each `unread_s`."""
     ping_s: float = 15.0
-    """A stream with nothing to say for so long sends a comment, so that proxies keep it open."""
+    """A stream without events for so long sends a comment, so that proxies keep it open."""
     engine_silence_s: float = 60.0
-    """A verifier that says nothing for so long is reported as hanging."""
+    """An engine without reports for so long counts as hanging."""
     hold_s: float = 30.0
-    """New requests wait for an engine that was lost no longer ago than this; later they are told to retry."""
+    """New requests wait for so long for the replacement of a dead engine; later they get 503."""

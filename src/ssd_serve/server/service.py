@@ -1,7 +1,4 @@
-"""What all endpoints share: the parts of one running server, and whether it can take requests now.
-
-Built once by the app. Knows no protocol fields.
-"""
+"""State that all endpoints of a server share, and checks that it can take a request now."""
 
 import hashlib
 import time
@@ -19,7 +16,7 @@ from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
-from ssd_serve.server.http.off_loop import OffLoop
+from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
@@ -28,14 +25,14 @@ from ssd_serve.base.settings import Settings
 
 @dataclass(slots=True)
 class StopGate:
-    """Closed once the server is told to stop: what runs goes on, new requests are refused."""
+    """Closed when the server is stopped: running requests go on, new ones are refused."""
 
     closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The parts of one server."""
+    """The parts of one server that endpoints use."""
 
     settings: Settings
     limits: Limits
@@ -44,11 +41,11 @@ class Service:
     texts: TokenTexts
     metrics: ServerMetrics
     bodies: Bodies
-    off_loop: OffLoop
-    rendering: OffLoop
-    """Of chat templates: whatever a model's author wrote, it never runs on the event loop."""
-    aside: OffLoop
-    """What generates nothing (`/tokenize`), and must not keep waiting what does, templates included."""
+    worker_pool: WorkerPool
+    template_pool: WorkerPool
+    """Renders chat templates, which are code of the model's author and never run on the event loop."""
+    tokenize_pool: WorkerPool
+    """Runs /tokenize and the like, so that they do not delay requests that generate."""
     gate: StopGate
     tenants: Tenants
     metrics_page: Callable[[], Awaitable[bytes]] | None = None
@@ -60,8 +57,8 @@ class Service:
         """The model's id in the API."""
         return model_name(self.settings)
 
-    def trouble(self) -> ApiError | None:
-        """Why no token can be generated now; None when one can."""
+    def problem(self) -> ApiError | None:
+        """Return why no token can be generated now; None if tokens can be generated."""
         engine = self.engine
         if engine.dead is not None:
             return unavailable(engine.dead, "engine_dead", 10)
@@ -73,25 +70,27 @@ class Service:
             return unavailable(f"loading: {engine.progress or 'the engine is starting'}", "loading", 2)
         if engine.silent_s > self.limits.engine_silence_s:
             return unavailable(
-                f"the engine has said nothing for {engine.silent_s:.0f} s: it seems to hang",
+                f"the engine has sent nothing for {engine.silent_s:.0f} s and seems to hang",
                 "engine_silent",
                 10,
             )
         return None
 
     def require_ready(self) -> Ready:
-        """The engine's description, or the 503 that says why there is none. For a while after an engine was
-        lost, the next one is expected: requests wait for it."""
+        """Return the engine's description, or raise the 503 with the reason.
+
+        For `hold_s` seconds after an engine died, new requests wait for its replacement instead.
+        """
         if self.engine.dead is not None:
             raise EngineDeadError(self.engine.dead)
-        trouble, lost_s = self.trouble(), self.engine.lost_s
+        problem, lost_s = self.problem(), self.engine.lost_s
         too_long = lost_s is not None and lost_s > self.limits.hold_s
         if self.engine.ready is None or self.gate.closed or too_long:
-            raise trouble or unavailable("loading", "loading")
+            raise problem or unavailable("loading", "loading")
         return self.engine.ready
 
     def require_model(self, name: str | None) -> None:
-        """404 unless `name` is the served model or empty."""
+        """Raise 404 unless `name` is the served model or None."""
         if name is not None and name != self.model:
             raise ApiError(
                 404,
@@ -101,11 +100,11 @@ class Service:
             )
 
     def require_room(self, sequences: int) -> None:
-        """429 when the queue cannot take so many sequences, 400 when it never could."""
+        """Raise 429 if the queue cannot take so many sequences now, 400 if it never could."""
         capacity = self.settings.max_running + self.settings.max_waiting
-        most = min(self.limits.max_sequences, capacity)
-        if sequences > most:
-            raise bad_request(f"prompts x n is {sequences}; at most {most} are allowed", "n", "invalid_value")
+        limit = min(self.limits.max_sequences, capacity)
+        if sequences > limit:
+            raise bad_request(f"prompts x n is {sequences}; at most {limit} are allowed", "n", "invalid_value")
         if self.engine.active + sequences > capacity:
             raise OverloadedError(
                 f"{self.engine.active} of {capacity} requests are running or waiting; try again later",
@@ -113,15 +112,15 @@ class Service:
             )
 
     def fingerprint(self, ready: Ready) -> str:
-        """Changes when something changes that may change outputs: weights, version, noise, defaults."""
+        """Return a hash of everything that may change outputs: weights, version, noise, defaults."""
         settings, defaults = self.settings, str(sorted(ready.sampling.items()))
         model = [ready.target, settings.dtype, ready.target_device, str(settings.tensor_parallel)]
-        told = "\n".join([__version__, NOISE_SCHEME, *model, defaults])
-        return "fp_" + hashlib.sha256(told.encode()).hexdigest()[:12]
+        text = "\n".join([__version__, NOISE_SCHEME, *model, defaults])
+        return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def model_name(settings: Settings) -> str:
-    """The id of the served model: as set, or from the target's name."""
+    """Return the id of the served model in the API: as set, or from the target's name."""
     if settings.served_model_name:
         return settings.served_model_name
     if settings.target == EMBEDDED:

@@ -32,15 +32,12 @@ from ssd_serve.base.terminal import ProgressLine
 from ssd_serve.cluster.engines import start_engine, usable_machine
 from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.server.access.exposure import exposure_warnings
-from ssd_serve.server.access.hosts import allowed_hosts
+from ssd_serve.server.access.hosts import allowed_hosts, exposure_warnings
 from ssd_serve.server.banner import show_banner
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.http.door import max_connections
-from ssd_serve.server.http.http_port import listen_all, listens_alone
-from ssd_serve.server.http.request_ids import request_in_logs
-from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, heeded_signals
-from ssd_serve.server.http.tls import tls_context
+from ssd_serve.server.http.listening import is_loopback, listen_all, max_connections, tls_context
+from ssd_serve.server.http.middleware import request_log_fields
+from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, stop_signals
 from ssd_serve.server.text.tokenizer import ServingTokenizer
 from ssd_serve.transport.channel import Channel
 
@@ -86,11 +83,11 @@ class ServingClient(EngineClient):
 def run_serve(settings: Settings) -> int:
     """Serve until a signal says stop, or the engine dies. Answers from the start: 503 while it loads."""
     setproctitle.setproctitle("ssd: server")
-    for number in heeded_signals():
+    for number in stop_signals():
         if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
             signal.signal(number, _leave_tidily)
     log = get_logger("server", settings.log_level, settings.log_format)
-    carry_library_logs(log, request_in_logs)
+    carry_library_logs(log, request_log_fields)
     before, descriptors = raise_descriptor_limit()
     most = max_connections(settings, descriptors)
     log.info("open files", limit=descriptors, before=before, connections=most)
@@ -106,10 +103,10 @@ def run_serve(settings: Settings) -> int:
     refuse_empty_keys()
     with ExitStack() as ports:
         sock, *others = [ports.enter_context(one) for one in listen_all(settings)]
-        alone = listens_alone(sock)
-        for warning in exposure_warnings(settings, alone):
+        loopback = is_loopback(sock)
+        for warning in exposure_warnings(settings, loopback):
             log.warning(warning, host=settings.host)
-        server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, alone))
+        server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, loopback))
         with ServerThread(server, [sock, *others]) as answering:
             found = find_models(settings, tell, log.warning)
             tokenizer.set(Tokenizer(found.target))
@@ -179,7 +176,7 @@ def _leave_tidily(number: int, _frame: FrameType | None) -> NoReturn:
     """A signal while everything is loaded: leave through every `finally`, so that workers and sockets go too.
     It may come twice, from a group and from a parent in it: only the first one means something. Ctrl-C may be
     repeated. Python drops what a handler raises in a destructor, hence the last resort."""
-    for other in heeded_signals():
+    for other in stop_signals():
         if signal.getsignal(other) is _leave_tidily:
             signal.signal(other, signal.default_int_handler if other == signal.SIGINT else signal.SIG_IGN)
     last_resort = threading.Timer(_LEAVES_WITHIN_S, os._exit, (128 + number,))

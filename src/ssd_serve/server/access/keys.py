@@ -1,9 +1,8 @@
-"""Keys, their holders' names, and the file that lists them. Knows no HTTP.
+"""API keys, the names of their holders, and the file that lists them.
 
-A line of the file is `name key`, and if wanted `requests_per_minute=N` and `tokens_per_minute=N`; a word
-that begins with `#` begins a comment. Several lines of one name are one holder, so that a key can be changed
-without a gap. The file is read again when it has changed; one that cannot be read or is wrong leaves the keys
-of before in force.
+A line of the file is `name key`, optionally with `requests_per_minute=N` and `tokens_per_minute=N`; `#` begins
+a comment. A name may have several lines, so that a key can be replaced without a gap. The file is read again
+when it changes; if the new file is invalid, the old keys stay in force.
 """
 
 import hmac
@@ -22,20 +21,20 @@ from ssd_serve.base.errors import PermissionProblemError, SettingsError, SsdErro
 logger = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS = 16
-"""Shorter keys are warned of: they can be guessed."""
+"""Shorter keys cause a warning."""
 MAX_KEYS = 1000
-"""All of them are compared with each key that is given."""
+"""Every request is compared with all keys."""
 OPERATOR = "default"
-"""Name of whoever holds SSD_API_KEY; nobody else's."""
+"""Name of the holder of SSD_API_KEY, reserved for it."""
 _LARGEST_FILE = 1024 * 1024
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a key, and limits of its own."""
+    """The holder of a key, with its own limits if it has any."""
 
     name: str
     requests_per_minute: int | None = None
@@ -44,21 +43,21 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    """A key and its holder."""
+    """A key and its holder; the key is not shown in logs."""
 
     key: str = field(repr=False)
     holder: Holder
 
 
 class Keyring:
-    """Finds the holder of a key, in a time that tells nothing of the keys."""
+    """Finds the holder of a key in constant time."""
 
     def __init__(self, entries: Sequence[KnownKey]) -> None:
         self._secret = secrets.token_bytes(32)
         self._holders = [(self._digest(entry.key.encode()), entry.holder) for entry in entries]
 
     def holder(self, given: bytes) -> Holder | None:
-        """Whose key this is; all of them are compared, whichever is right."""
+        """Return the holder of a key. Compares with all keys, even after a match."""
         digest, found = self._digest(given.strip()), None
         for known, holder in self._holders:
             if hmac.compare_digest(known, digest):
@@ -70,8 +69,7 @@ class Keyring:
 
 
 def parse_keys(text: str, known: Sequence[KnownKey] = ()) -> list[KnownKey]:
-    """The entries of a file, behind the `known` ones. Raises `SettingsError` that names the line, never a
-    key."""
+    """Return the `known` entries and those of a file. Raises `SettingsError` with the line, never a key."""
     entries = list(known)
     for number, line in enumerate(text.splitlines(), start=1):
         words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
@@ -119,7 +117,7 @@ def _check_against(entry: KnownKey, others: Sequence[KnownKey]) -> None:
 
 
 def read_keys(path: Path, known: Sequence[KnownKey] = ()) -> list[KnownKey]:
-    """The entries of the file at `path`. Raises `SettingsError` or `PermissionProblemError`."""
+    """Return the `known` entries and those of a file. Raises `SettingsError`, `PermissionProblemError`."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_FILE:
@@ -136,7 +134,7 @@ def read_keys(path: Path, known: Sequence[KnownKey] = ()) -> list[KnownKey]:
 
 
 def warn_of_weak(entries: Sequence[KnownKey], path: Path | None) -> None:
-    """Log what an operator should mend; never a key."""
+    """Log warnings about short keys and file permissions; never a key."""
     for name in dict.fromkeys(each.holder.name for each in entries if len(each.key) < MIN_KEY_CHARACTERS):
         logger.warning(
             "the key of %s is shorter than %d characters and can be guessed; openssl rand -hex 32 makes one",
@@ -148,7 +146,7 @@ def warn_of_weak(entries: Sequence[KnownKey], path: Path | None) -> None:
 
 
 class KeysFile:
-    """The keys of a file as they are now: looked at when they are asked for, at most once a second."""
+    """The current keys of a file, which is checked for changes at most once a second."""
 
     def __init__(
         self,
@@ -156,22 +154,22 @@ class KeysFile:
         known: Sequence[KnownKey] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`known` keys stand before those of the file. Raises what is wrong with the file at first."""
+        """`known` keys come before those of the file. Raises the file's errors, but only here."""
         self._path = path
         self._known = known
         self._clock = clock
-        self._signature = self._look()
-        self._looked_at = clock()
+        self._signature = self._stat()
+        self._checked_at = clock()
         self.entries = read_keys(path, known)
         warn_of_weak(self.entries, path)
 
     def changed(self) -> bool:
-        """Whether `entries` are new ones since the last call."""
+        """Read the file again if it has changed; return True if `entries` are new."""
         now = self._clock()
-        if now - self._looked_at < _LOOK_EVERY_S:
+        if now - self._checked_at < _CHECK_EVERY_S:
             return False
-        self._looked_at = now
-        signature = self._look()
+        self._checked_at = now
+        signature = self._stat()
         if signature == self._signature:
             return False
         self._signature = signature
@@ -179,14 +177,14 @@ class KeysFile:
             entries = read_keys(self._path, self._known)
             warn_of_weak(entries, self._path)
         except (SsdError, OSError) as error:
-            logger.error("%s; the keys of before stay in force", error)
+            logger.error("%s; the old keys stay in force", error)
             return False
-        logger.info("keys were read again from %s: %d", self._path, len(entries))
+        logger.info("reloaded %s: %d keys", self._path, len(entries))
         self.entries = entries
         return True
 
-    def _look(self) -> tuple[int, int, int] | None:
-        """Changes when the file does, or is replaced."""
+    def _stat(self) -> tuple[int, int, int] | None:
+        """Return a value that changes with the file."""
         try:
             found = self._path.stat()
         except OSError:

@@ -1,38 +1,81 @@
-"""Who asks: the holders of keys, what each has used and may use, and whose part of the prefix cache is whose.
+"""Tenants: the holders of API keys, what each has used and may use, and its part of the prefix cache.
 
-Without keys everybody is one nameless tenant. Knows settings and keys; no HTTP, and no engine.
+Without keys there is one nameless tenant. A limit per minute is a bucket that fills evenly and holds a minute's
+amount: a client may spend that at once and then as fast as the bucket fills. Output is charged as it comes and
+may overdraw the bucket; then the next request waits longer.
 """
 
 import hmac
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ssd_serve.server.access.keys import (
-    OPERATOR,
-    Holder,
-    Keyring,
-    KeysFile,
-    KnownKey,
-    warn_of_weak,
-)
-from ssd_serve.server.access.rates import Bucket, Clock
-from ssd_serve.server.errors import ApiError
 from ssd_serve.base.settings import Settings
+from ssd_serve.server.access.keys import OPERATOR, Holder, Keyring, KeysFile, KnownKey, warn_of_weak
+from ssd_serve.server.errors import ApiError
 
+_MINUTE_S = 60.0
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{limit}"
     for what in ("limit", "remaining", "reset")
     for limit in ("requests", "tokens")
 )
-"""OpenAI's names of the headers that tell a client its limits."""
+"""OpenAI's names of the headers that show a client its limits."""
+
+Clock = Callable[[], float]
+
+
+class Bucket:
+    """A limit of `per_minute` units; full at first."""
+
+    def __init__(self, per_minute: int, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = clock()
+
+    @property
+    def per_minute(self) -> int:
+        """The limit. A new limit leaves the level, or lowers it to the limit."""
+        return self._per_minute
+
+    @per_minute.setter
+    def per_minute(self, per_minute: int) -> None:
+        self._level = min(self.level, float(per_minute))
+        self._per_minute = per_minute
+
+    @property
+    def level(self) -> float:
+        """Units that may be taken now; negative if the bucket is overdrawn."""
+        now = self._clock()
+        filled = self._level + (now - self._at) * self._per_minute / _MINUTE_S
+        self._level, self._at = min(float(self._per_minute), filled), now
+        return self._level
+
+    @property
+    def left(self) -> int:
+        """The level for clients: whole, and never negative."""
+        return max(0, int(self.level))
+
+    def take(self, amount: int) -> None:
+        """Charge `amount`, even above the level."""
+        self._level = self.level - amount
+
+    def wait_s(self, level: float = 1.0) -> float:
+        """Seconds until the level is reached if nothing is taken; 0 if it is."""
+        return max(0.0, level - self.level) * _MINUTE_S / self._per_minute
+
+    @property
+    def refill_s(self) -> float:
+        """Seconds until the bucket is full."""
+        return self.wait_s(self._per_minute)
 
 
 @dataclass(slots=True)
-class Used:
-    """What a tenant has used, and how often each limit refused it."""
+class TenantUsage:
+    """Amounts that a tenant has used, and how often each limit refused it."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -42,43 +85,42 @@ class Used:
 
 
 class Tenant:
-    """One holder, under however many keys. `private`: finds no text of others."""
+    """The holder of one or more keys. `private`: has its own part of the prefix cache."""
 
     def __init__(self, name: str, private: bool) -> None:
         self.name = name
         self.private = private
-        self.used = Used()
+        self.used = TenantUsage()
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
 
     def limit(self, requests: int | None, tokens: int | None, clock: Clock) -> None:
-        """Set limits a minute; what was used before still counts."""
+        """Set limits per minute; earlier use still counts."""
         self._requests = _limited(self._requests, requests, clock)
         self._tokens = _limited(self._tokens, tokens, clock)
 
     def begin_request(self) -> None:
-        """Count a request. Raises the 429 that says when the next one may come."""
-        self._require_room()
+        """Count a request. Raises 429 with the time until the next one is allowed."""
+        self._require_allowance()
         self.used.requests += 1
         if self._requests is not None:
             self._requests.take(1)
 
     def begin_prompt(self, tokens: int) -> None:
-        """Charge a prompt that the engine is about to be given. Raises 429 where others used the tokens up
-        since the request began."""
+        """Charge a prompt before it is sent to the engine. Raises 429 if no tokens are left."""
         self._require_tokens()
         self.used.prompt_tokens += tokens
         if self._tokens is not None:
             self._tokens.take(tokens)
 
     def output(self, tokens: int) -> None:
-        """Charge output, which is never cut off."""
+        """Charge output tokens; a limit never ends a running request."""
         self.used.output_tokens += tokens
         if self._tokens is not None:
             self._tokens.take(tokens)
 
     def headers(self) -> dict[str, str]:
-        """What a client is told about its limits, under OpenAI's names."""
+        """Return the rate-limit headers of an answer, with OpenAI's names."""
         found: dict[str, str] = {}
         for limit, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
@@ -87,18 +129,18 @@ class Tenant:
                 found[f"x-ratelimit-reset-{limit}"] = f"{bucket.refill_s:.3f}s"
         return found
 
-    def _require_room(self) -> None:
+    def _require_allowance(self) -> None:
         if self._requests is not None and self._requests.level < 1.0:
             self.used.over_requests += 1
-            raise self._too_much("requests", self._requests)
+            raise self._limit_error("requests", self._requests)
         self._require_tokens()
 
     def _require_tokens(self) -> None:
         if self._tokens is not None and self._tokens.level < 1.0:
             self.used.over_tokens += 1
-            raise self._too_much("tokens", self._tokens)
+            raise self._limit_error("tokens", self._tokens)
 
-    def _too_much(self, limit: str, bucket: Bucket) -> ApiError:
+    def _limit_error(self, limit: str, bucket: Bucket) -> ApiError:
         wait_s = max(1, math.ceil(bucket.wait_s()))
         whose = f"the key '{self.name}'" if self.name else "this server"
         return ApiError(
@@ -120,12 +162,12 @@ def _limited(bucket: Bucket | None, per_minute: int | None, clock: Clock) -> Buc
 
 
 class Tenants:
-    """All of them. The file of keys is read here, and again when it changes."""
+    """All tenants. Reads the file of keys, and reads it again when it changes."""
 
     def __init__(self, settings: Settings, clock: Clock = time.monotonic) -> None:
-        """Raises what is wrong with the file of keys."""
+        """Raises `SettingsError` if the file of keys is invalid."""
         self.unknown_keys = 0
-        """Requests that came without a key that is known."""
+        """Count of requests without a known key."""
         self._settings = settings
         self._clock = clock
         self._secret = secrets.token_bytes(32)
@@ -138,29 +180,30 @@ class Tenants:
             warn_of_weak(own, None)
         entries = own if self._file is None else self._file.entries
         self.anonymous = Tenant("", private=False)
-        """Whoever asks where there are no keys."""
         self._limit(self.anonymous, Holder(""))
         self._take(entries)
 
     @property
     def keys_needed(self) -> bool:
-        """Whether a key is needed at all."""
+        """True if requests need a key."""
         return bool(self._tenants)
 
     def all(self) -> Sequence[Tenant]:
-        """Everybody who has a key now."""
+        """Return all tenants that have a key now."""
         self._refresh()
         return list(self._tenants.values())
 
     def find(self, key: bytes) -> Tenant | None:
-        """The tenant of a key; None for a key that nobody has."""
+        """Return the tenant of a key; None for an unknown key."""
         self._refresh()
         holder = self._keyring.holder(key)
         return None if holder is None else self._tenants[holder.name]
 
     def salt(self, tenant: Tenant, asked: str | None) -> bytes:
-        """The name of the part of the prefix cache that a request may read and feeds: empty for everybody's.
-        Nobody can name the part of another key, nor guess one from this name."""
+        """Return the prefix-cache salt of a request: empty for the shared part of the cache.
+
+        The salt depends on a secret, so that no client can name or guess the part of another key.
+        """
         if asked is None and not tenant.private:
             return b""
         whose = tenant.name if tenant.private else ""

@@ -44,6 +44,6 @@ class MessagesEndpoint:
         service = self.service
         service.require_model(body.model)
         conversation = TemplateInput.of(body.chat(), service.settings.system_prompt)
-        text = await chat_text(service, service.aside, conversation)
+        text = await chat_text(service, service.tokenize_pool, conversation)
         steps = text_ids(service.tokenizer, ready, text, False, "messages")
-        return len(await service.aside.steps(len(text), steps))
+        return len(await service.tokenize_pool.steps(len(text), steps))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ssd_serve.base.messages import Committed, Figures, Finished, SamplingParameters, TokenLogprobs
-from ssd_serve.server.observability.stopwatch import Course, Stopwatch
+from ssd_serve.server.observability.timing import ChoiceTiming, ChoiceTimer
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.output import TextAssembler, TextRules
 
@@ -97,10 +97,10 @@ class RunningChoice:
         self.running = False
         self.interrupted = False
         """True where several engines worked on it: none has all of its statistics."""
-        self.course: Course | None = None
+        self.course: ChoiceTiming | None = None
         """Times and counts, once it has ended."""
         self._assembler = TextAssembler(detokenizer, plan.rules)
-        self._watch = Stopwatch(service.metrics, len(plan.prompt))
+        self._watch = ChoiceTimer(service.metrics, len(plan.prompt))
         self._resumed_texts: list[str] = []
         self._resumed_length = 0
         self._resumed_tokens = 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ssd_serve.base.messages import Ready
 from ssd_serve.sampling.validation import check_vocabulary
 from ssd_serve.server.errors import ApiError, bad_request
-from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.service import Service
 
@@ -37,7 +37,7 @@ async def generated_tokens(
             check_vocabulary(ids, ready, _FIELD)
             yield
 
-    await service.off_loop.steps(sum(map(len, told)), check())
+    await service.worker_pool.steps(sum(map(len, told)), check())
     return told
 
 

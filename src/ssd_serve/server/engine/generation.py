@@ -15,8 +15,8 @@ from ssd_serve.base.messages import Committed, Finished, Refused, RequestOptions
 from ssd_serve.server.engine.choice import ChoiceDelta, ChoicePlan, RunningChoice
 from ssd_serve.server.engine.inflight import InflightRequest, Interrupted, Report
 from ssd_serve.server.errors import ApiError
-from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.observability.stopwatch import Course
+from ssd_serve.server.http.worker_pool import Steps
+from ssd_serve.server.observability.timing import ChoiceTiming
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import token_units
 
@@ -51,7 +51,7 @@ class GenerationStream:
         """True once the client reads so slowly that more than `MAX_UNREAD` would be kept."""
 
     @property
-    def courses(self) -> list[Course]:
+    def courses(self) -> list[ChoiceTiming]:
         """Times and counts of the choices that have ended."""
         return [choice.course for choice in self._choices if choice.course is not None]
 
@@ -64,7 +64,7 @@ class GenerationStream:
         choices = [RunningChoice(self._service, index, plan) for index, plan in enumerate(self._plans)]
         generated = [len(plan.generated) for plan in self._plans]
         if any(generated):
-            await self._service.off_loop.steps(token_units(generated), self._resume(choices))
+            await self._service.worker_pool.steps(token_units(generated), self._resume(choices))
             self._service.require_room(len(choices))  # other requests may have come meanwhile
         try:
             self._submit(choices)

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, errors and start-up put together. Everything it needs is passed in."""
+"""The ASGI application: routes, middleware, error handlers and start-up."""
 
 import asyncio
 import logging
@@ -14,18 +14,22 @@ from starlette.requests import ClientDisconnect
 
 from ssd_serve.base.version import __version__
 from ssd_serve.base.errors import SettingsError, SsdError
-from ssd_serve.server.access.auth import Doorkeeper
-from ssd_serve.server.access.exposure import metrics_may_tell_cached
+from ssd_serve.server.access.auth import AuthMiddleware
+from ssd_serve.server.access.hosts import metrics_may_show_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
 from ssd_serve.server.anthropic.endpoint import MessagesEndpoint
 from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
-from ssd_serve.server.http.off_loop import OffLoop
-from ssd_serve.server.http.request_ids import HEADER, RequestIds
-from ssd_serve.server.http.root_path import RootPath, path_within
-from ssd_serve.server.http.smuggling import OneMeaning
+from ssd_serve.server.http.middleware import (
+    REQUEST_ID_HEADER,
+    RequestIds,
+    RequestSmugglingGuard,
+    RootPath,
+    path_within,
+)
 from ssd_serve.server.http.streaming import ClientGoneError
+from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.information import InformationEndpoints
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics
@@ -33,7 +37,7 @@ from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
 from ssd_serve.server.openai.envelope import HEADER as IGNORED
 from ssd_serve.server.openai.envelope import Envelope
-from ssd_serve.server.openai.openapi import Doors, describe
+from ssd_serve.server.openai.openapi import SecuritySchemes, describe
 from ssd_serve.server.openai.responses.endpoint import ResponsesEndpoint
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
 from ssd_serve.server.service import Service, StopGate, model_name
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499
-"""Nobody reads it; nginx's number for a client that closed the connection."""
+"""nginx's status for a client that closed the connection; it is only logged."""
 
 Handler = Callable[..., Awaitable[Response]]
 
@@ -72,16 +76,16 @@ def create_app(
         texts=TokenTexts(tokenizer),
         metrics=ServerMetrics(
             engine,
-            lambda: service.trouble() is None,
+            lambda: service.problem() is None,
             tenants,
-            metrics_may_tell_cached(settings),
+            metrics_may_show_cached(settings),
             model_name(settings),
             settings.metrics_prefix,
         ),
         bodies=Bodies(limits, Envelope(settings.strict_requests)),
-        off_loop=OffLoop(limits.inline_characters, limits.tokenising_at_once),
-        rendering=OffLoop(-1, limits.tokenising_at_once),
-        aside=OffLoop(-1, at_once=1),
+        worker_pool=WorkerPool(limits.inline_characters, limits.tokenize_threads),
+        template_pool=WorkerPool(-1, limits.tokenize_threads),
+        tokenize_pool=WorkerPool(-1, threads=1),
         gate=gate or StopGate(),
         tenants=tenants,
         metrics_page=metrics_page,
@@ -113,20 +117,20 @@ def create_app(
     if traces is not None:
         app.add_middleware(traces.middleware)
     app.add_middleware(
-        Doorkeeper, tenants=tenants, metrics_key=settings.metrics_key, metrics_port=settings.metrics_port
+        AuthMiddleware, tenants=tenants, metrics_key=settings.metrics_key, metrics_port=settings.metrics_port
     )
-    app.add_middleware(OneMeaning)
+    app.add_middleware(RequestSmugglingGuard)
     for guard in guards:
         app.add_middleware(guard.cls, *guard.args, **guard.kwargs)
     app.add_middleware(RequestIds)
     if settings.cors_origins:
-        # Outside of the key: browsers ask for permission without one.
+        # Before authentication: browsers send preflight requests without a key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins.split(","),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER, IGNORED, "Retry-After", *RATE_HEADERS],
+            expose_headers=[REQUEST_ID_HEADER, IGNORED, "Retry-After", *RATE_HEADERS],
         )
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
@@ -160,11 +164,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     }
     for path, handler in posts.items():
         app.add_api_route(path, handler, methods=["POST"])
-    describe(app, Doors(service.tenants.keys_needed, service.settings.metrics_key is not None))
+    describe(app, SecuritySchemes(service.tenants.keys_needed, service.settings.metrics_key is not None))
 
 
 def _traces(settings: Settings) -> "Traces | None":
-    """What sends spans, where they are wanted; OpenTelemetry is an extra."""
+    """Return the exporter of spans, if an endpoint is set. OpenTelemetry is an optional dependency."""
     if settings.otlp_traces_endpoint is None:
         return None
     try:
@@ -177,7 +181,7 @@ def _traces(settings: Settings) -> "Traces | None":
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every error leaves in OpenAI's shape."""
+    """Give every error OpenAI's format."""
 
     async def known(_request: Request, error: Exception) -> Response:
         return (from_ssd_error(error) if isinstance(error, SsdError) else internal()).response()
@@ -187,7 +191,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
         path = path_within(request.scope)
         messages = {
-            404: f"there is nothing at {path}; GET /openapi.json tells what there is",
+            404: f"there is nothing at {path}; GET /openapi.json lists all paths",
             405: f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method}",
         }
         return ApiError(status, messages.get(status, str(error)), headers=headers).response()

@@ -1,11 +1,11 @@
-"""Connections of clients: bounded in number, in the time for saying what they want, and in what they leave
-unread.
+"""Connections of clients: limits on their number, on the time to send a request, and on unread answers.
 
-A connection is idle while its client says nothing or has not said all of a head, and busy while a request
-runs that is all there. Builds on uvicorn's protocol; does not know what requests mean.
+A connection is idle without a request, receiving while a request arrives, and active while it runs.
 """
 
 import asyncio
+import ssl
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, cast
 
 import h11
@@ -17,185 +17,183 @@ from uvicorn.server import ServerState
 
 from ssd_serve.server.access.auth import OPEN_PATHS
 from ssd_serve.server.errors import unavailable
-from ssd_serve.server.http.root_path import path_within
+from ssd_serve.server.http.middleware import path_within
 from ssd_serve.server.limits import Limits
 
 Expected = Literal["head", "body", "request"]
-"""What an idle client has to send: the rest of a head or of a body, or another request if it likes."""
+"""The next input of a client: the rest of a head, the rest of a body, or another request."""
+
+_CONNECTION = "connection"
+"""Key of the request's connection in the ASGI state."""
+_CHUNK = 4096
 
 
-_GUEST = "guest"
-"""Where the state of a request has the connection that it came by."""
+class LimitedConnection(Protocol):
+    """A connection that the limiter counts."""
 
-
-class Guest(Protocol):
-    """One connection of a crowd."""
-
-    def leave(self) -> None:
+    def abort(self) -> None:
         """Close the connection at once."""
         ...
 
 
-class Crowd:
-    """All connections of a server. Where there are too many, those that are idle make room, oldest first, and
-    then those whose request is still being sent."""
+class ConnectionLimiter:
+    """Counts all connections of a server, and above the limit closes the oldest idle or receiving one."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._idle: dict[Guest, None] = {}
-        self._sending: dict[Guest, None] = {}
-        self._busy: dict[Guest, None] = {}
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._idle: dict[LimitedConnection, None] = {}
+        self._receiving: dict[LimitedConnection, None] = {}
+        self._active: dict[LimitedConnection, None] = {}
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._sending) + len(self._busy)
+        return len(self._idle) + len(self._receiving) + len(self._active)
 
-    def too_busy_for(self, guest: Guest | None) -> bool:
-        """As many requests of others run as there may be connections: nobody is left who could make room."""
-        return len(self._busy) - (guest in self._busy) >= self.most
+    def exhausted_for(self, connection: LimitedConnection | None) -> bool:
+        """True if other connections with running requests fill the limit, so that none can be closed."""
+        return len(self._active) - (connection in self._active) >= self.limit
 
-    def rests(self, guest: Guest) -> None:
-        """It has come, or its request has been answered."""
-        self._put(guest, self._idle)
-        if len(self) > self.most:
-            waiting = (one for group in (self._idle, self._sending) for one in group if one is not guest)
-            oldest = next(waiting, None)
+    def mark_idle(self, connection: LimitedConnection) -> None:
+        """Call for a new connection, and when its request has been answered."""
+        self._put(connection, self._idle)
+        if len(self) > self.limit:
+            others = (each for group in (self._idle, self._receiving) for each in group)
+            oldest = next((each for each in others if each is not connection), None)
             if oldest is not None:
-                self.left(oldest)
-                oldest.leave()
+                self.remove(oldest)
+                oldest.abort()
 
-    def sends(self, guest: Guest) -> None:
-        """A request of it has begun, and is not all there."""
-        if guest not in self._sending:
-            self._put(guest, self._sending)
+    def mark_receiving(self, connection: LimitedConnection) -> None:
+        """Call when a request has begun to arrive."""
+        if connection not in self._receiving:
+            self._put(connection, self._receiving)
 
-    def works(self, guest: Guest) -> None:
-        """A request of it runs."""
-        self._put(guest, self._busy)
+    def mark_active(self, connection: LimitedConnection) -> None:
+        """Call when a whole request has arrived."""
+        self._put(connection, self._active)
 
-    def left(self, guest: Guest) -> None:
-        """Its connection is closed."""
-        for group in (self._idle, self._sending, self._busy):
-            group.pop(guest, None)
+    def remove(self, connection: LimitedConnection) -> None:
+        """Call when the connection is closed."""
+        for group in (self._idle, self._receiving, self._active):
+            group.pop(connection, None)
 
-    def dismiss(self) -> None:
-        """Close all of them."""
-        for guest in [*self._idle, *self._sending, *self._busy]:
-            guest.leave()
+    def abort_all(self) -> None:
+        """Close all connections at once."""
+        for connection in [*self._idle, *self._receiving, *self._active]:
+            connection.abort()
 
-    def _put(self, guest: Guest, group: dict[Guest, None]) -> None:
-        self.left(guest)
-        group[guest] = None
+    def _put(self, connection: LimitedConnection, group: dict[LimitedConnection, None]) -> None:
+        self.remove(connection)
+        group[connection] = None
 
 
-class CrowdControl:
-    """ASGI middleware: 503 for requests beyond the limit, but for those who ask whether the server lives."""
+class ConnectionLimitMiddleware:
+    """ASGI middleware: 503 for requests beyond the limit, except for health checks."""
 
-    def __init__(self, app: ASGIApp, crowd: Crowd) -> None:
+    def __init__(self, app: ASGIApp, limiter: ConnectionLimiter) -> None:
         self._app = app
-        self._crowd = crowd
+        self._limiter = limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through or answer it."""
-        guest = scope.get("state", {}).get(_GUEST)
-        if scope["type"] != "http" or not self._crowd.too_busy_for(guest) or path_within(scope) in OPEN_PATHS:
+        connection = scope.get("state", {}).get(_CONNECTION)
+        exhausted = scope["type"] == "http" and self._limiter.exhausted_for(connection)
+        if not exhausted or path_within(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        message = f"all {self._crowd.most} connections are busy (SSD_MAX_CONNECTIONS); try again later"
+        message = f"all {self._limiter.limit} connections are busy (SSD_MAX_CONNECTIONS); try again later"
         response = unavailable(message, "too_many_connections", 1).response()
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection of one client, with bounds."""
+    """uvicorn's HTTP connection, with deadlines for input and a minimum rate at which output is read."""
 
     def __init__(
-        self, config: Config, state: ServerState, app_state: dict[str, Any], crowd: Crowd, limits: Limits
+        self,
+        config: Config,
+        state: ServerState,
+        app_state: dict[str, Any],
+        limiter: ConnectionLimiter,
+        limits: Limits,
     ) -> None:
-        super().__init__(config, state, {**app_state, _GUEST: self})
-        self._crowd = crowd
+        super().__init__(config, state, {**app_state, _CONNECTION: self})
+        self._limiter = limiter
         self._limits = limits
         self._expected: Expected | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._reading: asyncio.TimerHandle | None = None
+        self._read_check: asyncio.TimerHandle | None = None
 
-    def leave(self) -> None:
-        """Close at once; what the client has not read is lost."""
+    def abort(self) -> None:
+        """Close at once; unread output is lost."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come."""
         super().connection_made(transport)
-        # As without TLS, whose own default is eight times as much.
+        # The limit of connections without TLS; the default with TLS is eight times as much.
         transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
-        self._crowd.rests(self)
-        self._settle()
+        self._limiter.mark_idle(self)
+        self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
-        self._crowd.left(self)
+        self._limiter.remove(self)
         self._expect(None)
         self._unset_keepalive_if_required()
-        self._stop_judging()
+        self._stop_read_check()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Something of a request has come."""
         super().data_received(data)
-        self._settle()
+        self._update()
 
     def on_response_complete(self) -> None:
-        """A request has been answered; the next one may have come already."""
+        """Called by uvicorn; the next request may have arrived already."""
         super().on_response_complete()
-        if not self._working:
-            self._crowd.rests(self)
-        self._settle()
+        if not self._active:
+            self._limiter.mark_idle(self)
+        self._update()
 
     def timeout_keep_alive_handler(self) -> None:
-        """No other request has come."""
         super().timeout_keep_alive_handler()
-        self._settle()
+        self._update()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP. Where it comes amid an answer there is nothing left to say."""
+        """Answer invalid HTTP, unless an answer is being sent: then only close."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             super().send_400_response(msg)
         else:
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client does not take what it is sent as fast as that is written."""
         super().pause_writing()
-        self._judge_reader()
+        self._check_reader()
 
     def resume_writing(self) -> None:
-        """The client has taken nearly everything."""
         super().resume_writing()
         if not self.transport.is_closing():
-            self._stop_judging()
+            self._stop_read_check()
 
     @property
-    def _working(self) -> bool:
+    def _active(self) -> bool:
         return not self._fresh and not self.cycle.response_complete
 
     @property
     def _fresh(self) -> bool:
-        """No request has come yet."""
+        """True before the first request."""
         return cast("object | None", self.cycle) is None
 
-    def _settle(self) -> None:
-        """After whatever has happened: what is expected of the client now, and until when."""
+    def _update(self) -> None:
+        """Set what is expected of the client now, and until when."""
         if self.transport.is_closing():
             self._expect(None)
-            if self._reading is None:
-                self._judge_reader()  # last words may go unread, too
-        elif self._working:
+            if self._read_check is None:
+                self._check_reader()  # the last output may stay unread, too
+        elif self._active:
             self._expect(None)
             if self.cycle.more_body:
-                self._crowd.sends(self)
+                self._limiter.mark_receiving(self)
             else:
-                self._crowd.works(self)
-        elif self.conn.their_state is h11.SEND_BODY:  # answered before it was all there
+                self._limiter.mark_active(self)
+        elif self.conn.their_state is h11.SEND_BODY:  # answered before the whole body arrived
             self._expect("body")
         elif self.conn.trailing_data[0] or self._fresh:
             self._expect("head")
@@ -203,7 +201,7 @@ class BoundedConnection(H11Protocol):
             self._expect("request")
 
     def _expect(self, what: Expected | None) -> None:
-        """Give the client its time for this, once: what comes in drips gets no more."""
+        """Start the deadline of this input; more bytes of the same input do not extend it."""
         if what is self._expected:
             return
         if self._deadline is not None:
@@ -213,18 +211,131 @@ class BoundedConnection(H11Protocol):
         if what is not None:
             limits = self._limits
             times = {"head": limits.head_s, "body": limits.body_timeout_s, "request": limits.keep_alive_s}
-            self._deadline = self.loop.call_later(times[what], self.leave)
+            self._deadline = self.loop.call_later(times[what], self.abort)
 
-    def _judge_reader(self, before: int | None = None) -> None:
-        """Again and again while something is unread: whether enough of it was taken since."""
-        left = self.transport.get_write_buffer_size()
-        if before is not None and before - left < self._limits.min_read_bytes:
-            self.leave()
+    def _check_reader(self, before: int | None = None) -> None:
+        """Repeat while output is unread: abort unless enough of it was read since the last check."""
+        unread = self.transport.get_write_buffer_size()
+        if before is not None and before - unread < self._limits.min_read_bytes:
+            self.abort()
             return
-        self._stop_judging()
-        self._reading = self.loop.call_later(self._limits.unread_s, self._judge_reader, left)
+        self._stop_read_check()
+        self._read_check = self.loop.call_later(self._limits.unread_s, self._check_reader, unread)
 
-    def _stop_judging(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+    def _stop_read_check(self) -> None:
+        if self._read_check is not None:
+            self._read_check.cancel()
+            self._read_check = None
+
+
+class ChunkedReader(asyncio.Protocol):
+    """Passes received bytes to a protocol in chunks of 4 KiB, and lets other tasks run between them.
+
+    One read of a socket can hold forty thousand HTTP chunks of one byte, and parsing each takes as long as
+    parsing one of a megabyte.
+    """
+
+    def __init__(self, protocol: H11Protocol) -> None:
+        self._protocol = protocol
+        self._transport: asyncio.Transport | None = None
+        self._pending = bytearray()
+        self._paused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._protocol.connection_made(self._transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pending.clear()
+        self._protocol.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass the first chunk on now, and pause reading until all chunks are passed on."""
+        self._pending += data
+        if len(self._pending) == len(data):
+            self._pass_chunk()
+        if self._pending and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def _pass_chunk(self) -> None:
+        chunk = bytes(self._pending[:_CHUNK])
+        del self._pending[:_CHUNK]
+        self._protocol.data_received(chunk)
+        if self._pending:
+            asyncio.get_running_loop().call_soon(self._continue)
+
+    def _continue(self) -> None:
+        if self._pending:
+            self._pass_chunk()
+        if self._paused and not self._pending and self._transport is not None:
+            self._paused = False
+            # The protocol may have paused reading itself; then it also resumes it.
+            if not self._protocol.flow.read_paused:
+                self._transport.resume_reading()
+
+
+class TlsHandshake(asyncio.Protocol):
+    """A connection before it is encrypted. The limiter counts it, and its handshake has a deadline."""
+
+    def __init__(
+        self,
+        tls: ssl.SSLContext,
+        limiter: ConnectionLimiter,
+        timeout_s: float,
+        make_protocol: Callable[[], asyncio.Protocol],
+    ) -> None:
+        """`make_protocol` makes the protocol of the encrypted connection."""
+        self._tls = tls
+        self._limiter = limiter
+        self._timeout_s = timeout_s
+        self._make_protocol = make_protocol
+        self._early: list[bytes] = []
+        self._plain: asyncio.Transport | None = None
+        self._handshake: asyncio.Task[None] | None = None
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._plain is not None:
+            self._plain.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._plain = cast(asyncio.Transport, transport)
+        self._plain.pause_reading()  # until start_tls reads
+        self._limiter.mark_idle(self)
+        self._handshake = asyncio.ensure_future(self._shake_hands(self._plain))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._limiter.remove(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Keep data that arrives together with the end of the handshake."""
+        self._early.append(data)
+
+    async def _shake_hands(self, plain: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            encrypted = await loop.start_tls(
+                plain, self, self._tls, server_side=True, ssl_handshake_timeout=self._timeout_s
+            )
+        except OSError:  # includes TLS errors and the timeout
+            encrypted = None
+        self._limiter.remove(self)
+        if encrypted is None or encrypted.is_closing():
+            plain.abort()
+            return
+        protocol = self._make_protocol()
+        encrypted.set_protocol(protocol)
+        protocol.connection_made(encrypted)
+        for data in self._early:
+            protocol.data_received(data)

@@ -1,106 +1,122 @@
-"""Runs the application on a bound socket until a signal says stop.
-
-Knows uvicorn and signals; the application is built elsewhere.
-"""
+"""Runs the application on bound sockets, with uvicorn, until a signal or `stop`."""
 
 import asyncio
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.middleware import Middleware
 
 from ssd_serve.base.descriptors import descriptor_limit
+from ssd_serve.base.settings import Settings
 from ssd_serve.server.access.hosts import AllowedHosts
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
-from ssd_serve.server.http.connections import Crowd, CrowdControl
-from ssd_serve.server.http.door import Door, max_connections, open_door
-from ssd_serve.server.http.tls import tls_context
+from ssd_serve.server.http.connections import (
+    BoundedConnection,
+    ChunkedReader,
+    ConnectionLimiter,
+    ConnectionLimitMiddleware,
+    TlsHandshake,
+)
+from ssd_serve.server.http.listening import accept_connections, max_connections, tls_context
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import StopGate
 from ssd_serve.server.text.tokenizer import TextTokenizer
-from ssd_serve.base.settings import Settings
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LOOK_EVERY_S = 0.1
-_LAST_WORDS_S = 2
-"""Seconds for clients to take the answer that their requests were ended with."""
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL_S = 0.1
+_LAST_ANSWERS_S = 2
+"""Seconds for clients to read the errors of requests that were aborted at the end."""
 SAME_SIGNAL_S = 1.0
-"""A signal to a process group arrives twice where a parent in the group (make, a shell) passes it on."""
+"""A signal to a process group arrives twice if a parent in the group (make, a shell) passes it on."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, except that a handled signal is not raised again: the caller still has to tidy up."""
+    """uvicorn with limited connections; it does not raise handled signals again, so the caller can clean up."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         gate: StopGate,
-        end: Callable[[], None],
+        abort_requests: Callable[[], None],
         drain_s: float,
-        door: Door,
+        limiter: ConnectionLimiter,
+        limits: Limits,
+        tls: ssl.SSLContext | None,
     ) -> None:
-        """`end` ends all requests with an error; it is called when they had `drain_s` to end well."""
+        """`abort_requests` ends all requests with an error, `drain_s` seconds after `stop` at the latest."""
         super().__init__(config)
-        self._door = door
+        self._limiter = limiter
+        self._limits = limits
+        self._tls = tls
         self._gate = gate
-        self._end = end
+        self._abort_requests = abort_requests
         self._drain_s = drain_s
-        self._told_at = 0.0
+        self._stopped_at = 0.0
         self._hurry = False
 
     def stop(self) -> None:
-        """Take no more requests, let running ones end within the time limit, then return from `serve`."""
+        """Refuse new requests, let running ones end within the time limit, then return from `serve`."""
         if not self.should_exit:
-            self._told_at = time.monotonic()
+            self._stopped_at = time.monotonic()
         self._gate.closed = True
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A later second signal does not wait any longer."""
+        """Stop; a second signal, later, ends the wait for running requests."""
         del sig, frame
-        if self.should_exit and time.monotonic() - self._told_at > SAME_SIGNAL_S:
+        if self.should_exit and time.monotonic() - self._stopped_at > SAME_SIGNAL_S:
             self._hurry = True
         self.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but whoever comes to the sockets comes through the door."""
+        """Start the application, and accept connections with this server's protocol instead of uvicorn's."""
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise RuntimeError("the application did not start")
-        welcome = partial(self._door.welcome, self.config, self.server_state, self.lifespan.state)
-        self.servers = [await open_door(welcome, sock) for sock in sockets or []]
+        self.servers = [await accept_connections(self._make_protocol, sock) for sock in sockets or []]
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end, end the others with an answer, and close the port last: as long as requests
-        run, new ones are told that this server ends. uvicorn would close it first and only cut off."""
+        """Let requests end, abort the others with an error, and close the port last.
+
+        While requests run, new ones get an answer that the server stops; uvicorn would close the port first.
+        """
         await self._drain()
-        self._end()
+        self._abort_requests()
         await super().shutdown(sockets)
-        self._door.crowd.dismiss()
-        await asyncio.sleep(0)  # they close when the loop comes to it
+        self._limiter.abort_all()
+        await asyncio.sleep(0)  # aborted connections close in the next iteration of the event loop
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        if self._tls is None:
+            return self._http_protocol()
+        return TlsHandshake(self._tls, self._limiter, self._limits.head_s, self._http_protocol)
+
+    def _http_protocol(self) -> asyncio.Protocol:
+        state = self.lifespan.state
+        connection = BoundedConnection(self.config, self.server_state, state, self._limiter, self._limits)
+        return ChunkedReader(connection)
 
     async def _drain(self) -> None:
-        """Wait for what ran when the signal came; what comes later is refused at once."""
-        ran = set(self.server_state.tasks)
-        while not self._hurry and ran & self.server_state.tasks:
-            if time.monotonic() - self._told_at >= self._drain_s:
+        running = set(self.server_state.tasks)
+        while not self._hurry and running & self.server_state.tasks:
+            if time.monotonic() - self._stopped_at >= self._drain_s:
                 return
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_S)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Listen to signals while serving, where that is possible (the main thread)."""
+        """Handle stop signals while serving, if this is the main thread."""
         try:
-            before = {number: signal.signal(number, self.handle_exit) for number in heeded_signals()}
+            before = {number: signal.signal(number, self.handle_exit) for number in stop_signals()}
         except ValueError:
             yield
             return
@@ -111,30 +127,32 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def heeded_signals() -> list[signal.Signals]:
-    """The signals that say stop; not the one that `nohup` has a program ignore, to outlive its terminal."""
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop the server, without SIGHUP if `nohup` has set it to be ignored."""
     return [
         number
-        for number in STOP_SIGNALS
+        for number in _STOP_SIGNALS
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
 class ServerThread:
-    """A server on an event loop of its own, which answers while this thread loads what it is to serve. Stops,
-    as tidily as it can, at the end of the `with` block."""
+    """Runs a server on its own thread and event loop while this thread loads the model.
+
+    The end of the `with` block stops the server.
+    """
 
     def __init__(self, server: HttpServer, socks: list[socket.socket]) -> None:
         self._server = server
         self._socks = socks
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._begun = threading.Event()
+        self._started = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def __enter__(self) -> "ServerThread":
         self._thread.start()
-        self._begun.wait()
+        self._started.wait()
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -142,16 +160,12 @@ class ServerThread:
         self._thread.join()
 
     def call(self, work: Callable[[], object]) -> None:
-        """Let the event loop do something soon."""
+        """Run `work` on the server's event loop soon."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(work)
 
-    def stop(self) -> None:
-        """Let the server end as tidily as it can. From any thread."""
-        self._server.stop()
-
     def ends_within(self, seconds: float) -> bool:
-        """Wait so long for the server's end. Raises what ended it, if that was an error."""
+        """Wait so long for the server's end. Raises the error that ended it, if any."""
         self._thread.join(seconds)
         if self._failure is not None:
             raise self._failure
@@ -160,14 +174,14 @@ class ServerThread:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # it is raised where it is waited for
+        except BaseException as error:  # `ends_within` raises it
             self._failure = error
         finally:
-            self._begun.set()
+            self._started.set()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.call_soon(self._begun.set)
+        self._loop.call_soon(self._started.set)
         await self._server.serve(sockets=self._socks)
 
 
@@ -178,20 +192,22 @@ def build_server(
     limits: Limits | None = None,
     hosts: Collection[str] | None = None,
 ) -> HttpServer:
-    """The server, not yet running; its `stop` may be called from any thread. `hosts`: the only names that it
-    may be called by, beside loopback's."""
+    """Return a server that does not run yet; any thread may call its `stop`.
+
+    `hosts`: the only host names that it answers to, beside loopback's; None: any name.
+    """
     limits = limits or Limits()
     gate = StopGate()
-    crowd = Crowd(max_connections(settings, descriptor_limit()))
-    guards = [Middleware(CrowdControl, crowd=crowd)]
+    limiter = ConnectionLimiter(max_connections(settings, descriptor_limit()))
+    guards = [Middleware(ConnectionLimitMiddleware, limiter=limiter)]
     if hosts is not None:
         guards.append(Middleware(AllowedHosts, allowed=hosts))
     app = create_app(settings, engine, tokenizer, limits, gate, guards)
     config = uvicorn.Config(
         app,
-        # Whatever other packages have brought: one parser of HTTP is tested.
+        # The only HTTP parser that is tested, whatever other packages have installed.
         http="h11",
-        # The process's own logging is set up by whoever started it.
+        # The process that runs the server sets up logging.
         log_config=None,
         log_level="info" if settings.log_level == "debug" else "warning",
         access_log=settings.log_level == "debug",
@@ -199,10 +215,10 @@ def build_server(
         lifespan="on",
         ws="none",
         timeout_keep_alive=limits.keep_alive_s,
-        timeout_graceful_shutdown=_LAST_WORDS_S,
+        timeout_graceful_shutdown=_LAST_ANSWERS_S,
     )
-    door = Door(crowd, limits, tls_context(settings))
-    return HttpServer(config, gate, engine.stop, settings.drain_seconds, door)
+    tls = tls_context(settings)
+    return HttpServer(config, gate, engine.stop, settings.drain_seconds, limiter, limits, tls)
 
 
 def serve(
@@ -212,6 +228,6 @@ def serve(
     sock: socket.socket,
     limits: Limits | None = None,
 ) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM. Returns normally after a tidy end."""
+    """Serve on a bound socket until SIGINT or SIGTERM. Returns normally after a clean end."""
     server = build_server(settings, engine, tokenizer, limits)
     asyncio.run(server.serve(sockets=[sock]))

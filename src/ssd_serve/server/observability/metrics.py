@@ -19,7 +19,7 @@ from ssd_serve.base.messages import (
     SourceFigures,
     Status,
 )
-from ssd_serve.server.access.tenants import Tenants, Used
+from ssd_serve.server.access.tenants import Tenants, TenantUsage
 from ssd_serve.server.engine.client import EngineClient
 
 PREFIX = "ssd_"
@@ -197,7 +197,7 @@ def _layouts(status: Status) -> Iterator[Metric]:
     yield gains
 
 
-_BY_KEY: dict[str, tuple[str, Callable[[Used], int]]] = {
+_BY_KEY: dict[str, tuple[str, Callable[[TenantUsage], int]]] = {
     "key_requests": ("requests of each key's holder", lambda used: used.requests),
     "key_prompt_tokens": ("prompt tokens of each key's holder", lambda used: used.prompt_tokens),
     "key_generation_tokens": ("tokens generated for each key's holder", lambda used: used.output_tokens),

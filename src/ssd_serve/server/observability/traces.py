@@ -1,7 +1,7 @@
-"""Traces by OpenTelemetry: a span for each request that is let in, with what the engine did of it below.
+"""OpenTelemetry traces: a span for each authorized POST, with child spans for queue, prefill and decode.
 
-Spans tell times and counts, never what was asked or answered. A client's W3C context goes on here. Sampling,
-the service's name and the collector's headers are set by OpenTelemetry's own variables.
+Spans hold times and counts, no prompts and no outputs. They continue the client's W3C trace context. Sampling,
+service name and collector headers are set by OpenTelemetry's own variables.
 """
 
 import threading
@@ -19,39 +19,38 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ssd_serve.base.version import __version__
 from ssd_serve.base.messages import Figures
-from ssd_serve.server.observability.finished import FinishedRequest
-from ssd_serve.server.observability.stopwatch import Course
+from ssd_serve.server.observability.timing import ChoiceTiming, FinishedRequest
 
-_LEAVES_WITHIN_S = 2.0
-"""How long the last spans may take to be taken, when the server ends."""
+_FLUSH_S = 2.0
+"""Time to send the last spans when the server ends."""
 
 
 class Traces:
-    """Sends the spans of one server, on a thread."""
+    """Sends the spans of one server, in a thread."""
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """`endpoint` takes OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces."""
-        usual = Resource({"service.name": "ssd-serve", "service.version": __version__})
+        """`endpoint`: URL for OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces."""
+        default = Resource({"service.name": "ssd-serve", "service.version": __version__})
         self._provider = TracerProvider(
-            resource=usual.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+            resource=default.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self.tracer = self._provider.get_tracer("ssd_serve", __version__)
         self.model = model
 
-    def middleware(self, app: ASGIApp) -> "Traced":
-        """What keeps the span of each request."""
-        return Traced(app, self)
+    def middleware(self, app: ASGIApp) -> "TraceMiddleware":
+        """Wrap `app` with the middleware of these traces."""
+        return TraceMiddleware(app, self)
 
     def close(self) -> None:
-        """Send what is left, unless nobody takes it."""
-        leaving = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
-        leaving.start()
-        leaving.join(_LEAVES_WITHIN_S)
+        """Send the remaining spans, if the collector accepts them in time."""
+        flushing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_S)
 
 
-class Traced:
-    """ASGI middleware: every POST has a span for as long as it is answered."""
+class TraceMiddleware:
+    """ASGI middleware: a span around each POST."""
 
     def __init__(self, app: ASGIApp, traces: Traces) -> None:
         self._app = app
@@ -59,7 +58,6 @@ class Traced:
         self._context = TraceContextTextMapPropagator()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on within its span."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -70,9 +68,9 @@ class Traced:
             "POST",
             self._context.extract(given),
             SpanKind.SERVER,
-            {"http.request.method": "POST", "gen_ai.response.id": str(state.get("request_name", ""))},
+            {"http.request.method": "POST", "gen_ai.response.id": str(state.get("request_id", ""))},
         )
-        state["trace"] = SpansOfRequest(span, self._traces)
+        state["trace"] = RequestSpans(span, self._traces)
 
         async def send_seen(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -94,8 +92,8 @@ class Traced:
             span.end()
 
 
-class SpansOfRequest:
-    """See `RequestTrace`."""
+class RequestSpans:
+    """The spans of one request; implements `RequestTrace`."""
 
     def __init__(self, span: Span, traces: Traces) -> None:
         self._span = span
@@ -116,40 +114,40 @@ class SpansOfRequest:
             }
         )
         if self._span.is_recording():
-            below = _Below(self._traces.tracer, self._span)
+            children = _ChildSpans(self._traces.tracer, self._span)
             for choice in request.choices:
-                below.choice(choice)
+                children.add(choice)
 
 
-class _Below:
-    """Spans of what is over already."""
+class _ChildSpans:
+    """Child spans, made after the request has ended."""
 
-    def __init__(self, tracer: Tracer, above: Span) -> None:
+    def __init__(self, tracer: Tracer, parent: Span) -> None:
         self._tracer = tracer
-        self._context = set_span_in_context(above)
+        self._context = set_span_in_context(parent)
         self._clock = time.time_ns() - time.monotonic_ns()
 
-    def choice(self, course: Course) -> None:
-        """Waiting, reading, writing, as far as it came."""
-        read_from, first = course.read_from, course.first
+    def add(self, choice: ChoiceTiming) -> None:
+        """Add the spans `queue`, `prefill` and `decode` of a choice, as far as it got."""
+        prefill_at, first = choice.prefill_at, choice.first_token_at
         if first is None:
-            self._add("queue", course.begun, course.ended, {"ssd.reason": course.reason})
+            self._add("queue", choice.started_at, choice.ended_at, {"ssd.reason": choice.reason})
             return
-        if read_from is not None:
-            self._add("queue", course.begun, read_from, {})
-        prompt = {"gen_ai.usage.input_tokens": course.prompt_tokens}
-        if course.figures is not None:
-            prompt["ssd.cached_tokens"] = course.figures.cached_prompt_tokens
-        self._add("prefill", course.begun if read_from is None else read_from, first, prompt)
-        written = {"gen_ai.usage.output_tokens": course.output_tokens, **_speculation(course.figures)}
-        self._add("decode", first, course.last, {"ssd.reason": course.reason, **written})
+        if prefill_at is not None:
+            self._add("queue", choice.started_at, prefill_at, {})
+        prompt = {"gen_ai.usage.input_tokens": choice.prompt_tokens}
+        if choice.figures is not None:
+            prompt["ssd.cached_tokens"] = choice.figures.cached_prompt_tokens
+        self._add("prefill", choice.started_at if prefill_at is None else prefill_at, first, prompt)
+        output = {"gen_ai.usage.output_tokens": choice.output_tokens, **_speculation(choice.figures)}
+        self._add("decode", first, choice.last_token_at, {"ssd.reason": choice.reason, **output})
 
-    def _add(self, name: str, begun: float, ended: float, attributes: Mapping[str, str | float]) -> None:
-        """Moments are those of `time.monotonic`."""
+    def _add(self, name: str, start: float, end: float, attributes: Mapping[str, str | float]) -> None:
+        """`start` and `end` are times of `time.monotonic`."""
         span = self._tracer.start_span(
-            name, self._context, attributes=attributes, start_time=self._clock + int(1e9 * begun)
+            name, self._context, attributes=attributes, start_time=self._clock + int(1e9 * start)
         )
-        span.end(self._clock + int(1e9 * ended))
+        span.end(self._clock + int(1e9 * end))
 
 
 def _speculation(figures: Figures | None) -> dict[str, float]:

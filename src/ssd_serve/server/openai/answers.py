@@ -17,11 +17,11 @@ from ssd_serve.server.access.tenants import Tenant
 from ssd_serve.server.engine.choice import ChoiceOutput, ChoiceDelta, ChoicePlan, ChoiceEnd
 from ssd_serve.server.engine.generation import GenerationStream
 from ssd_serve.server.errors import ApiError
-from ssd_serve.server.http.off_loop import Steps
-from ssd_serve.server.http.request_ids import HEADER, named_in_logs
-from ssd_serve.server.http.root_path import path_within
+from ssd_serve.server.http.worker_pool import Steps
+from ssd_serve.server.http.middleware import REQUEST_ID_HEADER, log_as_request
+from ssd_serve.server.http.middleware import path_within
 from ssd_serve.server.http.streaming import DONE, EventStream, event, obfuscated, while_connected
-from ssd_serve.server.observability.finished import FinishedRequest, RequestTrace, tell_finished
+from ssd_serve.server.observability.timing import FinishedRequest, RequestTrace, log_finished
 from ssd_serve.server.openai.envelope import told_ignored
 from ssd_serve.server.openai.replies import ResponseHead, speculation, timings, usage
 from ssd_serve.server.service import Service
@@ -117,7 +117,7 @@ class Visit:
         finally:
             if run.courses:
                 of = (self.path, self.tenant.name, job.prompt_tokens)
-                tell_finished(FinishedRequest(*of, run.courses, run.request_numbers), self.trace)
+                log_finished(FinishedRequest(*of, run.courses, run.request_numbers), self.trace)
 
     def timings(self, tokens: int, endings: dict[int, ChoiceEnd]) -> dict[str, object]:
         """Where the time went; what was read of the prompt, and for how long, only to whom it may be told."""
@@ -176,11 +176,11 @@ async def answer(service: Service, request: Request, job: Job) -> Response:
     """Run the job for as long as the client stays connected. Raises 429 where its key has no tokens left."""
     tenant = tenant_of(request)
     tenant.begin_prompt(job.charged_tokens)
-    named_in_logs(job.head.name)
+    log_as_request(job.head.name)
     salt = service.tenants.salt(tenant, job.cache_salt)
     trace = getattr(request.state, "trace", None)
     visit = Visit(service, job, tenant, salt, path_within(request.scope), trace)
-    headers = {HEADER: job.head.name, **told_ignored(request)}
+    headers = {REQUEST_ID_HEADER: job.head.name, **told_ignored(request)}
     manner = job.manner or _InChoices()
     if job.stream:
         return EventStream(manner.events(visit), headers, service.limits.ping_s, manner.failed)
@@ -211,7 +211,7 @@ async def _whole(visit: Visit) -> dict[str, object]:
         len(output.tokens) + _SCORED_UNITS * (len(output.logprobs) + len(output.prompt_logprobs))
         for output in outputs
     )
-    choices = await visit.service.off_loop.steps(units, write())
+    choices = await visit.service.worker_pool.steps(units, write())
     return {
         **job.head.object(job.shape.whole_kind),
         "seed": job.head.seed,

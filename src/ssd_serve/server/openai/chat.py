@@ -14,7 +14,7 @@ from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.choice import ChoiceOutput, ChoiceDelta, ChoicePlan, ChoiceEnd
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.answers import Job
 from ssd_serve.server.openai.completions import (
     check_prompt_logprobs,

@@ -12,7 +12,7 @@ from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.server.engine.choice import ChoiceOutput, ChoiceDelta, ChoicePlan, ChoiceEnd
 from ssd_serve.server.engine.continuation import generated_tokens
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.answers import AnswerShape, Job
 from ssd_serve.server.openai.endpoint import checked_run_answered
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count, token_units
@@ -215,7 +215,7 @@ class CompletionsEndpoint:
                 yield
             return found
 
-        return await self.service.off_loop.steps(token_units(len(prompt.ids) for prompt in prompts), work())
+        return await self.service.worker_pool.steps(token_units(len(prompt.ids) for prompt in prompts), work())
 
 
 def check_stream_options(body: GenerationRequest) -> None:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
-from ssd_serve.server.http.request_ids import request_name
+from ssd_serve.server.http.middleware import request_id
 from ssd_serve.server.openai.answers import Job, answer
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.service import Service
@@ -24,6 +24,6 @@ async def checked_run_answered(
     ready = service.require_ready()
     service.require_room(1)
     job = await service.bodies.use(
-        request, kind, ready, lambda body: plan(body, request_name(request, body.request_id))
+        request, kind, ready, lambda body: plan(body, request_id(request, body.request_id))
     )
     return await answer(service, request, job)

@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from ssd_serve.sampling.validation import range_field
 from ssd_serve.sampling.parameters import range_of
-from ssd_serve.server.http.request_ids import NAME
+from ssd_serve.server.http.middleware import REQUEST_ID_PATTERN
 from ssd_serve.server.limits import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_CHARACTERS,
@@ -260,7 +260,7 @@ class SpeculationWish(Lenient):
 
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
-RequestName = Annotated[str, Field(pattern=f"^{NAME}$")]
+RequestName = Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN}$")]
 
 
 def _prompt_shape(value: object) -> str | None:

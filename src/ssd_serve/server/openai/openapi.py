@@ -14,12 +14,12 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel, TypeAdapter
 
-from ssd_serve.server import information_models
+from ssd_serve.server import information
 from ssd_serve.server.access.auth import METRICS_PATH
 from ssd_serve.server.access.tenants import RATE_HEADERS
 from ssd_serve.server.anthropic import answer as message_answer
 from ssd_serve.server.anthropic.request import CountRequest, MessagesRequest
-from ssd_serve.server.http.request_ids import HEADER
+from ssd_serve.server.http.middleware import REQUEST_ID_HEADER
 from ssd_serve.server.openai import answer_models as answers
 from ssd_serve.server.openai import protocol
 from ssd_serve.server.openai.envelope import HEADER as IGNORED
@@ -85,7 +85,7 @@ _NAME_HEADER: Schema = {
     "schema": {"type": "string", "minLength": 1},
 }
 _NAME_PARAMETER: Schema = {
-    "name": HEADER,
+    "name": REQUEST_ID_HEADER,
     "in": "header",
     "description": "a name for this request: up to 128 visible characters of ASCII; others are ignored",
     "schema": {"type": "string"},
@@ -122,23 +122,23 @@ class Operation:
 _BODY = (400, 404, 408, 413, 415, 429)
 _ASK = [{"role": "user", "content": "What is speculative decoding?"}]
 OPERATIONS: dict[str, Operation] = {
-    "/health": Operation("can a token be generated now?", information_models.Health, open=True),
+    "/health": Operation("can a token be generated now?", information.Health, open=True),
     "/ping": Operation(
-        "the same as /health", information_models.Health, open=True, methods=("get", "head", "post")
+        "the same as /health", information.Health, open=True, methods=("get", "head", "post")
     ),
     "/v1/models": Operation(
         "the served model",
-        information_models.ModelList,
+        information.ModelList,
         links={
             "card": {"operationId": "get_v1_models_name", "parameters": {"name": "$response.body#/data/0/id"}}
         },
     ),
     "/v1/models/{name}": Operation(
-        "one model", information_models.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)
+        "one model", information.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)
     ),
-    "/version": Operation("the version of the package", information_models.Version),
-    "/load": Operation("requests in flight, and why it speculates or not", information_models.Load),
-    "/server_info": Operation("what serves, on what, and how it is set", information_models.ServerInfo),
+    "/version": Operation("the version of the package", information.Version),
+    "/load": Operation("requests in flight, and why it speculates or not", information.Load),
+    "/server_info": Operation("what serves, on what, and how it is set", information.ServerInfo),
     METRICS_PATH: Operation("figures for Prometheus", PLAIN),
     "/openapi.json": Operation("this document", dict),
     "/v1/completions": Operation(
@@ -211,7 +211,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class SecuritySchemes:
     """What is locked: everything that is not open, or only the metrics."""
 
     keyed: bool = False
@@ -229,29 +229,29 @@ class Doors:
         return sorted({*told.problems, *anywhere})
 
 
-def describe(app: FastAPI, doors: Doors) -> None:
+def describe(app: FastAPI, schemes: SecuritySchemes) -> None:
     """Make `app.openapi()` tell this document."""
 
     def document() -> Schema:
         if app.openapi_schema is None:
-            app.openapi_schema = build_document(app.title, app.version, doors)
+            app.openapi_schema = build_document(app.title, app.version, schemes)
         return app.openapi_schema
 
     # This is the way that FastAPI documents for changing the document.
     setattr(app, "openapi", document)  # noqa: B010
 
 
-def build_document(title: str, version: str, doors: Doors) -> Schema:
+def build_document(title: str, version: str, schemes: SecuritySchemes) -> Schema:
     """The OpenAPI document of all routes."""
     schemas, references = _schemas()
     components: Schema = {
         "schemas": schemas,
         "responses": {str(status): _problem(status, references[answers.Error]) for status in _PROBLEMS},
     }
-    if doors.keyed or doors.metrics_keyed:
+    if schemes.keyed or schemes.metrics_keyed:
         components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
     paths = {
-        path: {method: _operation(path, method, each, references, doors) for method in each.methods}
+        path: {method: _operation(path, method, each, references, schemes) for method in each.methods}
         for path, each in OPERATIONS.items()
     }
     info = {"title": title, "version": version}
@@ -276,7 +276,7 @@ def _schemas() -> tuple[Schema, dict[type, Schema]]:
 
 
 def _operation(
-    path: str, method: str, told: Operation, references: Mapping[type, Schema], doors: Doors
+    path: str, method: str, told: Operation, references: Mapping[type, Schema], schemes: SecuritySchemes
 ) -> Schema:
     """One method of one path."""
     operation: Schema = {
@@ -286,17 +286,17 @@ def _operation(
         "responses": {
             "200": {
                 "description": "Success.",
-                "headers": {HEADER: _NAME_HEADER, **({**_LIMITS, **_IGNORED} if told.body else {})},
+                "headers": {REQUEST_ID_HEADER: _NAME_HEADER, **({**_LIMITS, **_IGNORED} if told.body else {})},
                 "content": _content(told, references),
                 **({"links": told.links} if told.links and method != "head" else {}),
             },
-            **{str(each): {"$ref": f"#/components/responses/{each}"} for each in doors.problems(path, told)},
+            **{str(each): {"$ref": f"#/components/responses/{each}"} for each in schemes.problems(path, told)},
         },
     }
     if told.body is not None:
         content: Schema = {"schema": references[told.body], "example": told.example}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
-    if doors.locks(path, told):
+    if schemes.locks(path, told):
         operation["security"] = [{_SCHEME: []}]
     return operation
 
@@ -322,6 +322,6 @@ def _problem(status: int, error: Schema) -> Schema:
     """An answer other than success."""
     return {
         "description": f"{HTTPStatus(status).phrase}. {_PROBLEMS[status]}",
-        "headers": {HEADER: _NAME_HEADER, **_HEADERS.get(status, {})},
+        "headers": {REQUEST_ID_HEADER: _NAME_HEADER, **_HEADERS.get(status, {})},
         "content": {JSON: {"schema": error}},
     }

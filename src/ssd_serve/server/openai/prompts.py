@@ -7,7 +7,7 @@ from ssd_serve.base.errors import RequestError
 from ssd_serve.base.messages import Ready
 from ssd_serve.sampling.validation import FILL_CONTEXT, check_prompt, encode, context_length_error
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.http.off_loop import OffLoop, Steps
+from ssd_serve.server.http.worker_pool import WorkerPool, Steps
 from ssd_serve.server.openai.conversation import TemplateInput
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from ssd_serve.server.service import Service
@@ -78,14 +78,14 @@ async def completion_prompts(
             yield
         return found
 
-    return await service.off_loop.steps(sum(map(len, items)), work())
+    return await service.worker_pool.steps(sum(map(len, items)), work())
 
 
 async def chat_prompt(service: Service, ready: Ready, body: ChatRequest, special: bool) -> TokenPrompt:
     """The prompt of a conversation."""
-    text = await chat_text(service, service.rendering, TemplateInput.of(body, service.settings.system_prompt))
+    text = await chat_text(service, service.template_pool, TemplateInput.of(body, service.settings.system_prompt))
     most = tokens_kept(body, ready)
-    ids = await service.off_loop.steps(
+    ids = await service.worker_pool.steps(
         len(text), text_ids(service.tokenizer, ready, text, special, "messages", most)
     )
     check_prompt(ids, ready, "messages")
@@ -123,7 +123,7 @@ def _last(ids: list[int], most: int, begin: list[int]) -> list[int]:
     return begin + ids[len(begin) - most :]
 
 
-async def chat_text(service: Service, rendering: OffLoop, conversation: TemplateInput) -> str:
+async def chat_text(service: Service, rendering: WorkerPool, conversation: TemplateInput) -> str:
     """The conversation as the model's chat template writes it, rendered on these threads."""
     try:
         return await rendering.run(conversation.units, lambda: conversation.text(service.tokenizer))

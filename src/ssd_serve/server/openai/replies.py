@@ -12,7 +12,7 @@ import msgspec
 from ssd_serve.base.depths import added, rates
 from ssd_serve.base.messages import Figures, TokenLogprobs
 from ssd_serve.server.engine.choice import ChoiceEnd
-from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.text.tokenizer import TokenTexts
 
 MIN_LOGPROB = -9999.0

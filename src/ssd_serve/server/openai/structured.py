@@ -59,7 +59,7 @@ async def grammar_of(
             wishes.append(_Wish("tools", calls()))
         return _compiled(wishes, thinking)
 
-    return await service.off_loop.run(service.limits.inline_characters + 1, work)  # small ones take long too
+    return await service.worker_pool.run(service.limits.inline_characters + 1, work)  # small ones take long too
 
 
 def _compiled(wishes: Sequence[_Wish], thinking: bool | None) -> str:

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from ssd_serve.base.messages import Ready
 from ssd_serve.sampling.validation import check_vocabulary, context_length_error
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.http.off_loop import Steps
+from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.conversation import TemplateInput
 from ssd_serve.server.openai.envelope import told_ignored
 from ssd_serve.server.openai.prompts import chat_text, text_ids, token_units
@@ -50,13 +50,13 @@ class TokenizingEndpoints:
         text = body.prompt or ""
         if body.messages is not None:
             conversation = TemplateInput.of(body, service.settings.system_prompt)
-            text = await chat_text(service, service.aside, conversation)
+            text = await chat_text(service, service.tokenize_pool, conversation)
         param = "prompt" if body.messages is None else "messages"
         special = given(body.add_special_tokens, body.messages is None)
-        ids = await service.aside.steps(len(text), text_ids(service.tokenizer, ready, text, special, param))
+        ids = await service.tokenize_pool.steps(len(text), text_ids(service.tokenizer, ready, text, special, param))
         answer: dict[str, object] = {"count": len(ids), "max_model_len": ready.context, "tokens": ids}
         if body.return_token_strs:
-            answer["token_strs"] = await service.aside.steps(token_units([len(ids)]), self._strings(ids))
+            answer["token_strs"] = await service.tokenize_pool.steps(token_units([len(ids)]), self._strings(ids))
         return answer
 
     def _strings(self, ids: Sequence[int]) -> Steps[list[str]]:
@@ -72,7 +72,7 @@ class TokenizingEndpoints:
         if len(body.tokens) > ready.context:
             raise context_length_error(str(len(body.tokens)), ready.context, "tokens")
         check_vocabulary(body.tokens, ready, "tokens")
-        text = await service.aside.run(
+        text = await service.tokenize_pool.run(
             token_units([len(body.tokens)]),
             lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False),
         )

@@ -1,7 +1,4 @@
-"""Long work beside the event loop: in threads, a bounded number at once, in slices that take turns.
-
-Knows nothing about the work.
-"""
+"""Runs long work in threads, a bounded number at once, in time slices that take turns."""
 
 import asyncio
 import heapq
@@ -15,45 +12,44 @@ from ssd_serve.base.errors import OverloadedError
 Result = TypeVar("Result")
 
 Steps = Generator[None, None, Result]
-"""Work that can pause at each `yield`: it should come every millisecond or so."""
+"""Work that can pause at each `yield`, which should come every millisecond or so."""
 
 _SLICE_S = 0.02
 
 
-class OffLoop:
-    """Runs long work in threads, `at_once` of them, the shortest first; short work right here."""
+class WorkerPool:
+    """Runs long work in `threads` threads, the shortest first, and short work on the event loop."""
 
-    def __init__(self, inline: int, at_once: int) -> None:
+    def __init__(self, inline: int, threads: int) -> None:
         """`inline`: the most units of work (characters, tokens, bytes) that the event loop does itself."""
         self._inline = inline
-        self._free = at_once
+        self._free = threads
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
     async def run(self, units: int, work: Callable[[], Result]) -> Result:
-        """Return `work()`, which is so many units long."""
-        return work() if units <= self._inline else await self._turn(units, work)
+        """Return `work()`, which takes so many units."""
+        return work() if units <= self._inline else await self._in_thread(units, work)
 
     async def steps(self, units: int, work: Steps[Result]) -> Result:
-        """Return what the steps return. Between slices of them the work of others has its turn, and once the
-        caller is cancelled nothing more is done."""
+        """Return the result of the steps. Other work runs between slices; cancelling the caller stops them."""
         if units <= self._inline:
             return _finish(work)
         while True:
-            done = await self._turn(units, lambda: _advance(work))
+            done = await self._in_thread(units, lambda: _run_slice(work))
             if done is not None:
                 return done.value
 
-    async def _turn(self, units: int, work: Callable[[], Result]) -> Result:
-        """Wait for a thread and use it. It counts as used until it is free, though the caller may leave."""
+    async def _in_thread(self, units: int, work: Callable[[], Result]) -> Result:
+        """Wait for a thread and use it. The thread counts as used until it ends, even if the caller leaves."""
         if not self._free:
-            mine = asyncio.get_running_loop().create_future()
+            turn = asyncio.get_running_loop().create_future()
             # Works of about one size take turns.
-            heapq.heappush(self._waiting, (units.bit_length(), next(self._order), mine))
+            heapq.heappush(self._waiting, (units.bit_length(), next(self._order), turn))
             try:
-                await mine
+                await turn
             except asyncio.CancelledError:
-                if not mine.cancelled():
+                if not turn.cancelled():
                     self._release()
                 raise
         else:
@@ -69,14 +65,13 @@ class OffLoop:
     def _ended(self, work: "asyncio.Future[Result]") -> None:
         self._release()
         if not work.cancelled():
-            work.exception()  # whoever waited may be gone
+            work.exception()  # marks the exception as retrieved if the caller has left
 
     def _release(self) -> None:
-        """The thread goes to the next one that still waits."""
         while self._waiting:
-            *_, waiting = heapq.heappop(self._waiting)
-            if not waiting.done():
-                waiting.set_result(None)
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
                 return
         self._free += 1
 
@@ -95,8 +90,8 @@ def _finish(work: Steps[Result]) -> Result:
         return result
 
 
-def _advance(work: Steps[Result]) -> _Done[Result] | None:
-    """On a thread: one slice. At each step the event loop may go on."""
+def _run_slice(work: Steps[Result]) -> _Done[Result] | None:
+    """Run one slice on a thread; `sleep(0)` at each step lets the event loop run."""
     until = time.monotonic() + _SLICE_S
     try:
         while time.monotonic() < until:
