@@ -8,13 +8,13 @@ import pytest
 
 from ssd_serve.kernels.native.library import NativeError, build
 from tests.hostile.guarded import PLANTED, Guarded, open_guarded
-from tests.hostile.victim import Victim, open_victim
+from tests.hostile.target_server import TargetServer, start_target_server
 
 
 @pytest.fixture(scope="session")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Generator[Victim]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[TargetServer]:
     """A server with default limits, for one test process."""
-    with open_victim(tmp_path_factory.mktemp("victim")) as found:
+    with start_target_server(tmp_path_factory.mktemp("server")) as found:
         yield found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.hostile.victim import Victim, open_victim
+from tests.hostile.target_server import TargetServer, start_target_server
 from tests.servers import free_port
 
 COMPLETIONS = "/v1/completions"
@@ -28,13 +28,13 @@ mallory {MALLORY} requests_per_minute=30 tokens_per_minute=3000
 class Guarded:
     """A server with keys, its file of them, its cache folder, and where its metrics are."""
 
-    victim: Victim
+    server: TargetServer
     file: Path
     shared: Path
     metrics: str
 
     def post(self, key: str, body: object, path: str = COMPLETIONS) -> httpx.Response:
-        return httpx.post(f"{self.victim.url}{path}", json=body, headers=bearer(key), timeout=120.0)
+        return httpx.post(f"{self.server.url}{path}", json=body, headers=bearer(key), timeout=120.0)
 
     def rewrite(self, text: str) -> None:
         new = self.file.with_suffix(".new")
@@ -43,14 +43,14 @@ class Guarded:
         os.replace(new, self.file)
 
     def opens(self, key: str) -> bool:
-        answer = httpx.get(f"{self.victim.url}/v1/models", headers=bearer(key), timeout=30.0)
+        answer = httpx.get(f"{self.server.url}/v1/models", headers=bearer(key), timeout=30.0)
         assert answer.status_code in (200, 401)
         return answer.status_code == 200
 
     def await_key(self, key: str, opens: bool) -> None:
         deadline = time.monotonic() + 20.0
         while self.opens(key) != opens:
-            assert time.monotonic() < deadline, self.victim.log
+            assert time.monotonic() < deadline, self.server.log
             time.sleep(0.1)
 
 
@@ -64,7 +64,7 @@ def open_guarded(folder: Path, shared: Path) -> Generator[Guarded]:
     file, port = folder / "keys", free_port()
     file.write_text(KEYS)
     file.chmod(0o600)
-    with open_victim(
+    with start_target_server(
         folder,
         key=OPERATOR,
         SSD_API_KEYS_FILE=str(file),
@@ -76,5 +76,5 @@ def open_guarded(folder: Path, shared: Path) -> Generator[Guarded]:
         SSD_CLUSTER_KEY=CLUSTER_KEY,
         SSD_CACHE_DIR=str(shared),
         TMPDIR=str(shared.parent),
-    ) as victim:
-        yield Guarded(victim, file, shared, f"http://{victim.host}:{port}/metrics")
+    ) as server:
+        yield Guarded(server, file, shared, f"http://{server.host}:{port}/metrics")

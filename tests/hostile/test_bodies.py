@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.hostile.victim import KEPT_MB, Victim
+from tests.hostile.target_server import KEPT_MB, TargetServer
 
 LIMIT = 8 * 2**20
 ROOM = LIMIT - 300
@@ -76,28 +76,28 @@ TEXTS: Mapping[str, tuple[str, bytes]] = {
 
 @pytest.mark.parametrize("kinds", [WRONG_IDS, WRONG_FIELDS, NO_JSON], ids=["ids", "fields", "no JSON"])
 def test_a_long_body_that_is_wrong_is_refused_at_no_cost_to_others(
-    victim: Victim, kinds: Mapping[str, tuple[str, bytes]]
+    server: TargetServer, kinds: Mapping[str, tuple[str, bytes]]
 ) -> None:
-    with victim.unharmed() as harm:
+    with server.unharmed() as harm:
         for name, (path, body) in kinds.items():
-            answer = victim.post(path, body)
+            answer = server.post(path, body)
             assert answer.status_code in (400, 413), (name, answer.text)
             assert len(answer.content) < 2_000, name
     assert harm.peak_mb < ONE_BODY_MB
 
 
-def test_a_long_text_that_cannot_fit_is_refused_at_no_cost_to_others(victim: Victim) -> None:
-    with victim.unharmed() as harm:
+def test_a_long_text_that_cannot_fit_is_refused_at_no_cost_to_others(server: TargetServer) -> None:
+    with server.unharmed() as harm:
         for name, (path, body) in TEXTS.items():
-            answer = victim.post(path, body)
+            answer = server.post(path, body)
             assert answer.status_code in (400, 413), (name, answer.text)
             assert answer.json()["error"]["code"] in {"context_length_exceeded", "body_too_large"}, name
     assert harm.peak_mb < ONE_BODY_MB
 
 
-def test_answers_that_go_on_with_the_worst_stop_strings(victim: Victim) -> None:
+def test_answers_that_go_on_with_the_worst_stop_strings(server: TargetServer) -> None:
     """What has come already ends with a stop string, so that only this front end works on it."""
-    many, last = (only_token(victim, text) for text in ("aaaaaaaa", "b"))
+    many, last = (only_token(server, text) for text in ("aaaaaaaa", "b"))
     body = {
         "prompt": "a",
         "n": 100,
@@ -106,19 +106,19 @@ def test_answers_that_go_on_with_the_worst_stop_strings(victim: Victim) -> None:
         "stop": ["a" * (511 - place) + "b" for place in range(16)],
         "generated_token_ids": [[many] * 1900 + [last]] * 100,
     }
-    with victim.unharmed():
-        answer = victim.post(COMPLETIONS, body)
+    with server.unharmed():
+        answer = server.post(COMPLETIONS, body)
     assert answer.status_code == 200
     assert {choice["finish_reason"] for choice in answer.json()["choices"]} == {"stop"}
 
 
-def only_token(victim: Victim, text: str) -> int:
+def only_token(server: TargetServer, text: str) -> int:
     asked = {"prompt": text, "add_special_tokens": False}
-    (token,) = victim.post("/tokenize", asked).json()["tokens"]
+    (token,) = server.post("/tokenize", asked).json()["tokens"]
     return int(token)
 
 
-def test_who_leaves_has_nothing_more_done_for_them(victim: Victim) -> None:
+def test_who_leaves_has_nothing_more_done_for_them(server: TargetServer) -> None:
     body = {
         "prompt": "a",
         "n": 128,
@@ -126,12 +126,12 @@ def test_who_leaves_has_nothing_more_done_for_them(victim: Victim) -> None:
         "max_tokens": 2000,
         "generated_token_ids": [[100] * 1990] * 128,
     }
-    with victim.unharmed():
+    with server.unharmed():
         for _ in range(12):
-            leave_at_once(victim, COMPLETIONS, json.dumps(body).encode())
-            leave_at_once(victim, "/tokenize", TEXTS["words to tokenise"][1])
+            leave_at_once(server, COMPLETIONS, json.dumps(body).encode())
+            leave_at_once(server, "/tokenize", TEXTS["words to tokenise"][1])
         began = time.monotonic()
-        assert victim.post(COMPLETIONS, {"prompt": "a " * 1000, "max_tokens": 1}).status_code == 200
+        assert server.post(COMPLETIONS, {"prompt": "a " * 1000, "max_tokens": 1}).status_code == 200
         assert time.monotonic() - began < 20.0
 
 
@@ -140,49 +140,49 @@ def head(path: str, framing: str) -> bytes:
     return "\r\n".join(lines).encode()
 
 
-def leave_at_once(victim: Victim, path: str, body: bytes) -> None:
+def leave_at_once(server: TargetServer, path: str, body: bytes) -> None:
     """Send all of a body, and reset the connection."""
-    with victim.connect() as attacker:
+    with server.connect() as attacker:
         attacker.sendall(head(path, f"Content-Length: {len(body)}") + body)
         attacker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def test_a_body_of_chunks_of_one_byte(victim: Victim) -> None:
+def test_a_body_of_chunks_of_one_byte(server: TargetServer) -> None:
     chunks = b"1\r\n \r\n" * 200_000 + b"0\r\n\r\n"
-    with victim.unharmed(), victim.connect(120.0) as attacker:
+    with server.unharmed(), server.connect(120.0) as attacker:
         with contextlib.suppress(OSError):
             attacker.sendall(head(COMPLETIONS, "Transfer-Encoding: chunked") + chunks)
         assert attacker.recv(12) == b"HTTP/1.1 400"
 
 
-def test_bodies_that_never_end_hold_neither_memory_nor_the_place_of_others(victim: Victim) -> None:
+def test_bodies_that_never_end_hold_neither_memory_nor_the_place_of_others(server: TargetServer) -> None:
     """Together they would be twice of what all bodies may be; each stops before its last byte."""
-    with victim.unharmed() as harm, contextlib.ExitStack() as stack:
+    with server.unharmed() as harm, contextlib.ExitStack() as stack:
         for _ in range(16):
-            attacker = stack.enter_context(victim.connect())
+            attacker = stack.enter_context(server.connect())
             attacker.settimeout(0.5)
             with contextlib.suppress(OSError):  # there is no room to take it
                 attacker.sendall(head(COMPLETIONS, f"Content-Length: {LIMIT}") + filled(b" "))
         began = time.monotonic()
-        assert victim.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
         assert time.monotonic() - began < 10.0
         long = {"prompt": [1] * 40_000, "max_tokens": 1}
-        assert victim.post(COMPLETIONS, long).status_code == 400
+        assert server.post(COMPLETIONS, long).status_code == 400
         assert time.monotonic() - began < 30.0
     assert harm.peak_mb < 200.0
 
 
-def test_a_stream_that_is_not_read_is_ended_before_it_fills_the_memory(victim: Victim) -> None:
+def test_a_stream_that_is_not_read_is_ended_before_it_fills_the_memory(server: TargetServer) -> None:
     body = {"prompt": "a", "n": 16, "max_tokens": 1500, "logprobs": 20, "stream": True, "ignore_eos": True}
     content = json.dumps(body).encode()
     for kept_mb in (WRITTEN_MB, KEPT_MB):
-        with victim.unharmed(kept_mb=kept_mb) as harm, victim.connect(receive_buffer=4096) as attacker:
+        with server.unharmed(kept_mb=kept_mb) as harm, server.connect(receive_buffer=4096) as attacker:
             attacker.sendall(head(COMPLETIONS, f"Content-Length: {len(content)}") + content)
             time.sleep(10.0)
         assert harm.peak_mb < 150.0
 
 
-def test_messages_without_words(victim: Victim) -> None:
+def test_messages_without_words(server: TargetServer) -> None:
     messages = [{"role": "user", "content": "", "name": "n" * 256}] * 4096
-    with victim.unharmed():
-        assert victim.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 400
+    with server.unharmed():
+        assert server.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 400

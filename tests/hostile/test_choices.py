@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.hostile.victim import Victim
+from tests.hostile.target_server import TargetServer
 
 PROMPT = "import os\n\n\ndef walk(path):\n"
 VOCABULARY = 1000
@@ -21,20 +21,20 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_each_row_costs_does_not_stop_others(victim: Victim, name: str) -> None:
+def test_what_each_row_costs_does_not_stop_others(server: TargetServer, name: str) -> None:
     """Many choices, so that it is asked for in every row of a round."""
     body = {"prompt": PROMPT, "n": 32, "max_tokens": 24, "seed": 3, "ignore_eos": True, **ASKED[name]}
-    with victim.unharmed():
-        answer = victim.post("/v1/completions", body)
+    with server.unharmed():
+        answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["choices"]) == 32
 
 
-def test_as_many_choices_as_may_be_of_the_longest_prompt(victim: Victim) -> None:
+def test_as_many_choices_as_may_be_of_the_longest_prompt(server: TargetServer) -> None:
     """They read it once: the cache knows all but the first one's. Those that begin before it is read fill the
     target's cache, which the system backs with memory where it is first written."""
-    with victim.unharmed(kept_mb=512.0):
-        answer = victim.post(
+    with server.unharmed(kept_mb=512.0):
+        answer = server.post(
             "/v1/completions", {"prompt": [5 + n % 90 for n in range(900)], "n": 128, "max_tokens": 2}
         )
     assert answer.status_code == 200, answer.text
@@ -51,8 +51,8 @@ def test_as_many_choices_as_may_be_of_the_longest_prompt(victim: Victim) -> None
         {"prompt": PROMPT, "max_tokens": 1_000_000_000},
     ],
 )
-def test_what_can_never_be_done_is_not_told_to_try_again(victim: Victim, body: dict[str, Any]) -> None:
-    with victim.unharmed():
-        answer = victim.post("/v1/completions", body)
+def test_what_can_never_be_done_is_not_told_to_try_again(server: TargetServer, body: dict[str, Any]) -> None:
+    with server.unharmed():
+        answer = server.post("/v1/completions", body)
     assert answer.status_code in (400, 413, 422), answer.text
     assert "retry-after" not in answer.headers

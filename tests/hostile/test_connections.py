@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.hostile.victim import Victim, open_victim, wait_until_ready
+from tests.hostile.target_server import TargetServer, start_target_server, wait_until_ready
 
 FEW_DESCRIPTORS = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -23,16 +23,16 @@ serving.Limits = functools.partial(serving.Limits, head_s={HEAD_S}, body_timeout
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory) -> Generator[Victim]:
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Generator[TargetServer]:
     """A server with the least patience, so that nobody waits long to see it end."""
-    with open_victim(tmp_path_factory.mktemp("hasty"), before=HASTY) as victim:
-        yield victim
+    with start_target_server(tmp_path_factory.mktemp("hasty"), before=HASTY) as server:
+        yield server
 
 
 @contextlib.contextmanager
-def attackers(victim: Victim, count: int) -> Generator[list[socket.socket]]:
+def attackers(server: TargetServer, count: int) -> Generator[list[socket.socket]]:
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(victim.connect()) for _ in range(count)]
+        yield [stack.enter_context(server.connect()) for _ in range(count)]
 
 
 def drip(clients: list[socket.socket], data: bytes, seconds: float) -> list[bytes]:
@@ -65,18 +65,18 @@ def alive(client: socket.socket, data: bytes, told: dict[socket.socket, bytes]) 
     return False
 
 
-def listens(victim: Victim) -> bool:
+def listens(server: TargetServer) -> bool:
     with socket.socket() as client:
-        return client.connect_ex((victim.host, victim.port)) == 0
+        return client.connect_ex((server.host, server.port)) == 0
 
 
-def test_heads_in_drips_end_in_time(hasty: Victim) -> None:
+def test_heads_in_drips_end_in_time(hasty: TargetServer) -> None:
     endless = b"GET /health HTTP/1.1\r\n" + b"X-More: more\r\n" * 100
     with hasty.unharmed(), attackers(hasty, 40) as clients:
         drip(clients, endless, HEAD_S + SLACK_S)
 
 
-def test_bodies_in_drips_end_in_time(hasty: Victim) -> None:
+def test_bodies_in_drips_end_in_time(hasty: TargetServer) -> None:
     """Answered when their time is over, and left when as much again is."""
     with hasty.unharmed(), attackers(hasty, 20) as clients:
         for client in clients:
@@ -87,35 +87,35 @@ def test_bodies_in_drips_end_in_time(hasty: Victim) -> None:
 
 def test_idle_connections_beyond_all_descriptors_keep_nobody_out(tmp_path: Path) -> None:
     """As many as the process may have open, and half as many again."""
-    with open_victim(tmp_path, before=FEW_DESCRIPTORS) as victim:
-        assert "limit=256" in victim.log
-        with victim.unharmed(), contextlib.ExitStack() as stack:
+    with start_target_server(tmp_path, before=FEW_DESCRIPTORS) as server:
+        assert "limit=256" in server.log
+        with server.unharmed(), contextlib.ExitStack() as stack:
             for _ in range(8):
-                stack.enter_context(attackers(victim, 48))
-                assert httpx.get(f"{victim.url}/health", timeout=30.0).status_code == 200
-                assert victim.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
-        assert "out of system resource" not in victim.log
+                stack.enter_context(attackers(server, 48))
+                assert httpx.get(f"{server.url}/health", timeout=30.0).status_code == 200
+                assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert "out of system resource" not in server.log
 
 
 def test_who_drips_while_models_are_loaded_delays_nothing(tmp_path: Path) -> None:
-    with open_victim(tmp_path, await_ready=False) as victim, contextlib.ExitStack() as stack:
+    with start_target_server(tmp_path, await_ready=False) as server, contextlib.ExitStack() as stack:
         deadline = time.monotonic() + 60.0
-        while not listens(victim):
-            assert time.monotonic() < deadline, victim.log
+        while not listens(server):
+            assert time.monotonic() < deadline, server.log
             time.sleep(0.05)
-        clients = stack.enter_context(attackers(victim, 20))
+        clients = stack.enter_context(attackers(server, 20))
         for client in clients[:10]:
             client.sendall(HEAD + b"Content-Length: 8000000\r\n\r\n[")
-        loading = httpx.get(f"{victim.url}/health", timeout=30.0)
+        loading = httpx.get(f"{server.url}/health", timeout=30.0)
         assert (loading.status_code, loading.json()["error"]["code"]) == (503, "loading")
         for client in clients[10:]:
             client.sendall(b"GET /he")
-        wait_until_ready(victim)
+        wait_until_ready(server)
 
 
-def test_a_page_whose_name_leads_here_is_told_nothing(victim: Victim) -> None:
+def test_a_page_whose_name_leads_here_is_told_nothing(server: TargetServer) -> None:
     rebound = {"Host": "rebound.example"}
-    with victim.unharmed(), httpx.Client(base_url=victim.url, headers=rebound) as page:
+    with server.unharmed(), httpx.Client(base_url=server.url, headers=rebound) as page:
         answers = [page.get(path) for path in ("/health", "/v1/models", "/openapi.json", "/metrics")]
         answers.append(page.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}))
     assert [answer.status_code for answer in answers] == [421] * 5

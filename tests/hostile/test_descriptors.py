@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.hostile.victim import WISH, Victim, open_victim
+from tests.hostile.target_server import WISH, TargetServer, start_target_server
 
 HOG = """
 import os, pathlib, resource, threading, time
@@ -36,12 +36,12 @@ threading.Thread(target=hog, daemon=True).start()
 """Takes every descriptor of the front end while a file is there, and refuses threads while another one is."""
 
 
-def answers(victim: Victim, seconds: float) -> bool:
+def answers(server: TargetServer, seconds: float) -> bool:
     """Whether it answers again within so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            answer = httpx.post(f"{victim.url}/v1/completions", json=WISH, timeout=60.0)
+            answer = httpx.post(f"{server.url}/v1/completions", json=WISH, timeout=60.0)
         except httpx.TransportError:
             time.sleep(0.2)
             continue
@@ -51,9 +51,9 @@ def answers(victim: Victim, seconds: float) -> bool:
     return False
 
 
-def kill_target(victim: Victim) -> int:
+def kill_target(server: TargetServer) -> int:
     """Returns the process id that it had."""
-    target: int = victim.workers()["ssd: verifier"].pid
+    target: int = server.workers()["ssd: verifier"].pid
     os.kill(target, signal.SIGKILL)
     return target
 
@@ -63,13 +63,13 @@ def test_an_engine_that_dies_in_need_comes_back_afterwards(tmp_path: Path, short
     mark = tmp_path / "no-descriptors"
     hog = HOG.format(mark=str(mark))
     # On one core: two threads that wait for each other are slow where others compute too.
-    with open_victim(tmp_path, before=hog, SSD_MODE="ar", SSD_TARGET_DEVICE="cpu:0") as victim:
+    with start_target_server(tmp_path, before=hog, SSD_MODE="ar", SSD_TARGET_DEVICE="cpu:0") as server:
         (tmp_path / short).touch()
         time.sleep(0.5)
-        killed = kill_target(victim)
+        killed = kill_target(server)
         time.sleep(4.0)
-        assert victim.process.poll() is None, victim.log
+        assert server.process.poll() is None, server.log
         (tmp_path / short).unlink()
-        assert answers(victim, 120.0), victim.log
-        assert victim.workers()["ssd: verifier"].pid != killed
-        assert "Traceback" not in victim.log
+        assert answers(server, 120.0), server.log
+        assert server.workers()["ssd: verifier"].pid != killed
+        assert "Traceback" not in server.log

@@ -32,7 +32,7 @@ from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.transport.framing import FrameWriter
 from ssd_serve.transport.handshake import introduce
 from ssd_serve.transport.tls import identity
-from tests.hostile.victim import Victim, open_victim
+from tests.hostile.target_server import TargetServer, start_target_server
 from tests.servers import free_port
 
 KEY = "the key of these tests, and of nobody else"
@@ -100,10 +100,10 @@ class Stranger:
 
 
 class Attacked:
-    """A victim with a drafter of its own, and a port for others."""
+    """A server with a drafter of its own, and a port for others."""
 
-    def __init__(self, victim: Victim, port: int, hello: Hello) -> None:
-        self.victim = victim
+    def __init__(self, server: TargetServer, port: int, hello: Hello) -> None:
+        self.server = server
         self.port = port
         self._hello = hello
         self._numbers = itertools.count(2)
@@ -121,20 +121,20 @@ class Attacked:
 
     def drafters(self) -> dict[str, float]:
         """Requests of each that has joined, by name."""
-        page = httpx.get(f"{self.victim.url}/metrics", timeout=30.0).text
+        page = httpx.get(f"{self.server.url}/metrics", timeout=30.0).text
         lines = [line for line in page.splitlines() if line.startswith("ssd_drafter_requests{")]
         return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
     @contextlib.contextmanager
     def unharmed(self) -> Generator[None]:
         """And its own drafter has stayed."""
-        pids = self.victim.workers()
-        with self.victim.unharmed():
+        pids = self.server.workers()
+        with self.server.unharmed():
             yield
-        assert self.victim.workers()["ssd: drafter-0"].pid == pids["ssd: drafter-0"].pid
+        assert self.server.workers()["ssd: drafter-0"].pid == pids["ssd: drafter-0"].pid
         deadline = time.monotonic() + 20.0
         while "drafter-0" not in self.drafters():
-            assert time.monotonic() < deadline, self.victim.log
+            assert time.monotonic() < deadline, self.server.log
             time.sleep(0.2)
 
 
@@ -149,13 +149,13 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Generator[Attacked]:
         source="embedded",
         step_ms=1.0,
     )
-    with open_victim(
+    with start_target_server(
         tmp_path_factory.mktemp("attacked"),
         SSD_DRAFTER_ADDRESS=f"tcp://127.0.0.1:{port}",
         SSD_CLUSTER_KEY=KEY,
         SSD_SPECULATION_MAY_STOP="false",
-    ) as victim:
-        yield Attacked(victim, port, hello)
+    ) as server:
+        yield Attacked(server, port, hello)
 
 
 def raw(body: bytes) -> bytes:
@@ -222,8 +222,8 @@ def test_an_impossible_hello_is_refused_in_words(attacked: Attacked, change: dic
         (refusal,) = stranger.heard
         assert isinstance(refusal, Refusal)
         assert 0 < len(refusal.message) <= 200
-    assert "x" * 1000 not in attacked.victim.log
-    assert "\nverifier: all is well" not in attacked.victim.log
+    assert "x" * 1000 not in attacked.server.log
+    assert "\nverifier: all is well" not in attacked.server.log
 
 
 def test_a_deep_frame_instead_of_a_hello_is_hung_up_on(attacked: Attacked) -> None:
@@ -311,7 +311,7 @@ def test_who_was_hung_up_on_is_kept_out_for_longer_and_longer(attacked: Attacked
 
 def test_what_strangers_do_is_logged_sparingly(attacked: Attacked) -> None:
     """After all of the above there was one line a minute and kind, and never a long one."""
-    lines = attacked.victim.log.splitlines()
+    lines = attacked.server.log.splitlines()
     minutes = 1 + (time.monotonic() - _STARTED) / 60
     assert 1 <= sum("drafter banned" in line for line in lines) <= 1 + minutes
     assert sum("drafter refused" in line for line in lines) <= 2 + 2 * minutes

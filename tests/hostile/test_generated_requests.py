@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.victim import Victim
+from tests.hostile.target_server import TargetServer
 from tests.server.generating import generate_requests
 
 pytestmark = [
@@ -14,6 +14,6 @@ pytestmark = [
 ]
 
 
-def test_generated_requests_harm_nobody(victim: Victim, tmp_path: Path) -> None:
-    with victim.unharmed():
-        generate_requests(victim.url, tmp_path, 10, "--phases", "examples,fuzzing,stateful")
+def test_generated_requests_harm_nobody(server: TargetServer, tmp_path: Path) -> None:
+    with server.unharmed():
+        generate_requests(server.url, tmp_path, 10, "--phases", "examples,fuzzing,stateful")

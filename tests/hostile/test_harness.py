@@ -6,30 +6,30 @@ import time
 
 import pytest
 
-from tests.hostile.victim import Victim
+from tests.hostile.target_server import TargetServer
 
 
-def test_an_idle_attacker_harms_nobody(victim: Victim) -> None:
-    with victim.unharmed() as harm, victim.connect():
+def test_an_idle_attacker_harms_nobody(server: TargetServer) -> None:
+    with server.unharmed() as harm, server.connect():
         time.sleep(0.5)
     assert harm.answers >= 1
 
 
-def test_a_frozen_server_is_seen(victim: Victim, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AssertionError), victim.unharmed(longest_gap_s=0.5):  # noqa: PT012
+def test_a_frozen_server_is_seen(server: TargetServer, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError), server.unharmed(longest_gap_s=0.5):  # noqa: PT012
         time.sleep(0.3)
-        os.kill(victim.process.pid, signal.SIGSTOP)
+        os.kill(server.process.pid, signal.SIGSTOP)
         time.sleep(0.8)
-        os.kill(victim.process.pid, signal.SIGCONT)
+        os.kill(server.process.pid, signal.SIGCONT)
     capsys.readouterr()  # this gap was made, and is not for the summary
 
 
-def test_a_leaked_connection_is_seen(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.hostile.victim._COMES_BACK_S", 0.5)
+def test_a_leaked_connection_is_seen(server: TargetServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.hostile.target_server._COMES_BACK_S", 0.5)
     attackers = []
     try:
-        with pytest.raises(AssertionError), victim.unharmed():  # noqa: PT012
-            attackers += [victim.connect() for _ in range(8)]
+        with pytest.raises(AssertionError), server.unharmed():  # noqa: PT012
+            attackers += [server.connect() for _ in range(8)]
             time.sleep(0.3)
     finally:
         for attacker in attackers:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.hostile.victim import Victim
+from tests.hostile.target_server import TargetServer
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "def f(", "max_tokens": 4}'
@@ -60,8 +60,8 @@ def answer(attacker: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_request_is_refused_at_once(victim: Victim, name: str) -> None:
-    with victim.unharmed(), victim.connect() as attacker:
+def test_what_is_no_request_is_refused_at_once(server: TargetServer, name: str) -> None:
+    with server.unharmed(), server.connect() as attacker:
         with contextlib.suppress(OSError):  # it may hang up before all is sent
             attacker.sendall(REFUSED[name])
         told = answer(attacker)
@@ -71,29 +71,29 @@ def test_what_is_no_request_is_refused_at_once(victim: Victim, name: str) -> Non
 
 
 @pytest.mark.parametrize("chunks_first", [False, True])
-def test_a_length_and_chunks_are_not_two_requests(victim: Victim, chunks_first: bool) -> None:
+def test_a_length_and_chunks_are_not_two_requests(server: TargetServer, chunks_first: bool) -> None:
     """Request smuggling: what a proxy takes for a body must not be answered as a request."""
     hidden = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     lengths = [b"Content-Length: %d\r\n" % (5 + len(hidden)), b"Transfer-Encoding: chunked\r\n"]
     if chunks_first:
         lengths.reverse()
-    with victim.unharmed(), victim.connect() as attacker:
+    with server.unharmed(), server.connect() as attacker:
         attacker.sendall(HEAD + b"".join(lengths) + b"\r\n0\r\n\r\n" + hidden)
         told = answer(attacker)
     assert told.startswith(b"HTTP/1.1 400")
     assert b'"version"' not in told
 
 
-def test_a_hundred_requests_in_one_breath_are_answered_in_order(victim: Victim) -> None:
-    with victim.unharmed(), victim.connect() as attacker:
+def test_a_hundred_requests_in_one_breath_are_answered_in_order(server: TargetServer) -> None:
+    with server.unharmed(), server.connect() as attacker:
         attacker.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100)
         told = answer(attacker)
     assert told.count(b"HTTP/1.1 200") == 100
 
 
-def test_a_body_that_never_comes_is_not_waited_for_by_others(victim: Victim) -> None:
-    with victim.unharmed():
-        attackers = [victim.connect() for _ in range(50)]
+def test_a_body_that_never_comes_is_not_waited_for_by_others(server: TargetServer) -> None:
+    with server.unharmed():
+        attackers = [server.connect() for _ in range(50)]
         for attacker in attackers:
             attacker.sendall(HEAD + b"Content-Length: 4000000\r\nExpect: 100-continue\r\n\r\n{")
         time.sleep(1)
@@ -101,9 +101,9 @@ def test_a_body_that_never_comes_is_not_waited_for_by_others(victim: Victim) -> 
             attacker.close()
 
 
-def test_endless_chunks_end_at_the_limit(victim: Victim) -> None:
+def test_endless_chunks_end_at_the_limit(server: TargetServer) -> None:
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    with victim.unharmed() as harm, victim.connect() as attacker:
+    with server.unharmed() as harm, server.connect() as attacker:
         attacker.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         with contextlib.suppress(OSError):
             for _ in range(1024):  # 64 MiB
@@ -113,22 +113,22 @@ def test_endless_chunks_end_at_the_limit(victim: Victim) -> None:
     assert harm.peak_mb < 48
 
 
-def test_clients_that_hang_up_at_once_leave_nothing(victim: Victim) -> None:
+def test_clients_that_hang_up_at_once_leave_nothing(server: TargetServer) -> None:
     stream = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     reset = struct.pack("ii", 1, 0)
-    with victim.unharmed():
+    with server.unharmed():
         for index in range(300):
-            attacker = victim.connect()
+            attacker = server.connect()
             if index % 3:
                 attacker.sendall(stream if index % 3 == 1 else stream[:40])
             attacker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             attacker.close()
 
 
-def test_an_upgrade_that_is_not_offered_is_answered_without_it(victim: Victim) -> None:
+def test_an_upgrade_that_is_not_offered_is_answered_without_it(server: TargetServer) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     key = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    with victim.unharmed(), victim.connect() as attacker:
+    with server.unharmed(), server.connect() as attacker:
         attacker.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n" + upgrade + key)
         told = answer(attacker)
     assert not told.startswith(b"HTTP/1.1 101")

@@ -21,7 +21,7 @@ from ssd_serve.base.errors import SettingsError, SsdError
 from ssd_serve.transport.framing import FrameWriter
 from ssd_serve.transport.listener import connect
 from ssd_serve.transport.tls import TlsStream, identity
-from tests.hostile.victim import Victim, open_victim
+from tests.hostile.target_server import TargetServer, start_target_server
 from tests.servers import free_port
 from tests.waiting import until
 
@@ -30,10 +30,10 @@ NAME = "a-name-that-nobody-reads"
 
 
 class Linked:
-    """A victim that listens for drafters on loopback; it has one of its own."""
+    """A server that listens for drafters on loopback; it has one of its own."""
 
-    def __init__(self, victim: Victim, port: int) -> None:
-        self.victim = victim
+    def __init__(self, server: TargetServer, port: int) -> None:
+        self.server = server
         self.port = port
         self.address = f"tcp://127.0.0.1:{port}"
 
@@ -43,14 +43,14 @@ class Linked:
 
     def drafters(self) -> float:
         """How many work, as the metrics say."""
-        page = httpx.get(f"{self.victim.url}/metrics", timeout=10.0).text
+        page = httpx.get(f"{self.server.url}/metrics", timeout=10.0).text
         lines = [line for line in page.splitlines() if line.startswith("ssd_drafters_alive")]
         return sum(float(line.split()[-1]) for line in lines)
 
     def await_drafters(self, count: int, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while self.drafters() != count:
-            assert time.monotonic() < deadline, self.victim.log
+            assert time.monotonic() < deadline, self.server.log
             time.sleep(0.2)
 
     def still_lets_in_who_knows_the_key(self) -> None:
@@ -61,8 +61,8 @@ class Linked:
 def linked(tmp_path_factory: pytest.TempPathFactory) -> Generator[Linked]:
     port = free_port()
     folder, address = tmp_path_factory.mktemp("linked"), f"tcp://127.0.0.1:{port}"
-    with open_victim(folder, SSD_DRAFTER_ADDRESS=address, SSD_CLUSTER_KEY=KEY) as victim:
-        yield Linked(victim, port)
+    with start_target_server(folder, SSD_DRAFTER_ADDRESS=address, SSD_CLUSTER_KEY=KEY) as server:
+        yield Linked(server, port)
 
 
 def until_hung_up(connection: socket.socket) -> bytes:
@@ -95,7 +95,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("words", STRANGE.values(), ids=STRANGE.keys())
 def test_strange_words_are_hung_up_on(linked: Linked, words: bytes) -> None:
-    with linked.victim.unharmed(), linked.stranger() as stranger:
+    with linked.server.unharmed(), linked.stranger() as stranger:
         with contextlib.suppress(ConnectionError):
             stranger.sendall(words)
         until_hung_up(stranger)
@@ -103,7 +103,7 @@ def test_strange_words_are_hung_up_on(linked: Linked, words: bytes) -> None:
 
 
 def test_one_who_stops_in_the_middle_of_the_handshake_is_hung_up_on(linked: Linked) -> None:
-    with linked.victim.unharmed(), linked.stranger() as silent, linked.stranger() as leaving:
+    with linked.server.unharmed(), linked.stranger() as silent, linked.stranger() as leaving:
         silent.sendall(hello())
         leaving.sendall(hello())
         leaving.shutdown(socket.SHUT_WR)
@@ -114,11 +114,11 @@ def test_one_who_stops_in_the_middle_of_the_handshake_is_hung_up_on(linked: Link
 
 
 def test_another_key_is_refused_in_words_and_logged_sparingly(linked: Linked) -> None:
-    with linked.victim.unharmed():
+    with linked.server.unharmed():
         for _ in range(30):
             with pytest.raises(SettingsError, match="has another key: set the same SSD_CLUSTER_KEY"):
                 connect(linked.address, 10.0, key="another key of these tests")
-    refusals = linked.victim.log.count("drafter refused")
+    refusals = linked.server.log.count("drafter refused")
     assert 1 <= refusals < 10
 
 
@@ -129,7 +129,7 @@ def test_tls_without_the_keys_certificate_is_refused(linked: Linked, version: ss
     context.verify_mode = ssl.CERT_NONE
     context.maximum_version = version
     with (
-        linked.victim.unharmed(),
+        linked.server.unharmed(),
         linked.stranger() as stranger,
         pytest.raises((ssl.SSLError, ConnectionError)),
         context.wrap_socket(stranger) as wrapped,
@@ -152,7 +152,7 @@ def test_a_crowd_of_the_silent_keeps_nobody_out(linked: Linked) -> None:
             each.close()
 
     crowding = threading.Thread(target=crowd)
-    with linked.victim.unharmed():
+    with linked.server.unharmed():
         crowding.start()
         time.sleep(1.0)
         for _ in range(5):
@@ -165,7 +165,7 @@ def test_a_storm_of_hellos_harms_no_stream(linked: Linked) -> None:
     """Each costs the listener a signature, in the loop that also decodes."""
     words, until = hello(), time.monotonic() + 4.0
     sent = 0
-    with linked.victim.unharmed():
+    with linked.server.unharmed():
         while time.monotonic() < until:
             with contextlib.ExitStack() as stack:
                 for _ in range(40):
@@ -237,10 +237,10 @@ def test_one_in_between_reads_nothing_and_a_changed_byte_costs_one_link(
     linked: Linked, tmp_path: Path
 ) -> None:
     between = Between(linked.port)
-    with contextlib.closing(between), linked.victim.unharmed():
+    with contextlib.closing(between), linked.server.unharmed():
         with drafting(between.address, tmp_path / "log"):
             linked.await_drafters(2)
-            answer = linked.victim.post("/v1/completions", {"prompt": "def f(", "max_tokens": 32})
+            answer = linked.server.post("/v1/completions", {"prompt": "def f(", "max_tokens": 32})
             assert answer.status_code == 200
             deadline = time.monotonic() + 20.0
             while len(between.kept) < 4000 and time.monotonic() < deadline:
@@ -259,7 +259,7 @@ def test_one_in_between_who_has_another_key_is_nobody_to_either(linked: Linked, 
     """It speaks TLS with each of them, and would pass on what they say."""
     liar = identity("the key of somebody else")
     heard: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as server, linked.victim.unharmed():
+    with socket.create_server(("127.0.0.1", 0)) as server, linked.server.unharmed():
 
         def pretend() -> None:
             with server.accept()[0] as connection:

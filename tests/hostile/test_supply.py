@@ -9,29 +9,29 @@ import pytest
 import torch
 
 from tests.hostile.guarded import PLANTED, SECRETS, Guarded
-from tests.hostile.victim import open_victim
+from tests.hostile.target_server import start_target_server
 
 
 def test_no_worker_has_a_secret_in_its_environment_or_on_its_command_line(guarded: Guarded) -> None:
-    with guarded.victim.unharmed():
-        workers = guarded.victim.workers()
+    with guarded.server.unharmed():
+        workers = guarded.server.workers()
         assert {"ssd: verifier", "ssd: drafter-0"} <= set(workers)
-        for child in psutil.Process(guarded.victim.process.pid).children(recursive=True):
+        for child in psutil.Process(guarded.server.process.pid).children(recursive=True):
             for file in ("environ", "cmdline"):
                 told = Path(f"/proc/{child.pid}/{file}").read_bytes()
                 assert not [secret for secret in SECRETS if secret.encode() in told], child.cmdline()
-    assert not [secret for secret in SECRETS if secret in guarded.victim.log]
+    assert not [secret for secret in SECRETS if secret in guarded.server.log]
 
 
 def test_a_library_that_somebody_planted_is_not_loaded(guarded: Guarded) -> None:
     if not list(guarded.shared.glob("native-*.so")):
         pytest.skip("no C compiler")
-    with guarded.victim.unharmed():
-        for child in guarded.victim.workers().values():
+    with guarded.server.unharmed():
+        for child in guarded.server.workers().values():
             maps = Path(f"/proc/{child.pid}/maps").read_text()
             assert str(guarded.shared) + "/" not in maps
             assert "/native-" in maps  # a compiled one is
-    assert len(re.findall(f"others may write to {guarded.shared}", guarded.victim.log)) == 1
+    assert len(re.findall(f"others may write to {guarded.shared}", guarded.server.log)) == 1
     (planted,) = guarded.shared.glob("native-*.so")
     assert planted.read_text() == PLANTED
     assert (guarded.shared / "precious").read_text() == "precious"
@@ -58,9 +58,9 @@ def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path, allowed: str) -> None
         if file.suffix == ".json":
             (folder / file.name).write_bytes(file.read_bytes())
     torch.save({"a": Evil(tmp_path / "owned")}, folder / "pytorch_model.bin")
-    with open_victim(
+    with start_target_server(
         tmp_path, await_ready=False, SSD_TARGET=str(folder), SSD_MODE="ar", SSD_ALLOW_PICKLE=allowed
-    ) as victim:
-        assert victim.process.wait(60) == 6, victim.log
-        assert ("SSD_ALLOW_PICKLE=1" if allowed == "0" else "damaged") in victim.log
+    ) as server:
+        assert server.process.wait(60) == 6, server.log
+        assert ("SSD_ALLOW_PICKLE=1" if allowed == "0" else "damaged") in server.log
     assert not (tmp_path / "owned").exists()

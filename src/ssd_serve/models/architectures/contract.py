@@ -1,4 +1,4 @@
-"""What an architecture is to the rest of the house: how its configuration is read, what its models hold, and
+"""What an architecture is to the rest of the code: how its configuration is read, what its models hold, and
 how they are built.
 
 Knows no architecture; those that there are stand in `registry`.

@@ -1,7 +1,7 @@
 """A real `ssd serve` to attack, and what must not change while it is attacked.
 
-    with victim.unharmed() as harm:            # another client streams meanwhile
-        with victim.connect() as attacker: ... # any bytes, over a real socket
+    with server.unharmed() as harm:            # another client streams meanwhile
+        with server.connect() as attacker: ... # any bytes, over a real socket
     harm.longest_gap_s                         # the longest time that the other client got nothing
 
 At the end of `unharmed` the other client must have had whole, equal answers without a long gap, every process
@@ -116,7 +116,7 @@ class Witness(threading.Thread):
 
 
 @dataclass(frozen=True)
-class Victim:
+class TargetServer:
     """A running server; `headers` are those of an honest client."""
 
     process: "subprocess.Popen[bytes]"
@@ -240,7 +240,7 @@ class _Peak(threading.Thread):
 
 
 @contextlib.contextmanager
-def open_victim(
+def start_target_server(
     folder: Path,
     *,
     await_ready: bool = True,
@@ -248,7 +248,7 @@ def open_victim(
     arguments: tuple[str, ...] = (),
     before: str = "",
     **settings: str,
-) -> Generator[Victim]:
+) -> Generator[TargetServer]:
     """A server with the embedded pair in fp32, so that texts do not depend on what else it does.
 
     `settings` are variables; `before` is a line of Python that its process runs first, such as a limit.
@@ -273,24 +273,24 @@ def open_victim(
             start_new_session=True,
         )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    victim = Victim(process, "127.0.0.1", port, folder, headers)
+    server = TargetServer(process, "127.0.0.1", port, folder, headers)
     try:
         if await_ready:
-            wait_until_ready(victim)
-        yield victim
+            wait_until_ready(server)
+        yield server
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def wait_until_ready(victim: Victim, seconds: float = _STARTS_S) -> None:
+def wait_until_ready(server: TargetServer, seconds: float = _STARTS_S) -> None:
     """Until /health says 200."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{victim.url}/health", timeout=10.0).status_code == 200:
+            if httpx.get(f"{server.url}/health", timeout=10.0).status_code == 200:
                 return
-        assert victim.process.poll() is None, victim.log
-        assert time.monotonic() < deadline, victim.log
+        assert server.process.poll() is None, server.log
+        assert time.monotonic() < deadline, server.log
         time.sleep(0.05)
