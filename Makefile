@@ -11,7 +11,7 @@ comma := ,
 
 NVIDIA ?= /dev/nvidiactl
 KFD ?= /dev/kfd
-# What the drivers' files say, unless cores are meant.
+# The GPU by the drivers' device files, unless settings ask for CPU cores.
 CORES := $(filter 1 true True yes on,$(SSD_ALLOW_CPU)) $(filter cpu%,$(SSD_TARGET_DEVICE))
 GPU := $(if $(strip $(CORES)),,$(if $(wildcard $(NVIDIA)),nvidia,$(if $(wildcard $(KFD)),amd)))
 EXTRAS := [structured$(if $(filter nvidia,$(GPU)),$(comma)flashinfer$(comma)triton)]
@@ -26,13 +26,13 @@ MEASURING := $(VENV)/.stamp-measuring
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
-	@echo "make test      the specification: tests that together take some six minutes on two cores"
-	@echo "make test-all  every test, and a skip that nobody knows of is a failure"
+	@echo "make test      quick tests: no servers, no clusters, no long proofs"
+	@echo "make test-all  every test; a skip for an unlisted reason is a failure"
 	@echo "make check     lint, format check, layers, types"
 	@echo "make prose     language of docstrings and documents (ARGS=\"--list 20 PATH\" lists findings)"
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
 	@echo "make install   only create $(VENV), with everything in it"
-	@echo "make format    rewrite the sources as ruff wants them"
+	@echo "make format    format the sources with ruff"
 	@echo "make release   every check, then sdist and wheel in dist/ (CONTRIBUTING.md, Releases)"
 	@echo "make clean     remove $(VENV) and caches"
 
@@ -57,7 +57,7 @@ install: $(DEVELOPING)
 
 ifeq ($(GPU),amd)
 OTHERS_WRITE = \( ! -user "$$(id -u)" -o -perm -g+w -o -perm -o+w \)
-# rocm.env is run by this shell: nobody else may be able to write it.
+# This shell runs rocm.env, so no other user may be able to write the file.
 serve:
 	@if [ ! -f "$(CACHE)/rocm.env" ]; then \
 		echo "there is an AMD GPU ($(KFD)): run ./setup_rocm.sh first, or SSD_ALLOW_CPU=1 make serve for cores"; \
@@ -73,13 +73,13 @@ serve: $(SERVING)
 	@exec $(BIN)/ssd serve $(ARGS)
 endif
 
-# Where Python is told to keep no compiled files, each of hundreds of processes would compile its own.
+# Without compiled files on disk, each of hundreds of Python processes would compile the sources again.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(DEVELOPING)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-# A file's servers and clusters are started once: all of it runs in one process. Three, as many tests wait.
+# One process runs a whole file, so that its servers start once. Three processes, because many tests wait.
 test-all: $(DEVELOPING)
 	CI=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

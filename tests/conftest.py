@@ -1,4 +1,4 @@
-"""What every test shares: a fixed hypothesis profile, and one torch thread a test process."""
+"""Shared test setup: a fixed hypothesis profile, one torch thread per process, and slow folders."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ settings.register_profile(
 )
 settings.load_profile("ci" if WHOLE else "local")
 
-# Two test processes with two threads each on two cores would only disturb one another.
+# Two test processes with two threads each would only slow each other down on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Triton reads it when it is imported: kernels for GPUs run in its interpreter.
@@ -35,33 +35,30 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 pytest_plugins = ["tests.skips"]
 HERE = Path(__file__).parent
-SLOW_ROOMS = (HERE / "end_to_end", HERE / "hostile")
-"""Every test there needs a whole server."""
-UNSTEADY_ROOMS = (*SLOW_ROOMS, HERE / "cluster", HERE / "deploy", HERE / "chaos")
-"""Tests there judge what processes do in time, on a machine that others may share: one that fails is run once
-more, and the summary names it. Tests of one process, and of what a text must be, have one try."""
+SLOW_FOLDERS = (HERE / "end_to_end", HERE / "hostile")
+"""Every test in these folders starts a whole server."""
 RANKS = HERE / "end_to_end" / "test_tensor_parallel.py"
-"""Ranks that share a core wake one another so often that others on it wait for seconds."""
+"""Ranks that share a core starve other processes on it for seconds."""
 WHOLLY_SLOW = "\npytestmark = pytest.mark.slow\n"
 
 
-# Whoever starts the tests with nohup starts no server with it, nor behind a shell that goes on without them.
+# nohup and background shells ignore these signals; servers that tests start must not inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of slow tests only are not even read where none of them is wanted."""
+    """Skip reading files that have only slow tests when slow tests are deselected."""
     if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
         return None
-    wholly = any(collection_path.is_relative_to(room) for room in SLOW_ROOMS)
+    wholly = any(collection_path.is_relative_to(folder) for folder in SLOW_FOLDERS)
     return wholly or WHOLLY_SLOW in collection_path.read_text(encoding="utf-8") or None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected lives until the end: searching it for garbage only takes time."""
+    """Keep imported and collected objects out of garbage collection: they live until the end."""
     gc.disable()
     try:
         return (yield)
@@ -72,35 +69,27 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow ones first, so that no process is left alone with one of them at the end; of these the ranks,
-    so that they are gone when attacks begin."""
+    """Mark slow folders, and run slow tests first; the ranks before all, to end before hostile tests."""
     for item in items:
-        if any(item.path.is_relative_to(room) for room in SLOW_ROOMS):
+        if any(item.path.is_relative_to(folder) for folder in SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
-        if any(item.path.is_relative_to(room) for room in UNSTEADY_ROOMS):
-            item.add_marker(pytest.mark.flaky(reruns=1))
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path != RANKS))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What passed only when it ran again, and what attackers did to others: the longest time that another
-    client got nothing."""
-    for report in terminalreporter.stats.get("rerun", []):
-        terminalreporter.write_line(f"failed at first: {report.nodeid}\n{report.longreprtext}")
-    told: list[tuple[float, str]] = []
+    """Print the longest time that another client received nothing while a hostile test ran."""
+    gaps: list[tuple[float, str]] = []
     for report in terminalreporter.stats.get("passed", []):
-        gaps = re.findall(r"^longest gap ([0-9.]+) s", report.capstdout, re.MULTILINE)
-        told += [(float(gap), report.nodeid) for gap in gaps]
-    if told:
-        gap, name = max(told)
-        terminalreporter.write_line(
-            f"{len(told)} attacks; longest gap of another client: {gap:.3f} s, {name}"
-        )
+        found = re.findall(r"^longest gap ([0-9.]+) s", report.capstdout, re.MULTILINE)
+        gaps += [(float(gap), report.nodeid) for gap in found]
+    if gaps:
+        gap, name = max(gaps)
+        summary = f"{len(gaps)} attacks; longest gap of another client: {gap:.3f} s, {name}"
+        terminalreporter.write_line(summary)
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests must not depend on variables of whoever runs them."""
     for name in list(os.environ):
         if name.startswith("SSD_") or name in ("HF_TOKEN", "RAY_ADDRESS"):
             monkeypatch.delenv(name)
@@ -108,7 +97,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> None:
-    """`OMP_NUM_THREADS` comes too late for a torch that a plugin has imported already."""
+    """`OMP_NUM_THREADS` has no effect on a torch that a plugin imported before."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
@@ -116,7 +105,7 @@ def _one_torch_thread() -> None:
 
 @pytest.fixture(scope="session")
 def served_kernels(tmp_path_factory: pytest.TempPathFactory) -> "NativeLibrary | None":
-    """What a server computes with here: the compiled kernels, or None where there is no C compiler."""
+    """The compiled kernels that a server would use here; None without a C compiler."""
     from ssd_serve.kernels.native.library import COMPILERS, NativeLibrary, build
 
     if not any(shutil.which(name) for name in COMPILERS):
@@ -128,7 +117,7 @@ def served_kernels(tmp_path_factory: pytest.TempPathFactory) -> "NativeLibrary |
 
 @pytest.fixture(scope="session")
 def native(served_kernels: "NativeLibrary | None") -> "NativeLibrary":
-    """The compiled kernels, for tests of themselves."""
+    """The compiled kernels; skips the test without a C compiler."""
     if served_kernels is None:
         pytest.skip("there is no C compiler: this machine would be served by torch's kernels")
     return served_kernels

@@ -1,4 +1,4 @@
-"""A server as a process: where it may listen, from when on it answers, who its children are."""
+"""Server processes of tests: a free port, start and readiness, child processes."""
 
 import socket
 import subprocess
@@ -15,7 +15,7 @@ Server = tuple["subprocess.Popen[bytes]", str, Path]
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a TCP port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
@@ -25,8 +25,7 @@ def free_port() -> int:
 def started(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, port: int
 ) -> Generator[Server]:
-    """A server that will listen at this port, in this folder and a session of its own; it is killed in the
-    end."""
+    """Start a server in `folder` and in its own session, and kill it in the end."""
     log = folder / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -43,9 +42,9 @@ def started(
 def running(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, port: int
 ) -> Generator[Server]:
-    """The same, once it can generate; its log says why it never could."""
+    """Start a server and wait until it can generate."""
     with started(command, environment, folder, port) as (process, url, log):
-        await_health(url, alive=lambda: process.poll() is None, told=log.read_text)
+        await_health(url, alive=lambda: process.poll() is None, log=log.read_text)
         yield process, url, log
 
 
@@ -53,14 +52,14 @@ def await_health(
     url: str,
     seconds: float = 120.0,
     alive: Callable[[], bool] = lambda: True,
-    told: Callable[[], str] = lambda: "",
+    log: Callable[[], str] = lambda: "",
 ) -> set[int]:
-    """All statuses seen until the first 200."""
+    """Wait for 200 from /health, and return all statuses seen."""
     seen: set[int] = set()
     deadline = time.monotonic() + seconds
     while 200 not in seen:
-        assert alive(), told()
-        assert time.monotonic() < deadline, (seen, told())
+        assert alive(), log()
+        assert time.monotonic() < deadline, (seen, log())
         with suppress(httpx.TransportError):
             seen.add(httpx.get(f"{url}/health", timeout=30.0).status_code)
         time.sleep(0.05)
@@ -68,22 +67,22 @@ def await_health(
 
 
 def children(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
-    """Its processes by title, such as `ssd: verifier`."""
+    """Return child processes by title, such as `ssd: verifier`."""
     found: dict[str, psutil.Process] = {}
     for child in psutil.Process(process.pid).children():
-        # One that was just killed has no command line any more.
+        # A process that was just killed has no command line.
         with suppress(psutil.Error, IndexError):
             found[child.cmdline()[0].strip()] = child
     return found
 
 
 def gone(processes: Sequence[psutil.Process]) -> bool:
-    """Whether all of them have ended, or do so soon."""
+    """True if all processes end within 10 s."""
     return not psutil.wait_procs(processes, timeout=10.0)[1]
 
 
 def complete(url: str, tokens: int = 24) -> str:
-    """The text of one request."""
+    """Send one request and return its text."""
     body = {"prompt": "def f(", "max_tokens": tokens, "seed": 3, "temperature": 0.8}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
     assert answer.status_code == 200, answer.text

@@ -1,7 +1,4 @@
-"""In CI a test that is skipped for a reason that is not known here fails: nobody would miss it.
-
-A plugin of pytest; knows reasons, not tests.
-"""
+"""Pytest plugin: in CI, a test that is skipped for a reason not listed here fails."""
 
 import os
 import re
@@ -12,23 +9,22 @@ import pytest
 EXPECTED = {
     r"Prometheus": "no package of Python brings it or promtool, and CI needs Python and make only",
     r"not for Python 3\.10": "the marks of these tests ask for the version, not for the package",
-    r"root may|only root": "who CI is there decides which of two tests can run",
+    r"root may|only root": "the user that runs CI decides which of two tests can run",
     r"FlashInfer is not installed": "its packages need a GPU's toolkit; doubles stand in for it",
     r"this (processor|machine) (has|cannot)|not an x86 CPU|x86 CPU with|this torch has no int8": (
         "instructions that the processor lacks"
     ),
 }
-"""Reasons of skips (regular expressions), and why nothing can be done about them."""
+"""Reasons of skips (regular expressions), and why each is unavoidable."""
 
 
 def is_expected(reason: str) -> bool:
-    """Whether a skip for this reason is no failure anywhere."""
+    """True if a skip for this reason is allowed everywhere."""
     return any(re.search(known, reason) for known in EXPECTED)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Of one test."""
     report = yield
     if not hasattr(report, "wasxfail"):
         _judge(report)
@@ -37,7 +33,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Of a whole file, which xdist would not even tell of."""
+    """Judge skips of whole files, which xdist does not report."""
     report = yield
     _judge(report)
     return report

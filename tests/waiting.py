@@ -1,12 +1,12 @@
-"""Waiting for what other processes and threads do."""
+"""Waits for other processes and threads."""
 
 import time
 from collections.abc import Callable
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Return as soon as it is so; the test fails where it is not in time."""
+    """Return once the condition holds; fail the test after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"in vain for {seconds:.0f} s"
+        assert time.monotonic() < deadline, f"the condition did not hold within {seconds:.0f} s"
         time.sleep(0.02)
