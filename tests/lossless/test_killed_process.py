@@ -49,7 +49,7 @@ def test_killed_drafter_process_is_lossless(tmp_path: Path) -> None:
                 worker.popen.send_signal(signal.SIGKILL)
                 assert worker.popen.wait(10) == -signal.SIGKILL
     assert accepted_before > 0
-    assert engine.drafters.alive == 0
+    assert engine.drafters.num_joined == 0
     assert {number: tuple(each) for number, each in tokens.items()} == expected
 
 
@@ -96,7 +96,7 @@ def test_killed_eagle_drafter_rejoins_and_is_lossless(tmp_path: Path) -> None:
             assert worker.popen.wait(10) == -signal.SIGKILL
             rounds = engine.totals.figures.rounds
             go_on(lambda rounds=rounds: engine.totals.figures.rounds > rounds + 20)  # type: ignore[misc]
-            assert engine.drafters.alive == 0
+            assert engine.drafters.num_joined == 0
             assert memory_maps("self") == 0
             assert engine.busy
     go_on(lambda: False)
