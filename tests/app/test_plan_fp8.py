@@ -64,7 +64,7 @@ def test_a_folder_takes_what_its_loaded_model_would(
     monkeypatch.setattr(linear, "native_format", lambda _: native)
     write(FORMS[name], tmp_path)
     planned, loaded = on_gpu(tmp_path, native), model_sizes(tmp_path, device="cuda:0", dtype="bf16")
-    assert planned.matrix_bytes == loaded.matrix_bytes
+    assert planned.matrix_bytes == loaded.read_bytes
     assert planned.resident_bytes == loaded.resident_bytes
     assert planned.kv_bytes_per_token == loaded.kv_bytes_per_slot
     assert planned.flops_per_row == planned.wide_bytes

@@ -34,7 +34,7 @@ PLACES: tuple[tuple[str, There], ...] = (("cpu", nullcontext), (DEVICE, pretende
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(backends, "first_failure", lambda *_: "")  # tried elsewhere
+    monkeypatch.setattr(backends, "failure_of", lambda *_: "")  # tried elsewhere
     write_model(tmp_path / "draft", seed=1, noise=0.0)
     return tmp_path / "draft"
 

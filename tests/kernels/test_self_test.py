@@ -33,7 +33,9 @@ class WrongHead(SdpaAttention):
         for pieces in plan.pieces.values():
             for index, piece in enumerate(pieces):
                 if piece.folded:
-                    by_head = piece.mask.view(self._group, -1, piece.mask.shape[1])  # [group, rows, context]
+                    by_head = piece.mask.view(
+                        self._heads // 4, -1, piece.mask.shape[1]
+                    )  # [group, rows, context]
                     mask = by_head.transpose(0, 1).reshape(piece.mask.shape)
                     pieces[index] = replace(piece, mask=mask)
         return plan

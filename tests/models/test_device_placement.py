@@ -42,7 +42,7 @@ def batches() -> list[Batch]:
 @pytest.fixture(autouse=True)
 def _without_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter needs long for it, and the logits are compared here."""
-    monkeypatch.setattr(backends, "first_failure", lambda *_: "")
+    monkeypatch.setattr(backends, "failure_of", lambda *_: "")
 
 
 def load(folder: Path, device: str, backend: str) -> Model:

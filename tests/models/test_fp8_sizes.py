@@ -52,7 +52,7 @@ def test_they_are_what_a_loaded_model_holds(
     write(form, tmp_path)
     model = load.load_model(tmp_path, load.ModelOptions(device="cpu", dtype="bf16", slots=16, context=64))
     assert len(held) == 3 * 4 + 1
-    assert model.facts.weight_bytes == sum(held) == sizes_on(tmp_path, "cpu").matrix_bytes
+    assert model.facts.weight_bytes == sum(held) == sizes_on(tmp_path, "cpu").read_bytes
     blocks = form.kind("") == "block"
     assert sum(narrow) == (0 if blocks or (form.form is FNUZ and native is FN) else 3 * 4)
 
@@ -64,17 +64,17 @@ def test_a_byte_a_number_and_four_a_scale(tmp_path: Path, monkeypatch: pytest.Mo
     matrices = [weight for name, weight in weights.items() if is_quantised(name, form)]
     found = sizes_on(tmp_path, "cuda:0")
     narrow = sum(weight.numel() + 4 * len(weight) for weight in matrices)
-    assert found.matrix_bytes == narrow + 2 * HEAD
+    assert found.read_bytes == narrow + 2 * HEAD
     assert found.resident_bytes == narrow + 2 * 2 * HEAD  # the embedding is as large as the head
     wide = sizes_on(tmp_path, "cpu")
-    assert wide.matrix_bytes == 2 * (sum(weight.numel() for weight in matrices) + HEAD)
+    assert wide.read_bytes == 2 * (sum(weight.numel() for weight in matrices) + HEAD)
     assert wide.kv_bytes_per_slot == 2 * found.kv_bytes_per_slot  # float32 and bf16: neither is fp8
 
 
 def test_a_matrix_that_is_not_quantised_is_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = write(FORMS["fp8-static"], tmp_path).state_dict()
     multiply(monkeypatch, FN)
-    before = sizes_on(tmp_path, "cuda:0").matrix_bytes
+    before = sizes_on(tmp_path, "cuda:0").read_bytes
     weight = weights[f"{DOWN}.weight"]
 
     def widen(tensors: dict[str, torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ def test_a_matrix_that_is_not_quantised_is_wide(tmp_path: Path, monkeypatch: pyt
         del tensors[f"{DOWN}.weight_scale"], tensors[f"{DOWN}.activation_scale"]
 
     change_tensors(tmp_path, widen)
-    assert sizes_on(tmp_path, "cuda:0").matrix_bytes - before == weight.numel() - 4 * len(weight)
+    assert sizes_on(tmp_path, "cuda:0").read_bytes - before == weight.numel() - 4 * len(weight)
 
 
 def test_devices_that_do_not_multiply_fp8_hold_wide_weights(
@@ -90,7 +90,7 @@ def test_devices_that_do_not_multiply_fp8_hold_wide_weights(
 ) -> None:
     write(form, tmp_path)
     monkeypatch.setattr(linear, "native_format", lambda device: None)
-    assert sizes_on(tmp_path, "cuda:0").matrix_bytes == sizes_on(tmp_path, "cpu").matrix_bytes
+    assert sizes_on(tmp_path, "cuda:0").read_bytes == sizes_on(tmp_path, "cpu").read_bytes
 
 
 def test_sizes_on_cpus_need_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

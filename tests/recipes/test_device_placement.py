@@ -23,7 +23,7 @@ PLACES: tuple[tuple[str, AbstractContextManager[object]], ...] = (
 
 @torch.inference_mode()
 def test_what_is_learned_from_lies_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "first_failure", lambda *_: "")  # tried elsewhere
+    monkeypatch.setattr(backends, "failure_of", lambda *_: "")  # tried elsewhere
     monkeypatch.setattr(teacher, "ModelOptions", partial(ModelOptions, attention=AttentionOptions("sdpa")))
     folder = tmp_path / "target"
     write_model(folder, seed=1, noise=0.0, layers=2)

@@ -74,7 +74,7 @@ def outputs(
 
 @pytest.mark.slow
 def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "first_failure", lambda *_: "")  # tried elsewhere
+    monkeypatch.setattr(backends, "failure_of", lambda *_: "")  # tried elsewhere
     write_pair(tmp_path)
     expected, found = outputs("cpu", nullcontext, tmp_path), outputs(DEVICE, pretended_device, tmp_path)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
@@ -86,7 +86,7 @@ def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In forwards of target and draft; what torch keeps for later is given back before the next try."""
-    monkeypatch.setattr(backends, "first_failure", lambda *_: "")
+    monkeypatch.setattr(backends, "failure_of", lambda *_: "")
     emptied: list[bool] = []
     forwards, run_decoder, short = 0, DenseDecoder.run, 0
 
@@ -115,7 +115,7 @@ def test_recorded_forwards_of_both_models_give_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Target and draft are recorded once for each shape, while they serve, and replayed after that."""
-    monkeypatch.setattr(backends, "first_failure", lambda *_: "")
+    monkeypatch.setattr(backends, "failure_of", lambda *_: "")
     tape = Tape()
     monkeypatch.setattr(load, "DeviceGraphCapture", lambda _: tape)
     monkeypatch.setattr(startup_benchmark, "ROWS", (1, 8))  # an interpreter takes long for more

@@ -206,7 +206,7 @@ class _Loading:
             layers=len(self._own.kv),
             hidden=config.hidden,
             eos_token_ids=config.eos_token_ids,
-            weight_bytes=self._sizes.matrix_bytes,
+            weight_bytes=self._sizes.read_bytes,
             kv_bytes_per_slot=kv_bytes_per_slot,
             device=self._place,
             dtype=self._kind,

@@ -33,12 +33,10 @@ class ModelSizes:
     description: Description[Any]
     context: int
     """The longest text that the checkpoint knows."""
-    elements: int
-    """Numbers in all matrices that one forward of one row reads."""
-    matrix_bytes: int
-    """Those matrices."""
+    read_bytes: int
+    """Bytes of the matrices that a forward of one row reads: its cost."""
     resident_bytes: int
-    """Weights in memory, the embedding included."""
+    """Bytes of all weights in memory, the embedding included."""
     kv_bytes_per_slot: int
 
 
@@ -103,15 +101,14 @@ def sizes_of(
     own = description.sizes(Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
     name, place, fp8 = resolve_dtype(dtype, device, native), torch_device(device), description.config.fp8
     kind = DTYPES[name]
-    matrices = _matrix_bytes(own, name, native)
+    resident = _matrix_bytes(own, name, native)
     if (form := multiplied_format(fp8, place)) is not None:
-        matrices = own.elements * kind.itemsize - bytes_saved(folder, fp8, form, kind, allow_pickle) // ranks
+        resident = own.resident * kind.itemsize - bytes_saved(folder, fp8, form, kind, allow_pickle) // ranks
     return ModelSizes(
         description,
         description.config.context,
-        own.elements,
-        matrices,
-        matrices + separate_embedding(own, place) * kind.itemsize,
+        resident * own.read // own.resident,
+        resident + separate_embedding(own, place) * kind.itemsize,
         own.layout(attention_dtype(device, kind)).bytes_per_slot,
     )
 
@@ -131,8 +128,8 @@ def bytes_saved(
 
 
 def _matrix_bytes(sizes: Sizes, dtype: str, native: NativeLibrary | None) -> int:
-    """Bytes of all of one rank's matrices that one forward of one row reads, where none is in fp8."""
+    """Return the bytes of all of one rank's matrices, where none is in fp8."""
     if dtype != INT8:
-        return sizes.elements * DTYPES[dtype].itemsize
+        return sizes.resident * DTYPES[dtype].itemsize
     width = 1 if multiplies_int8(native) else DTYPES[dtype].itemsize
-    return sizes.elements * width + sizes.outputs * torch.float32.itemsize  # a scale for each output
+    return sizes.resident * width + sizes.outputs * torch.float32.itemsize  # a scale for each output

@@ -51,7 +51,7 @@ class PlannedModel:
     vocabulary: int
     context: int
     elements: int
-    """Numbers in all matrices."""
+    """Numbers in the matrices that a forward of one row reads."""
     wide_bytes: int
     """What they would take in the dtype that is computed in."""
     matrix_bytes: int
@@ -100,7 +100,8 @@ def sized(
 ) -> PlannedModel:
     """The sizes that follow from a configuration, and from the weights' files where they are in a folder."""
     whole, config, dtype = model.sizes(Parallel()), model.config, computing.dtype
-    wide, saved = whole.elements * dtype.itemsize, _saved(whole, config.fp8, computing, folder)
+    wide, saved = whole.resident * dtype.itemsize, _saved(whole, config.fp8, computing, folder)
+    read = whole.read / whole.resident  # less than 1 for mixtures of experts
     embedding = separate_embedding(whole, computing.device)
     return PlannedModel(
         name=name,
@@ -108,9 +109,9 @@ def sized(
         kv_heads=whole.rows.kv_heads,
         vocabulary=config.vocabulary,
         context=config.context,
-        elements=whole.elements,
-        wide_bytes=wide,
-        matrix_bytes=wide - saved,
+        elements=whole.read,
+        wide_bytes=int(read * wide),
+        matrix_bytes=int(read * (wide - saved)),
         resident_bytes=wide - saved + embedding * dtype.itemsize,
         kv_bytes_per_token=whole.layout(attention_dtype(computing.device, dtype)).bytes_per_slot,
         ranks=whole.ranks,

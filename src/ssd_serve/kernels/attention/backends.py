@@ -1,11 +1,12 @@
-"""Which tree attention runs: the one that was asked for, or the fastest that proves right on this device.
+"""Chooses the tree attention: the backend that the settings name, or the fastest that proves right on this
+device.
 
-A backend that fails its self-test is an error by name when it was asked for, and skipped with a warning under
-`auto`. Knows the backends from the table of `registry.py`; not how they are made or compute.
+A backend that fails its self-test is an error if it was named, and skipped with a warning under `auto`. Knows
+the table in `base/attention_backends.py`; not how backends are made or compute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,23 +27,24 @@ from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.checked import CheckedAttention, Difference
 from ssd_serve.kernels.attention.contract import AttentionBackend, AttentionFactory, BackendContext, Maker
 from ssd_serve.kernels.attention.invariance import UnrolledAttention, depends_on_batch
-from ssd_serve.kernels.attention.self_test import Heads, attention_seconds, first_failure
+from ssd_serve.kernels.attention.self_test import Heads, attention_seconds, failure_of
 from ssd_serve.kernels.native.library import NativeLibrary
 
 DEVICE_SCRATCH_BYTES = 1536 << 20
-"""Of a GPU's memory: what a backend takes beside the cache, what recorded forwards share, and the logits of a
-large batch while tokens are chosen from them."""
+"""GPU memory beside weights and cache: a backend's workspace, captured forwards, and a large batch's logits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend that may run. `missing` says what it lacks here, and what to do about it; empty: nothing.
-    `invariant`: its results must not depend on the batch."""
+    """A backend that may run."""
 
     name: str
     missing: str
+    """What it lacks here, and what to do about it; empty: nothing."""
     make: Maker
     invariant: bool = False
+    """Its results must not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +57,20 @@ class ChosenAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What is asked of the tree attention. `folder` keeps kernels that are compiled at their first use;
-    `check` names a backend that recomputes some batches (empty: none), and `report` hears what differs.
-    `invariant`: a row's result must be the same to the bit in any batch, tree or chunk. `measured`: on GPUs
-    the fastest is found by measuring; else it is the first, the same on equal devices."""
+    """Which tree attention to use, and how."""
 
     backend: str = AUTO
     folder: Path = Path("~/.cache/ssd-serve")
+    """Folder of kernels that are compiled at their first use."""
     check: str = ""
+    """Backend that recomputes some batches; empty: none."""
     report: Callable[[Difference], None] | None = None
+    """Called with each difference that `check` finds."""
     invariant: bool = False
+    """A row's result must be the same to the bit in any batch, tree or chunk."""
     measured: bool = True
+    """On GPUs the fastest is found by measuring; else the first is taken, which is the same on equal devices.
+    """
 
 
 def attention_for(
@@ -75,7 +80,8 @@ def attention_for(
     native: NativeLibrary | None,
     log: Logger | None = None,
 ) -> ChosenAttention:
-    """The backend that serves, watched by another where that is wished. Raises `UserError`."""
+    """Choose and make the backend that serves, checked by a second one if `check` names it. Raises
+    `UserError`."""
     folder = cache_folder(options.folder, log.warning if log is not None else lambda _line: None)
     found = candidates(cache, native, folder, log, invariant=options.invariant)
     device = cache.device
@@ -99,7 +105,7 @@ def candidates(
     *,
     invariant: bool = False,
 ) -> list[Candidate]:
-    """All backends of the table, in its order; see `BackendContext`."""
+    """Return all backends of the table, in its order; see `BackendContext`."""
     context = BackendContext(native, folder, log, invariant)
     found: list[Candidate] = []
     for name, row in BACKENDS.items():
@@ -119,18 +125,18 @@ def choose_attention(
     log: Logger | None = None,
     seconds: Callable[[Maker], float] | None = None,
 ) -> ChosenAttention:
-    """The backend named `asked`, or under `auto` the fastest of `found` that is there and right.
+    """Make the backend named `asked`, or under `auto` the fastest of `found` that is present and right.
 
-    `seconds` measures one; without it the first is the fastest. Raises `UserError` when the one that was
-    asked for cannot be used, or none can.
+    `seconds` measures one; without it the first is the fastest. Raises `UserError` if the named one cannot be
+    used, or none can.
     """
     right = _right(asked, cache, heads, found, log)
     if asked != AUTO or seconds is None:
-        return _chosen(next(right, None), asked, cache, heads, log)
+        return _chosen(next(right, None), asked, cache, heads, found, log)
     times = {each: taken for each in right if (taken := _measured(each, seconds, log)) is not None}
     fastest = min(times, key=times.__getitem__, default=None)
-    microseconds = {each.name: round(1e6 * taken) for each, taken in times.items()}
-    return _chosen(fastest, asked, cache, heads, log, **microseconds)
+    microseconds = {f"{each.name}_us": round(1e6 * taken) for each, taken in times.items()}
+    return _chosen(fastest, asked, cache, heads, found, log, **microseconds)
 
 
 def _chosen(
@@ -138,21 +144,25 @@ def _chosen(
     asked: str,
     cache: KVCache,
     heads: int,
+    found: Sequence[Candidate],
     log: Logger | None,
     **microseconds: int,
 ) -> ChosenAttention:
     if candidate is None:
-        raise UserError(f"no tree attention passes its self-test here (asked for: {asked}); run `ssd doctor`")
+        lacks = "; ".join(f"{each.name}: {each.missing}" for each in found if each.missing)
+        raise UserError(
+            f"no tree attention passes its self-test here (asked for: {asked}); run `ssd doctor`"
+            + (f" ({lacks})" if lacks else "")
+        )
     if log is not None:
-        told = {f"{name}_us": taken for name, taken in microseconds.items()}
-        log.info("tree attention", backend=candidate.name, **told)
+        log.info("tree attention", backend=candidate.name, **microseconds)
     return ChosenAttention(candidate.name, candidate.make(cache, heads))
 
 
 def _right(
     asked: str, cache: KVCache, heads: int, found: Sequence[Candidate], log: Logger | None
 ) -> Iterator[Candidate]:
-    """Those that were asked for, are there and pass their self-test, which the others are told not to."""
+    """Yield the candidates that match `asked`, lack nothing and pass their self-test."""
     for each in found:
         if asked not in (AUTO, each.name) or (asked == AUTO and each.missing):
             continue
@@ -176,16 +186,11 @@ def _measured(candidate: Candidate, seconds: Callable[[Maker], float], log: Logg
 
 
 def _failure(candidate: Candidate, cache: KVCache, heads: int) -> str:
-    """What is wrong with its results for every shape of heads that this cache has."""
-    layout = cache.layout
-    device = str(cache.device)
-    shapes = sorted({(layer.heads, layer.head_dim) for layer in layout.layers})
-    failures = (
-        first_failure(candidate.make, layout.dtype, head_dim, device, ((heads, kv_heads),))
-        for kv_heads, head_dim in shapes
-    )
-    wrong = next(filter(None, failures), "")
-    forms = (Heads(heads, kv_heads, head_dim, layout.dtype) for kv_heads, head_dim in shapes)
+    """Describe what is wrong with its results for any shape of layer in this cache; empty: nothing."""
+    dtype, device = cache.layout.dtype, str(cache.device)
+    shapes = dict.fromkeys(replace(layer, window=None) for layer in cache.layout.layers)
+    forms = [Heads(heads, each.heads, each.head_dim, dtype, each) for each in shapes]
+    wrong = failure_of(candidate.make, forms, device)
     if not wrong and candidate.invariant:
         depending = (form for form in forms if depends_on_batch(candidate.make, form, device))
         wrong = next((f"{form}: a row's result depends on its batch" for form in depending), "")
@@ -195,7 +200,7 @@ def _failure(candidate: Candidate, cache: KVCache, heads: int) -> str:
 def _missing(
     row: RegisteredBackend, factory: AttentionFactory, cache: KVCache, context: BackendContext
 ) -> str:
-    lacks = factory.missing(cache, context)
+    lacks = factory.refuses(cache) or factory.missing(cache, context)
     on_cpu = cache.device.type == "cpu"
     if not lacks and row.where is (Where.GPUS if on_cpu else Where.CPUS):
         needed, here = ("GPU", Where.CPUS) if on_cpu else ("CPU", Where.GPUS)
@@ -208,5 +213,4 @@ def _missing(
 
 
 def _unrolling(make: Maker) -> Maker:
-    """Rows come to the backend one by one."""
     return lambda cache, heads: UnrolledAttention(make(cache, heads))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
+from ssd_serve.cache.kv import KVCache, KVLayout
 from ssd_serve.kernels.attention.contract import AttentionBackend, Capturable, Maker, PlanT
 from ssd_serve.kernels.attention.self_test import SMALL, Heads, RequestShape, random_batch
 from ssd_serve.kernels.batch import Batch, Int64Array, offsets_of
@@ -30,11 +30,11 @@ def depends_on_batch(make: Maker, form: Heads, device: str) -> bool:
 
 def _depends(make: Maker, form: Heads, device: str, asked: tuple[RequestShape, ...]) -> bool:
     slots = 64 + sum(each.prefix + each.rows for each in asked)
-    layers = (LayerKV(form.kv_heads, form.head_dim), LayerKV(form.kv_heads, form.head_dim, _WINDOW))
+    layers = (form.layer(), form.layer(_WINDOW))
     cache = KVCache(KVLayout(layers, form.dtype, order=layout_order(device)), slots, device)
     generator = torch.Generator().manual_seed(form.heads)
     for layer in range(len(layers)):
-        filled = torch.randn((slots, 2 * form.kv_heads, form.head_dim), generator=generator)
+        filled = torch.randn((slots, *layers[0].stored), generator=generator)
         cache.write(layer, torch.arange(slots, device=device), filled.to(device, form.dtype))
     backend = make(cache, form.heads)
     batch = random_batch(random.Random(slots), slots, asked)

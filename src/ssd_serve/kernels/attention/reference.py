@@ -1,4 +1,4 @@
-"""Tree attention, slow and obvious: what every backend is tested against. Works in float64."""
+"""Reference tree attention, slow and obvious, in float64: every backend is tested against it."""
 
 import torch
 
@@ -7,7 +7,7 @@ from ssd_serve.kernels.batch import Batch
 
 
 def visible_slots(batch: Batch, row: int, window: int | None) -> list[int]:
-    """The slots that a row attends to: its request's prefix and its ancestors, inside the window."""
+    """Return the slots that a row attends to: its request's prefix and its ancestors, inside the window."""
     request = next(r for r in range(batch.requests) if row < int(batch.request_offsets[r + 1]))
     prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]
     tree = slice(int(batch.tree_offsets[request]), int(batch.tree_offsets[request + 1]))
@@ -21,41 +21,37 @@ def visible_slots(batch: Batch, row: int, window: int | None) -> list[int]:
 
 
 class ReferenceAttention:
-    """One row at a time, in float64. The plan is the batch itself."""
+    """Attends one row at a time, for layers of any kind but states. The plan is the batch itself."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 
     @property
     def dtype(self) -> torch.dtype:
-        """The cache's, and that of queries and results."""
         return self._cache.layout.dtype
 
     def plan(self, batch: Batch) -> Batch:
-        """Nothing to prepare."""
         return batch
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: Batch) -> None:
-        """Store keys and values of all rows."""
-        self._cache.write(layer, torch.from_numpy(plan.write_slots), keys_values)
+    def write(self, layer: int, stored: torch.Tensor, plan: Batch) -> None:
+        self._cache.write(layer, torch.from_numpy(plan.write_slots), stored)
 
     def run(self, layer: int, queries: torch.Tensor, plan: Batch) -> torch.Tensor:
-        """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         return self.run_with_lse(layer, queries, plan)[0]
 
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
-        rows, heads, head_dim = queries.shape
+        rows, heads, _ = queries.shape
+        shape = self._cache.layout.layers[layer]
         keys, values = self._cache.keys(layer).double(), self._cache.values(layer).double()
         group = heads // keys.shape[0]
-        result = torch.empty(rows, heads, head_dim, dtype=torch.float64)
+        result = torch.empty(rows, heads, shape.value_dim, dtype=torch.float64)
         lse = torch.empty(rows, heads)
         for row in range(rows):
-            slots = visible_slots(plan, row, self._cache.layout.layers[layer].window)
+            slots = visible_slots(plan, row, shape.window)
             seen = keys[:, slots].repeat_interleave(group, 0)  # [heads, slots, head_dim]
-            scores = (seen @ queries[row, :, :, None].double())[..., 0] * head_dim**-0.5  # [heads, slots]
+            scores = (seen @ queries[row, :, :, None].double())[..., 0] * shape.scale  # [heads, slots]
             weights = torch.softmax(scores, -1)[:, None]  # [heads, 1, slots]
             result[row] = (weights @ values[:, slots].repeat_interleave(group, 0))[:, 0]
             lse[row] = torch.logsumexp(scores, -1)

@@ -36,7 +36,8 @@ class SdpaPlan:
     """One forward: write slots on the device, and one list of pieces for each distinct window."""
 
     write_slots: torch.Tensor  # [rows], int64
-    pieces: dict[int | None, list[_Piece]]
+    pieces: dict[tuple[int | None, int], list[_Piece]]
+    """By window and number of KV heads."""
 
 
 class SdpaAttention:
@@ -46,9 +47,9 @@ class SdpaAttention:
         self._cache = cache
         self._device = cache.device
         self._dtype = cache.layout.dtype
-        self._group = heads // cache.layout.layers[0].heads
-        self._layer_windows = [layer.window for layer in cache.layout.layers]
-        self._windows = sorted(set(self._layer_windows), key=lambda window: window or 0)
+        self._layers = cache.layout.layers
+        self._heads = heads
+        self._kinds = [(layer.window, layer.heads) for layer in self._layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,8 +60,8 @@ class SdpaAttention:
         """Find each request's context and build its masks."""
         bits = batch.ancestry_bits()
         pieces = {
-            window: [self._piece(batch, request, bits, window) for request in range(batch.requests)]
-            for window in self._windows
+            kind: [self._piece(batch, request, bits, *kind) for request in range(batch.requests)]
+            for kind in dict.fromkeys(self._kinds)
         }
         return SdpaPlan(torch.from_numpy(batch.write_slots).to(self._device), pieces)
 
@@ -71,12 +72,14 @@ class SdpaAttention:
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         keys, values = self._cache.keys(layer), self._cache.values(layer)
-        pieces = plan.pieces[self._layer_windows[layer]]
+        pieces = plan.pieces[self._kinds[layer]]
         if len(pieces) == 1:
-            return self._attend(queries, keys, values, pieces[0])
-        result = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
+            return self._attend(queries, keys, values, pieces[0], self._layers[layer].scale)
+        result = queries.new_empty(queries.shape[0], queries.shape[1] * self._layers[layer].value_dim)
         for piece in pieces:
-            result[piece.rows] = self._attend(queries[piece.rows], keys, values, piece)
+            result[piece.rows] = self._attend(
+                queries[piece.rows], keys, values, piece, self._layers[layer].scale
+            )
         return result
 
     def run_with_lse(
@@ -86,12 +89,15 @@ class SdpaAttention:
 
         torch's operator does not tell it, so the scores are computed once more.
         """
-        keys, pieces = self._cache.keys(layer), plan.pieces[self._layer_windows[layer]]
-        parts = [log_sum_exp(queries[piece.rows], keys[:, piece.slots], piece.mask) for piece in pieces]
+        keys, pieces = self._cache.keys(layer), plan.pieces[self._kinds[layer]]
+        scale = self._layers[layer].scale
+        parts = [
+            log_sum_exp(queries[piece.rows], keys[:, piece.slots], piece.mask, scale) for piece in pieces
+        ]
         return self.run(layer, queries, plan), torch.cat(parts)
 
     def _attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece, scale: float
     ) -> torch.Tensor:
         rows, _, head_dim = queries.shape
         slots = piece.slots
@@ -103,13 +109,21 @@ class SdpaAttention:
         if piece.folded:
             q = q.reshape(k.shape[0], -1, head_dim)  # [kv_heads, group * rows, head_dim]
         out = F.scaled_dot_product_attention(
-            q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=piece.mask, enable_gqa=not piece.folded
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            attn_mask=piece.mask,
+            scale=scale,
+            enable_gqa=not piece.folded,
         )
         if piece.folded:
-            return out.view(k.shape[0], -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
+            return out.view(k.shape[0], -1, rows, v.shape[2]).permute(2, 0, 1, 3).reshape(rows, -1)
         return out.transpose(1, 2).reshape(rows, -1)
 
-    def _piece(self, batch: Batch, request: int, bits: BoolArray, window: int | None) -> _Piece:
+    def _piece(
+        self, batch: Batch, request: int, bits: BoolArray, window: int | None, kv_heads: int
+    ) -> _Piece:
+        group = self._heads // kv_heads
         rows = slice(int(batch.request_offsets[request]), int(batch.request_offsets[request + 1]))
         prefix, tree, seen = _context(batch, request, rows, bits, window)
         low, length, compact = _span(prefix, tree)
@@ -121,19 +135,19 @@ class SdpaAttention:
             places = np.arange(length, dtype=np.int32)
         mask = np.full((len(seen), length), -np.inf, dtype=np.float32)
         mask[:, places] = np.where(seen, np.float32(0), np.float32(-np.inf))
-        folded = self._group > 1 and len(mask) <= _FOLD_ROWS
+        folded = group > 1 and len(mask) <= _FOLD_ROWS
         if folded:
-            mask = np.tile(mask, (self._group, 1))
+            mask = np.tile(mask, (group, 1))
         return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded)
 
 
-def log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """[rows, heads] from queries [rows, heads, head_dim], keys [kv_heads, context, head_dim] and a mask of
     at least [rows, context]."""
     rows, heads, head_dim = queries.shape
     grouped = queries.float().reshape(rows, keys.shape[0], -1, head_dim).permute(1, 2, 0, 3)
     # [kv_heads, group, rows, context]
-    scores = grouped @ keys.float()[:, None].transpose(2, 3) * head_dim**-0.5
+    scores = grouped @ keys.float()[:, None].transpose(2, 3) * scale
     lse = torch.logsumexp(scores + mask[:rows].float(), dim=3)
     return lse.permute(2, 0, 1).reshape(rows, heads)
 
@@ -175,4 +189,4 @@ def _maker(context: BackendContext) -> Maker:
     return SdpaRows
 
 
-FACTORY = AttentionFactory(_maker)
+FACTORY = AttentionFactory(_maker, kinds=frozenset({"kv", "latent"}), any_shape=True)

@@ -44,6 +44,7 @@ class SdpaRows:
         self._cache = cache
         self._device = cache.device
         self._heads = heads
+        self._layers = cache.layout.layers
         self._layer_windows = [layer.window for layer in cache.layout.layers]
 
     @property
@@ -69,11 +70,13 @@ class SdpaRows:
 
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaRowsPlan) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
-        result = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
+        result = queries.new_empty(queries.shape[0], queries.shape[1] * self._layers[layer].value_dim)
         with threads(1):
             for row, keys, values in self._seen(layer, plan):
                 query = queries[row].view(1, keys.shape[0], -1, queries.shape[2])
-                attended = F.scaled_dot_product_attention(query, keys.unsqueeze(0), values.unsqueeze(0))
+                attended = F.scaled_dot_product_attention(
+                    query, keys.unsqueeze(0), values.unsqueeze(0), scale=self._layers[layer].scale
+                )
                 result[row] = attended.view(-1)
         return result
 
@@ -83,7 +86,8 @@ class SdpaRows:
         """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
         lse = torch.empty(queries.shape[:2], device=self._device)
         for row, keys, _ in self._seen(layer, plan):
-            lse[row] = log_sum_exp(queries[row : row + 1], keys, keys.new_zeros((1, keys.shape[1])))[0]
+            mask = keys.new_zeros((1, keys.shape[1]))
+            lse[row] = log_sum_exp(queries[row : row + 1], keys, mask, self._layers[layer].scale)[0]
         return self.run(layer, queries, plan), lse
 
     def _seen(self, layer: int, plan: SdpaRowsPlan) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

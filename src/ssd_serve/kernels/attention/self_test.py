@@ -7,7 +7,7 @@ compared with the obvious reference, for every shape of heads. Knows no model.
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,9 +58,17 @@ class Heads:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    like: LayerKV | None = None
+    """Layer whose kind, value_dim and scale are used; None: a plain one."""
+
+    def layer(self, window: int | None = None) -> LayerKV:
+        """Return such a layer."""
+        plain = LayerKV(self.kv_heads, self.head_dim, window)
+        return plain if self.like is None else replace(self.like, window=window)
 
     def __str__(self) -> str:
-        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim} in {dtype_name(self.dtype)}"
+        kind = "" if self.like is None or self.like.is_plain else f"{self.like.kind} "
+        return f"{self.heads}/{self.kv_heads} {kind}heads of {self.head_dim} in {dtype_name(self.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +90,26 @@ class Trial:
 def self_test(
     make: Maker, dtype: torch.dtype, head_dim: int, device: str, ratios: Sequence[tuple[int, int]] = RATIOS
 ) -> list[Trial]:
-    """Try a backend with every ratio of heads; errors that it raises are the caller's."""
-    forms = [Heads(heads, kv_heads, head_dim, dtype) for heads, kv_heads in ratios]
+    """Try a backend with every ratio of heads. Raises whatever the backend raises."""
+    return try_forms(make, [Heads(heads, kv_heads, head_dim, dtype) for heads, kv_heads in ratios], device)
+
+
+def try_forms(make: Maker, forms: Sequence[Heads], device: str) -> list[Trial]:
+    """Try a backend with these heads. Raises whatever the backend raises."""
     return [Trial(form, max(largest_error(make, form, asked, device) for asked in SMALL)) for form in forms]
 
 
 def first_failure(
     make: Maker, dtype: torch.dtype, head_dim: int, device: str, ratios: Sequence[tuple[int, int]] = RATIOS
 ) -> str:
-    """What is wrong with a backend, in words; empty when nothing is."""
+    """Describe what is wrong with a backend in any ratio of heads; empty: nothing."""
+    return failure_of(make, [Heads(heads, kv_heads, head_dim, dtype) for heads, kv_heads in ratios], device)
+
+
+def failure_of(make: Maker, forms: Sequence[Heads], device: str) -> str:
+    """Describe what is wrong with a backend; empty: nothing."""
     try:
-        trials = self_test(make, dtype, head_dim, device, ratios)
+        trials = try_forms(make, forms, device)
     except Exception as error:  # whatever a foreign kernel or its compiler raises, it cannot be used
         return in_a_line(error)
     return next((str(trial) for trial in trials if not trial.right), "")
@@ -104,7 +121,8 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[RequestShape], devic
     Where forwards can be captured, the batch is padded and planned as for a capture.
     """
     slots = 64 + sum(each.prefix + each.rows for each in asked)
-    layers = (LayerKV(form.kv_heads, form.head_dim), LayerKV(form.kv_heads, form.head_dim, _WINDOW))
+    layers = (form.layer(), form.layer(_WINDOW))
+    stored = layers[0].stored
     generator = torch.Generator().manual_seed(form.heads)
     ours = KVCache(KVLayout(layers, form.dtype, order=layout_order(device)), slots + 1, device)
     theirs = KVCache(KVLayout(layers, torch.float32), slots + 1, "cpu")
@@ -120,12 +138,14 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[RequestShape], devic
     plans: tuple[Any, Any] = _plan_of(tried, batch), right.plan(batch)
     worst = 0.0
     for layer in range(len(layers)):
-        filled = torch.randn((slots, 2 * form.kv_heads, form.head_dim), generator=generator).to(form.dtype)
+        filled = torch.randn((slots, *stored), generator=generator).to(form.dtype)
         ours.write(layer, torch.arange(slots, device=device), filled.to(device))
         theirs.write(layer, torch.arange(slots), filled.float())
-        given = torch.randn((batch.rows, form.heads + 2 * form.kv_heads, form.head_dim), generator=generator)
-        given = given.to(form.dtype)
-        queries, new = given[:, : form.heads], given[:, form.heads :]
+        # One tensor, as a product gives them: backends must take rows whose strides are wider than the heads.
+        width = form.heads * form.head_dim
+        given = torch.randn((batch.rows, width + stored[0] * stored[1]), generator=generator).to(form.dtype)
+        queries = given[:, :width].view(batch.rows, form.heads, form.head_dim)
+        new = given[:, width:].view(batch.rows, *stored)
         tried.write(layer, new.to(device), plans[0])
         right.write(layer, new.float(), plans[1])
         found = tried.run_with_lse(layer, queries.to(device), plans[0])

@@ -180,7 +180,7 @@ class Package:
             # The bools, not packed bits: packed ones are read at wrong offsets where there are several
             # requests. That is so until flashinfer's pull request 2201 is in both packages.
             "custom_mask": None if tables.mask is None else torch.from_numpy(tables.mask).to(device),
-            "sm_scale": layer.head_dim**-0.5,
+            "sm_scale": layer.scale,
             "window_left": layer.window - 1 if tables.causal and layer.window is not None else -1,
             "q_data_type": dtype,  # the default is float16, whatever is passed to run
             "kv_data_type": dtype,

@@ -199,7 +199,7 @@ class TritonAttention:
             heads,
             plan.shape.words,
             shape.window or 0,
-            head_dim**-0.5,
+            shape.scale,
             GROUP=heads // shape.heads,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,

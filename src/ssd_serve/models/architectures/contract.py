@@ -44,17 +44,29 @@ class ModelConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """`count` equal matrices. Those of the file that share their input are multiplied as one: `outputs`
-    are those of each."""
+    """`count` equal matrices, each fused of the file's matrices that share their input."""
 
     outputs: tuple[int, ...]
+    """Outputs of each of the fused ones."""
     inputs: int
     count: int = 1
+    active: int | None = None
+    """How many of them a forward of one row reads (mixtures of experts); None: all."""
 
     @property
-    def elements(self) -> int:
+    def size(self) -> int:
+        """Numbers in one of them."""
+        return sum(self.outputs) * self.inputs
+
+    @property
+    def read(self) -> int:
+        """Numbers that a forward of one row reads."""
+        return (self.count if self.active is None else self.active) * self.size
+
+    @property
+    def resident(self) -> int:
         """Numbers in all of them."""
-        return self.count * sum(self.outputs) * self.inputs
+        return self.count * self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,7 @@ class Sizes:
     """What one rank of a model holds, in numbers; how many bytes those take follows from the dtype."""
 
     matrices: tuple[Matrices, ...]
-    """All that a forward reads but the head."""
+    """All matrices but the head."""
     head: Matrices
     embedding: int
     """Numbers of the embedding."""
@@ -88,22 +100,27 @@ class Sizes:
     """How many ranks can share the model."""
 
     @property
-    def elements(self) -> int:
-        """Numbers in all matrices that one forward of one row reads (the head, not the embedding)."""
-        return self.head.elements + sum(each.elements for each in self.matrices)
+    def read(self) -> int:
+        """Numbers in the matrices that a forward of one row reads (the head, not the embedding)."""
+        return self.head.read + sum(each.read for each in self.matrices)
+
+    @property
+    def resident(self) -> int:
+        """Numbers in all matrices (the head, not the embedding): what memory must hold."""
+        return self.head.resident + sum(each.resident for each in self.matrices)
 
     @property
     def outputs(self) -> int:
-        """Rows of all those matrices."""
+        """Outputs of all matrices."""
         return sum(each.count * sum(each.outputs) for each in (self.head, *self.matrices))
 
     @property
     def largest(self) -> int:
         """Numbers in the largest matrix that is multiplied."""
-        return max(each.elements // each.count for each in (self.head, *self.matrices))
+        return max(each.size for each in (self.head, *self.matrices))
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
-        """What is remembered of a token, in the dtype that attention computes in."""
+        """Return the layout of the KV cache, in the dtype that attention computes in."""
         return KVLayout(self.kv, dtype)
 
 
