@@ -18,7 +18,7 @@ from ssd_serve.base.logs import Logger
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import flag_name
 from ssd_serve.base.terminal import ProgressLine
-from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
+from ssd_serve.cluster.health import WorkerDiedError
 from ssd_serve.server.http.listening import listen, listen_all
 
 Captured = pytest.CaptureFixture[str]

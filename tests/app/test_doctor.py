@@ -17,7 +17,7 @@ from ssd_serve.base.devices import Device, Machine, parse_device
 from ssd_serve.base.errors import UserError
 from ssd_serve.base.settings import Settings
 from ssd_serve.cache.kv import KVCache, KVLayout
-from ssd_serve.cluster.ray.view import RayView
+from ssd_serve.cluster.ray.cluster import RayView
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.attention.backends import AttentionOptions, Candidate, ChosenAttention
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker

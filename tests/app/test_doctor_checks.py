@@ -12,7 +12,7 @@ import torch
 from ssd_serve.app.doctor import checks as doctor_checks
 from ssd_serve.app.doctor.checkup import Check, State, examine
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.ray.view import RayView
+from ssd_serve.cluster.ray.cluster import RayView
 
 CPU = Settings()
 GPU = (Settings(target_device="cuda:0"), Settings(target_device="cpu", draft_device="cuda:0"))

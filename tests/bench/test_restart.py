@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.cluster.process import worker_environment
 
 SCRIPT = """
 import os, sys

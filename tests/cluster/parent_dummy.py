@@ -9,7 +9,7 @@ from ssd_serve.base.devices import this_machine
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.local import local_engine
 
 WORKER = Path(__file__).with_name("worker_dummy.py")
 
@@ -21,7 +21,7 @@ def command(role: str, *_arguments: str) -> list[str]:
 def main() -> None:
     settings = Settings(mode=Mode.SSD, run_dir=Path(sys.argv[1]))
     with local_engine(settings, get_logger("server"), machine=this_machine(), command=command) as engine:
-        print(json.dumps(engine.pids()), flush=True)
+        print(json.dumps(engine.supervisor.pids()), flush=True)
         time.sleep(120)
 
 

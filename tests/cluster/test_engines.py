@@ -10,7 +10,7 @@ from ssd_serve.base.devices import Machine
 from ssd_serve.base.errors import NoGpuError, SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
-from ssd_serve.cluster.engines import chosen_launcher, usable_machine
+from ssd_serve.cluster.launch import chosen_launcher, usable_machine
 from ssd_serve.cluster.ray.cluster import ray_cluster
 
 

@@ -1,6 +1,6 @@
 """One that lives but tells nothing is stuck, unless it computes."""
 
-from ssd_serve.cluster.supervision.hang_detector import HangDetector
+from ssd_serve.cluster.health import HangDetector
 
 
 def verdicts(*looks: tuple[float, float], silent_s: float = 61.0) -> list[bool]:

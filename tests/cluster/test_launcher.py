@@ -17,10 +17,9 @@ from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.errors import PermissionProblemError, SettingsError
 from ssd_serve.base.messages import Progress
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.launcher import local_engine
-from ssd_serve.cluster.local.process import WorkerProcess
-from ssd_serve.cluster.local.run_dir import make_run_dir
-from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError, describe_exit
+from ssd_serve.cluster.health import WorkerDiedError, describe_exit
+from ssd_serve.cluster.local import local_engine, make_run_dir
+from ssd_serve.cluster.process import WorkerProcess
 from tests.cluster.dummies import HERE, MACHINE, QUIET, alive, workers
 from tests.waiting import until
 
@@ -46,7 +45,7 @@ def test_workers_get_settings_and_titles_and_leave_when_let_go(
     settings = Settings(mode=Mode.SSD, target="some-model", draft="d", run_dir=tmp_path / "run")
     command = workers(verifier="listen", drafter="sleep")
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
-        pids = engine.pids()
+        pids = engine.supervisor.pids()
         channel = engine.connect()
         assert channel.wait(10.0)
         target_device = engine.placement.target
@@ -66,9 +65,9 @@ def test_the_verifiers_death_is_reported_with_its_reason() -> None:
     with local_engine(
         settings, QUIET, machine=MACHINE, command=command, on_failure=reported.append
     ) as engine:
-        os.kill(engine.pids()["verifier"], signal.SIGKILL)
+        os.kill(engine.supervisor.pids()["verifier"], signal.SIGKILL)
         until(lambda: bool(reported))
-        assert [str(error) for error in reported] == [str(engine.failure)]
+        assert [str(error) for error in reported] == [str(engine.supervisor.failure)]
     assert "SIGKILL" in str(reported[0])
     assert reported[0].exit_code == 70
     assert not reported[0].explained
@@ -91,14 +90,14 @@ def test_a_refusal_at_the_start_keeps_its_exit_code(role: str, capfd: pytest.Cap
 def test_a_signal_to_the_whole_group_is_the_parents_affair() -> None:
     command = workers(verifier="sleep", drafter="sleep")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
-        pids = engine.pids()
+        pids = engine.supervisor.pids()
         # At once, while the workers still import, and again when they run.
         for _ in range(2):
             for pid, number in itertools.product(pids.values(), (signal.SIGTERM, signal.SIGINT)):
                 os.kill(pid, number)
             time.sleep(1.0)
-        assert engine.pids() == pids
-        assert (engine.restarts, engine.failure) == (0, None)
+        assert engine.supervisor.pids() == pids
+        assert (engine.supervisor.restarts, engine.supervisor.failure) == (0, None)
         assert all(alive(pid) for pid in pids.values())
     assert not any(alive(pid) for pid in pids.values())
 
@@ -107,13 +106,13 @@ def test_every_rank_but_the_verifiers_is_a_process_and_vital() -> None:
     command = workers(verifier="sleep", rank="sleep")
     settings = Settings(mode=Mode.AR, tensor_parallel=3)
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
-        pids = engine.pids()
+        pids = engine.supervisor.pids()
         assert set(pids) == {"verifier", "rank-1", "rank-2"}
         os.kill(pids["rank-2"], signal.SIGKILL)
-        until(lambda: engine.failure is not None)
-        assert str(engine.failure).startswith("the rank-2 process was killed by SIGKILL")
-        assert engine.failure is not None
-        assert engine.failure.exit_code == 70
+        until(lambda: engine.supervisor.failure is not None)
+        assert str(engine.supervisor.failure).startswith("the rank-2 process was killed by SIGKILL")
+        assert engine.supervisor.failure is not None
+        assert engine.supervisor.failure.exit_code == 70
     assert not any(alive(pid) for pid in pids.values())
 
 
@@ -137,9 +136,9 @@ def test_two_servers_cannot_share_a_run_dir(tmp_path: Path) -> None:
 def test_an_expected_end_is_no_failure() -> None:
     command = workers(verifier="sleep")
     with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
-        engine.expect_end()
-        os.kill(engine.pids()["verifier"], signal.SIGKILL)
-        assert engine.await_failure(0.5) is None
+        engine.supervisor.expect_end()
+        os.kill(engine.supervisor.pids()["verifier"], signal.SIGKILL)
+        assert engine.supervisor.await_failure(0.5) is None
 
 
 def test_a_run_dir_that_others_can_enter_is_refused(tmp_path: Path) -> None:

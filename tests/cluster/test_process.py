@@ -8,7 +8,7 @@ from typing import Any, cast
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.cluster.local.process import WorkerProcess
+from ssd_serve.cluster.process import WorkerProcess
 
 
 class Held:

@@ -5,7 +5,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from ssd_serve.cluster.supervision.pulse import LONGEST_SILENCE_S, PulseWatch, start_pulse
+from ssd_serve.cluster.health import LONGEST_SILENCE_S, PulseWatch, start_pulse
 from tests.fakes import FakeClock
 
 

@@ -27,7 +27,7 @@ def test_a_stranger_at_the_port_of_a_verifier_that_died_is_not_the_end(
     parts = {
         "_crew": SimpleNamespace(addresses=object()),
         "_cluster": SimpleNamespace(ray=None),
-        "_supervisor": SimpleNamespace(over=False, failure=None),
+        "supervisor": SimpleNamespace(over=False, failure=None),
         "_key": "a key of the tests",
     }
     for name, part in parts.items():

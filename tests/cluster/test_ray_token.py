@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ssd_serve.base.logs import Logger
-from ssd_serve.cluster.ray.token import answers_strangers, prepare_token, warn_of_strangers
+from ssd_serve.cluster.ray.cluster import answers_strangers, prepare_token, warn_of_strangers
 
 grpc: Any = pytest.importorskip("grpc")
 TOKEN = "what the user chose"

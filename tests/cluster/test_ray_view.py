@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ssd_serve.base.devices import this_machine
-from ssd_serve.cluster.ray.view import RayView, ray_view
+from ssd_serve.cluster.ray.cluster import RayView, ray_view
 
 
 def answering(text: str) -> RayView:

@@ -3,7 +3,7 @@
 import pytest
 
 from ssd_serve.base.errors import CheckpointError, MemoryShortError
-from ssd_serve.cluster.supervision.restart_policy import RestartPolicy, pause_before_restart
+from ssd_serve.cluster.health import RestartPolicy, pause_before_restart
 from tests.fakes import FakeClock
 
 KILLED = -9

@@ -11,8 +11,14 @@ import pytest
 
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.settings import SECRETS, Settings
-from ssd_serve.cluster.local.process import WorkerPlan, start_worker
-from ssd_serve.cluster.role_secrets import blanked_secrets, config_for, hidden_secrets, without_secrets
+from ssd_serve.cluster.process import (
+    WorkerPlan,
+    blanked_secrets,
+    config_for,
+    hidden_secrets,
+    start_worker,
+    without_secrets,
+)
 
 EVERYTHING = {name: f"the secret {name} of 16 and more" for name in SECRETS}
 VARIABLES = {f"SSD_{name.upper()}": text for name, text in EVERYTHING.items()} | {

@@ -13,13 +13,11 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.messages import Progress
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.launcher import local_engine
-from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker
-from ssd_serve.cluster.supervision import restart_policy as comeback
-from ssd_serve.cluster.supervision import supervisor
-from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
-from ssd_serve.cluster.supervision.hang_detector import HangDetector
-from ssd_serve.cluster.supervision.supervisor import Supervisor
+from ssd_serve.cluster import health, supervisor
+from ssd_serve.cluster.health import HangDetector, WorkerDiedError
+from ssd_serve.cluster.local import local_engine
+from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker
+from ssd_serve.cluster.supervisor import Supervisor
 from tests.cluster.dummies import MACHINE, QUIET, alive, beats, workers
 from tests.waiting import until
 
@@ -31,21 +29,21 @@ def test_a_drafter_that_worked_and_refuses_later_ends_nothing(monkeypatch: pytes
     monkeypatch.setattr(supervisor, "_LONG_LIFE_S", 0.5)
     command = workers(verifier="sleep", drafter="refuse late")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
-        engine.target_is_ready()
-        until(lambda: engine.restarts == 1)
-        assert engine.failure is None
+        engine.supervisor.target_is_ready()
+        until(lambda: engine.supervisor.restarts == 1)
+        assert engine.supervisor.failure is None
 
 
 def test_a_killed_drafter_comes_back_and_the_verifier_stays() -> None:
     command = workers(verifier="sleep", drafter="sleep")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
-        before = engine.pids()
+        before = engine.supervisor.pids()
         os.kill(before["drafter-0"], signal.SIGKILL)
-        until(lambda: engine.restarts == 1 and "drafter-0" in engine.pids())
-        after = engine.pids()
+        until(lambda: engine.supervisor.restarts == 1 and "drafter-0" in engine.supervisor.pids())
+        after = engine.supervisor.pids()
         assert after["verifier"] == before["verifier"]
         assert after["drafter-0"] != before["drafter-0"]
-        assert engine.failure is None
+        assert engine.supervisor.failure is None
 
 
 @pytest.mark.slow
@@ -53,17 +51,17 @@ def test_a_drafter_that_always_dies_is_restarted_less_and_less_often(monkeypatch
     pauses: list[float] = []
 
     def noted(deaths: int) -> float:
-        pauses.append(comeback.pause_before_restart(deaths))
+        pauses.append(health.pause_before_restart(deaths))
         return pauses[-1]
 
     monkeypatch.setattr(supervisor, "pause_before_restart", noted)
     command = workers(verifier="sleep", drafter="crash")
     began = time.monotonic()
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
-        until(lambda: engine.restarts >= 3)
+        until(lambda: engine.supervisor.restarts >= 3)
         assert time.monotonic() - began > 1.5, "the pauses are waited for"
         assert pauses[:3] == [0.0, 0.5, 1.0]
-        assert engine.failure is None
+        assert engine.supervisor.failure is None
 
 
 class _Broken:
@@ -140,8 +138,8 @@ def test_the_process_that_died_first_is_named_not_those_that_lost_it() -> None:
     command = workers(verifier="lose a rank", rank="tell and crash")
     settings = Settings(mode=Mode.AR, tensor_parallel=2)
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
-        until(lambda: engine.failure is not None)
-        assert str(engine.failure).startswith("the rank-1 process was killed by SIGKILL")
+        until(lambda: engine.supervisor.failure is not None)
+        assert str(engine.supervisor.failure).startswith("the rank-1 process was killed by SIGKILL")
 
 
 @pytest.mark.slow
@@ -150,32 +148,32 @@ def test_a_target_that_was_ready_comes_back_whole() -> None:
     settings = Settings(mode=Mode.SSD, tensor_parallel=2)
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
         channel = engine.connect()
-        engine.target_is_ready()
+        engine.supervisor.target_is_ready()
         for worker in ("verifier", "rank-1"):
-            before = engine.pids()
+            before = engine.supervisor.pids()
             os.kill(before[worker], signal.SIGKILL)
             until(lambda: not channel.receive() and channel.closed)  # noqa: B023
             channel.close()
             channel = engine.connect()
             assert channel.wait(10.0)
             assert isinstance(channel.receive()[0], Progress)
-            after = engine.pids()
+            after = engine.supervisor.pids()
             assert {name for name in after if after[name] != before.get(name)} == {"verifier", "rank-1"}
             assert not alive(before["verifier"])
             assert not alive(before["rank-1"])
-            engine.target_is_ready()
-        assert engine.failure is None
+            engine.supervisor.target_is_ready()
+        assert engine.supervisor.failure is None
         channel.close()
 
 
 @pytest.mark.slow
 def test_a_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comeback, "pause_before_restart", lambda _restarts: 0.0)
+    monkeypatch.setattr(health, "pause_before_restart", lambda _restarts: 0.0)
     command = workers(verifier="crash")
     with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
-        engine.target_is_ready()
-        until(lambda: engine.failure is not None)
-        assert 3 <= engine.restarts <= 10
+        engine.supervisor.target_is_ready()
+        until(lambda: engine.supervisor.failure is not None)
+        assert 3 <= engine.supervisor.restarts <= 10
         with pytest.raises(WorkerDiedError, match="verifier process was killed by SIGKILL"):
             engine.connect()
 
@@ -186,17 +184,17 @@ def test_a_worker_that_hangs_is_killed_and_comes_back(worker: str, tmp_path: Pat
     command = workers(verifier="sleep", rank="sleep", drafter="sleep")
     settings = Settings(mode=Mode.SSD, tensor_parallel=2, run_dir=tmp_path / "run")
     with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
-        before = engine.pids()
+        before = engine.supervisor.pids()
         until(lambda: all(beats(pid) for pid in before.values()))
         time.sleep(1.0)  # long enough to beat
-        engine.target_is_ready()
+        engine.supervisor.target_is_ready()
         os.kill(before[worker], signal.SIGSTOP)
         began = time.monotonic()
         lost = 1 if worker == "drafter-0" else 2
-        until(lambda: len(set(engine.pids().values()) - set(before.values())) == lost)
+        until(lambda: len(set(engine.supervisor.pids().values()) - set(before.values())) == lost)
         assert time.monotonic() - began > SILENCE_S - 1.0
         assert not alive(before[worker])
-        assert engine.failure is None
+        assert engine.supervisor.failure is None
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -205,16 +203,16 @@ def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_l
     command = workers(verifier="sleep", drafter="load and sleep")
     settings = Settings(mode=Mode.SSD)
     with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
-        engine.target_is_ready()
-        first = engine.pids()["drafter-0"]
+        engine.supervisor.target_is_ready()
+        first = engine.supervisor.pids()["drafter-0"]
         os.kill(first, signal.SIGKILL)
-        until(lambda: engine.pids().get("drafter-0", first) != first)
-        second = engine.pids()["drafter-0"]
+        until(lambda: engine.supervisor.pids().get("drafter-0", first) != first)
+        second = engine.supervisor.pids()["drafter-0"]
         until(lambda: beats(second))
         time.sleep(1.0)  # long enough to beat
         os.kill(second, signal.SIGSTOP)
-        until(lambda: engine.pids().get("drafter-0", second) != second)
-        assert engine.failure is None
+        until(lambda: engine.supervisor.pids().get("drafter-0", second) != second)
+        assert engine.supervisor.failure is None
 
 
 @pytest.mark.slow
@@ -247,7 +245,7 @@ def test_a_rank_that_computes_is_not_taken_for_a_hanging_one() -> None:
     command = workers(verifier="sleep", rank="compute")
     settings = Settings(mode=Mode.AR, tensor_parallel=2)
     with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
-        engine.target_is_ready()
-        until(lambda: beats(engine.pids()["rank-1"]))
-        assert engine.await_failure(2 * SILENCE_S) is None
-        assert engine.restarts == 0
+        engine.supervisor.target_is_ready()
+        until(lambda: beats(engine.supervisor.pids()["rank-1"]))
+        assert engine.supervisor.await_failure(2 * SILENCE_S) is None
+        assert engine.supervisor.restarts == 0

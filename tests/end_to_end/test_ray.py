@@ -23,12 +23,12 @@ from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import visible_gpus
-from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.launch import RunningEngine
+from ssd_serve.cluster.local import local_engine
 from ssd_serve.cluster.ray.cluster import ray_cluster
 from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.cluster.ray.placement import STRATEGY, ray_place
 from ssd_serve.cluster.ray.workers import ALL_VISIBLE
-from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.validation import engine_parameters
 from tests.end_to_end.tiny_pair import write_pair
@@ -146,7 +146,7 @@ def text(engine: RunningEngine, settings: Settings) -> list[int]:
     """Token ids of one request."""
     with asking(engine) as access:
         tokens = generated(access, Tokenizer(Path(settings.target)))
-        engine.expect_end()
+        engine.supervisor.expect_end()
     return tokens
 
 
@@ -167,21 +167,21 @@ def test_target_and_drafter_share_a_node_and_come_back_on_another(
         with asking(engine) as access:
             assert generated(access, tokenizer) == expected
             assert engine.nodes() == dict.fromkeys(("verifier", "drafter-0"), cluster.id(large))
-            pids = engine.pids()
+            pids = engine.supervisor.pids()
             assert set(pids) == {"verifier", "drafter-0"}
             environment = psutil.Process(pids["verifier"]).environ()
             assert environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)
 
-            engine.target_is_ready()
+            engine.supervisor.target_is_ready()
             another = cluster.add(2)
             cluster.lose(large)
         with asking(engine) as access:
             assert generated(access, tokenizer) == expected
             until(lambda: len(engine.nodes()) == 2)
             assert set(engine.nodes().values()) <= {cluster.id(another), cluster.id(small)}
-            assert engine.failure is None
-            pids = engine.pids()
-            engine.expect_end()
+            assert engine.supervisor.failure is None
+            pids = engine.supervisor.pids()
+            engine.supervisor.expect_end()
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 10.0)
 
 
@@ -196,11 +196,11 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
         tokenizer = Tokenizer(Path(ranked.target))
         cluster.lose(small)
         assert generated(access, tokenizer) == expected
-        until(lambda: engine.restarts > 0)
+        until(lambda: engine.supervisor.restarts > 0)
         another = cluster.add(1)
         until(lambda: engine.nodes().get("drafter-0") == cluster.id(another))
-        assert engine.failure is None
-        engine.expect_end()
+        assert engine.supervisor.failure is None
+        engine.supervisor.expect_end()
 
 
 def seen_gpus() -> tuple[list[str], str | None]:
@@ -277,14 +277,14 @@ def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster,
     # Long enough that an actor of a busy machine is not taken for one that hangs.
     with ray_engine(plain, QUIET, silence_s=8.0) as engine:
         with asking(engine):
-            engine.target_is_ready()
-            hanging = engine.pids()["verifier"]
+            engine.supervisor.target_is_ready()
+            hanging = engine.supervisor.pids()["verifier"]
             time.sleep(3.0)  # it is asked every second, and watched from its first answer on
             os.kill(hanging, signal.SIGSTOP)
-            until(lambda: engine.restarts > 0, 30.0)
+            until(lambda: engine.supervisor.restarts > 0, 30.0)
         with asking(engine):
             assert not psutil.pid_exists(hanging)
-            engine.expect_end()
+            engine.supervisor.expect_end()
 
 
 def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
@@ -295,7 +295,7 @@ def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
     cluster.add(1)
     broken = settings.model_copy(update={"mode": Mode.AR, "target": str(target)})
     with ray_engine(broken, QUIET) as engine, closing(engine.connect()):
-        failure = engine.await_failure(60.0)
+        failure = engine.supervisor.await_failure(60.0)
     assert failure is not None
     assert (failure.exit_code, failure.explained) == (6, True)
     assert capfd.readouterr().err.count("ssd: verifier: ") == 1

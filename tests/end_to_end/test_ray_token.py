@@ -8,7 +8,7 @@ from pathlib import Path
 OF_ITS_OWN = """
 import os, subprocess, sys
 from ssd_serve.cluster.ray.cluster import ray_cluster
-from ssd_serve.cluster.ray.token import answers_strangers, warn_of_strangers
+from ssd_serve.cluster.ray.cluster import answers_strangers, warn_of_strangers
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
-from ssd_serve.cluster.local.run_dir import make_run_dir
+from ssd_serve.cluster.local import make_run_dir
+from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.transport.listener import Listener
 from ssd_serve.verifier.engine import Engine
 

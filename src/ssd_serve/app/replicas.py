@@ -26,11 +26,11 @@ from ssd_serve.base.logs import Logger, get_logger
 from ssd_serve.base.memory import settle_memory
 from ssd_serve.base.settings import SECRETS, Settings
 from ssd_serve.base.settings_sources import refuse_empty_keys, resolve, successor, variable_name
-from ssd_serve.cluster.local.launcher import local_engine
+from ssd_serve.cluster.health import WorkerDiedError
+from ssd_serve.cluster.launch import RunningEngine
+from ssd_serve.cluster.local import local_engine
+from ssd_serve.cluster.ray.cluster import warn_of_strangers
 from ssd_serve.cluster.ray.launcher import ray_engine
-from ssd_serve.cluster.ray.token import warn_of_strangers
-from ssd_serve.cluster.running import RunningEngine
-from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, exposure_warnings
 from ssd_serve.server.access.keys import read_keys
@@ -183,7 +183,7 @@ class ServerReplica:
         """Raise what is wrong; Serve then replaces this replica. An engine that is being started again is
         its launcher's business."""
         if self._client.dead is not None:
-            raise EngineDeadError(str(self._engine.failure or self._client.dead))
+            raise EngineDeadError(str(self._engine.supervisor.failure or self._client.dead))
         silent_s = self._client.silent_s
         if self._client.lost_s is None and silent_s > self._limits.engine_silence_s:
             raise EngineDeadError(f"the engine has said nothing for {silent_s:.0f} s: it seems to hang")
@@ -218,7 +218,7 @@ class ServerReplica:
     async def _ready(self) -> None:
         while self._client.ready is None:
             if self._client.dead is not None:
-                reason = await asyncio.to_thread(self._engine.await_failure, _LAST_WORDS_S)
+                reason = await asyncio.to_thread(self._engine.supervisor.await_failure, _LAST_WORDS_S)
                 # Not the reason itself: Ray could not bring it to the controller.
                 raise EngineDeadError(str(reason or self._client.dead))
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -226,10 +226,10 @@ class ServerReplica:
     async def _watch(self) -> None:
         """A replica whose engine is dead answers fast, with errors: the least loaded one. It leaves at once
         instead, and Serve sends what comes to others."""
-        while self._engine.failure is None:
+        while self._engine.supervisor.failure is None:
             await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.sleep(_FAREWELL_S)
-        failure: WorkerDiedError = self._engine.failure
+        failure: WorkerDiedError = self._engine.supervisor.failure
         self._log.error("replica leaves", why=str(failure))
         await asyncio.to_thread(self._parts.close)
         os._exit(failure.exit_code)

@@ -26,7 +26,7 @@ from ssd_serve.bench.peers.commands import add_peers
 from ssd_serve.bench.provenance import ENGINE, code_here
 from ssd_serve.bench.quality.commands import add_quality
 from ssd_serve.bench.ssd_table.commands import add_ssd_table
-from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.cluster.process import worker_environment
 
 _SETTINGS = ("real", "emulated", "both")
 _MODES_FILES = ("modes", "mode_settings", "stage", "kept_stage", "one_call", "rotation", "statistics")

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.cluster.process import worker_environment
 
 _STARTED_WITH = Path("/proc/self/environ")
 

@@ -24,8 +24,8 @@ from ssd_serve.base.hub_id import pinned
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
-from ssd_serve.cluster.local.process import WorkerPlan, WorkerProcess, start_worker, worker_command
-from ssd_serve.cluster.local.run_dir import make_run_dir
+from ssd_serve.cluster.local import make_run_dir
+from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel

@@ -1,1 +1,1 @@
-"""Who runs where: channels between processes, the local launcher, supervision."""
+"""Placement, launchers and supervision of an engine's processes."""

@@ -1,5 +1,6 @@
-"""Which mode runs, and which process computes on which device: a function of settings, machine and the sizes
-of drafts."""
+"""Placement of an engine's processes: mode, devices, and the configuration that follows.
+
+A function of the settings, the machine and the sizes of the drafts' files."""
 
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ from ssd_serve.base.devices import Device, Machine, check_device, parse_device
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.core_drafts import cores_draft
+from ssd_serve.drafter.sources.registry import is_head, is_source, self_draft_layers
+from ssd_serve.models.hub import model_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +198,42 @@ def _others(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:
     if device.kind != "cpu":
         return cores
     return tuple(core for core in cores if core not in device.indices) or cores
+
+
+_SMALL_BYTES = 256 << 20
+"""Weights that one core reads in some 25 ms, about a round of a large target."""
+_HOST_CORES = 2
+"""One feeds the GPU, one answers HTTP."""
+_WEIGHTS = (".safetensors", ".bin")
+
+
+def cores_draft(settings: Settings, machine: Machine) -> bool:
+    """In mode auto, where the target's ranks take all GPUs: whether the user has named cores, or cores are
+    left for drafts that are small, beside one rank. The drafts' files are looked at for the latter only."""
+    ranks = settings.tensor_parallel
+    if settings.mode is not Mode.AUTO or not 0 < machine.gpus <= ranks:
+        return False
+    if settings.draft_device is not None:
+        return names_cores(settings)
+    spare = len(machine.cores) - _HOST_CORES
+    return (
+        ranks == 1
+        and spare >= settings.drafter_count > 0
+        and all(_is_small(name) for name in settings.draft_models)
+    )
+
+
+def names_cores(settings: Settings) -> bool:
+    """Whether the user wants drafts to be made on cores."""
+    return settings.draft_device is not None and parse_device(settings.draft_device).kind == "cpu"
+
+
+def _is_small(draft: str) -> bool:
+    """A whole model with few bytes of weights: what a head reads would have to leave the GPU first."""
+    if is_source(draft) or self_draft_layers(draft) is not None:
+        return False
+    folder = model_here(draft, "draft")
+    if folder is None or is_head(folder):
+        return False
+    files = [file for file in folder.iterdir() if file.suffix in _WEIGHTS and file.is_file()]
+    return sum(file.stat().st_size for file in files) <= _SMALL_BYTES

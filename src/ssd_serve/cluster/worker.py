@@ -18,8 +18,8 @@ import setproctitle
 from ssd_serve.base.devices import parse_device, pin
 from ssd_serve.base.engine_config import EngineConfig, config_from_json
 from ssd_serve.base.errors import DeviceHangError, ProtocolError, SsdError
-from ssd_serve.cluster.local.process import ORPHANED, PARENTS_SIGNALS
-from ssd_serve.cluster.supervision.pulse import start_pulse
+from ssd_serve.cluster.health import start_pulse
+from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import RankFiles
 

@@ -29,8 +29,7 @@ from ssd_serve.base.memory import settle_memory
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import refuse_empty_keys
 from ssd_serve.base.terminal import ProgressLine
-from ssd_serve.cluster.engines import start_engine, usable_machine
-from ssd_serve.cluster.running import RunningEngine
+from ssd_serve.cluster.launch import RunningEngine, start_engine, usable_machine
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.access.hosts import allowed_hosts, exposure_warnings
 from ssd_serve.server.banner import show_banner
@@ -56,9 +55,9 @@ class ServingClient(EngineClient):
     def __init__(self) -> None:
         super().__init__(
             reconnect=lambda: self._started().connect(_COMES_BACK_S),
-            on_ready=lambda: self._started().target_is_ready(),
-            on_silence=lambda silent_s: self._started().suspect_verifier(silent_s),
-            on_poison=lambda: self._started().deaths_are_explained(),
+            on_ready=lambda: self._started().supervisor.target_is_ready(),
+            on_silence=lambda silent_s: self._started().supervisor.suspect_verifier(silent_s),
+            on_poison=lambda: self._started().supervisor.deaths_are_explained(),
         )
         self._engine: RunningEngine | None = None
 
@@ -71,7 +70,7 @@ class ServingClient(EngineClient):
     def stop(self) -> None:
         """Abort what runs and close the channel."""
         if self._engine is not None:
-            self._engine.expect_end()
+            self._engine.supervisor.expect_end()
         super().stop()
 
     def _started(self) -> RunningEngine:
@@ -121,8 +120,8 @@ def run_serve(settings: Settings) -> int:
                 url = address(sock, settings.tls_certificate is not None)
                 with server.capture_signals():
                     _watch(server, answering, client, engine, line, settings, url)
-                if engine.failure is not None:
-                    raise engine.failure
+                if engine.supervisor.failure is not None:
+                    raise engine.supervisor.failure
     log.info("stopped")
     return 0
 
@@ -138,7 +137,7 @@ def _watch(
 ) -> None:
     """Until the server has ended, or has to because its engine is dead."""
     announced = False
-    while engine.failure is None:
+    while engine.supervisor.failure is None:
         if not announced and client.ready is not None:
             announced = True
             line.clear()

@@ -17,7 +17,7 @@ from ssd_serve.app.doctor.collective import failure
 from ssd_serve.base.devices import parse_device, this_machine
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.ray.view import ray_view
+from ssd_serve.cluster.ray.cluster import ray_view
 from ssd_serve.kernels.native.library import NativeError, NativeLibrary, build
 from ssd_serve.models.parallel import MAX_RANKS
 
@@ -180,7 +180,7 @@ def _ray() -> Check:
         return Check("ray", State.OK, "not installed (only SSD_LAUNCHER=ray needs it)")
     seen, gpus = ray_view(), torch.cuda.device_count()
     if seen.failure:
-        advice = "`python -m ssd_serve.cluster.ray.view` shows where it stops"
+        advice = "`python -m ssd_serve.cluster.ray.cluster` shows where it stops"
         return Check("ray", State.NOTE, f"{version}, but it does not start: {seen.failure}", advice)
     kinds = f" ({', '.join(seen.kinds)})" if seen.kinds else ""
     found = f"{version}, sees {seen.cores} cores and {seen.gpus} GPUs{kinds}"

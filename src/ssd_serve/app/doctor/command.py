@@ -11,7 +11,7 @@ from ssd_serve.app.cli.flags import Commands, add_settings_flags, given_flags
 from ssd_serve.base.devices import check_device, parse_device, this_machine
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings_sources import resolve
-from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.cluster.process import worker_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,9 +24,8 @@ from ssd_serve.base.messages import (
     SubmitChoices,
 )
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.engines import chosen_launcher, start_engine
+from ssd_serve.cluster.launch import RunningEngine, chosen_launcher, start_engine
 from ssd_serve.cluster.placement import PinnedModels, place, resolve_config
-from ssd_serve.cluster.running import RunningEngine
 from ssd_serve.transport.channel import Channel
 
 _LOOK_EVERY_S = 0.2
@@ -78,7 +77,7 @@ def reach_engine(
     with start_engine(settings, log, machine, models) as engine:
         channel = engine.connect()
         yield EngineProcesses(engine, channel, say)
-        engine.expect_end()
+        engine.supervisor.expect_end()
         channel.close()
 
 
@@ -173,9 +172,9 @@ def _receive(engine: RunningEngine, channel: Channel) -> list[Message]:
     """What the verifier says next; its death is an error."""
     channel.wait(_LOOK_EVERY_S)
     messages = channel.receive()
-    if engine.failure is not None:
-        raise engine.failure
+    if engine.supervisor.failure is not None:
+        raise engine.supervisor.failure
     if channel.closed and not messages:
-        reason = engine.await_failure(_LONGEST_END_S)
+        reason = engine.supervisor.await_failure(_LONGEST_END_S)
         raise reason or EngineDeadError("the verifier process closed its channel")
     return messages

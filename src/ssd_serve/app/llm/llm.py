@@ -27,7 +27,7 @@ from ssd_serve.base.messages import Ready, ThinkingBudget
 from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve_arguments
-from ssd_serve.cluster.engines import usable_machine
+from ssd_serve.cluster.launch import usable_machine
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.thinking import make_thinking_budget, starts_in_thinking
 from ssd_serve.sampling.validation import (

@@ -12,7 +12,7 @@ from ssd_serve.base.devices import this_machine
 from ssd_serve.base.engine_settings import EMBEDDED
 from ssd_serve.base.errors import MemoryShortError, SettingsError
 from ssd_serve.base.settings_sources import resolve
-from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.cluster.process import worker_environment
 
 if TYPE_CHECKING:
     from ssd_serve.app.plan.devices import Platform

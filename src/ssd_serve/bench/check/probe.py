@@ -14,7 +14,7 @@ from typing import Any
 
 def main(job: dict[str, Any]) -> None:
     """Load, then answer until stdin ends."""
-    from ssd_serve.cluster.local.process import worker_environment
+    from ssd_serve.cluster.process import worker_environment
 
     os.environ.update(worker_environment())  # before torch is imported
 

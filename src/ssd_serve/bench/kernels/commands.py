@@ -9,7 +9,7 @@ from ssd_serve.base.devices import check_device, parse_device, pin, this_machine
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.bench.document import say
 from ssd_serve.bench.experiment import Report, add_experiment
-from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.cluster.process import worker_environment
 
 
 def add_kernels(commands: Commands) -> None:

@@ -23,7 +23,7 @@ from ssd_serve.bench.peers.installation import (
 )
 from ssd_serve.bench.peers.ways import LLAMA, VLLM, Peers
 from ssd_serve.bench.provenance import SERVER, code_here
-from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.cluster.process import worker_environment
 
 _MEASURES = ("bench/peers", "bench/rotation.py", *SERVER)
 

@@ -29,7 +29,7 @@ from ssd_serve.bench.peers.client import (
     stream,
 )
 from ssd_serve.bench.peers.ways import LLAMA, OURS, TRANSFORMERS, Place, Way, command, variables
-from ssd_serve.cluster.local.process import worker_environment
+from ssd_serve.cluster.process import worker_environment
 
 _START_S, _STOP_S = 300.0, 15.0
 _LOOK_EVERY_S = 0.2

@@ -24,7 +24,7 @@ from ssd_serve.base.errors import DeviceHangError, PermissionProblemError, SsdEr
 from ssd_serve.base.logs import Sparingly, get_logger
 from ssd_serve.base.owned import is_private
 from ssd_serve.base.settings_sources import visible_gpus
-from ssd_serve.cluster.local.process import ORPHANED
+from ssd_serve.cluster.process import ORPHANED
 from ssd_serve.cluster.ray.placement import actors_device
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import RankFiles

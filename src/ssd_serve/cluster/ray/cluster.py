@@ -1,29 +1,73 @@
-"""A connection to a Ray cluster: the one that the user names, or one of its own on this machine.
+"""A connection to a Ray cluster: the one that the user names, or one started on this machine; Ray's token.
 
-Knows how Ray is started, joined and left; not what runs in it.
-"""
+Without a token Ray runs code of any client that reaches its ports. A Ray that is started here requires one,
+and a Ray without one is reported. Run as a program, this module prints Ray's resources as JSON."""
 
 import contextlib
 import importlib
+import json
 import os
+import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ssd_serve.base.devices import this_machine
 from ssd_serve.base.errors import SettingsError, in_a_line
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.settings import RAY_VARIABLE, Settings
 from ssd_serve.base.settings_sources import visible_gpus
+from ssd_serve.base.subprocess_probe import tried
+from ssd_serve.cluster.process import hidden_secrets
 from ssd_serve.cluster.ray.placement import RayNode, node_of
-from ssd_serve.cluster.ray.token import prepare_token
-from ssd_serve.cluster.role_secrets import hidden_secrets
+
+_MODE, _TOKEN, _TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_ASK_S = 5.0
+_QUESTION = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+
+
+def prepare_token(environment: MutableMapping[str, str], *, joining: bool) -> None:
+    """Set what is not set yet, before Ray is imported, which reads it: for a Ray of one's own a token that is
+    written nowhere, for another one that its token, if there is one, is shown. What the user chose stays."""
+    if "ray" in sys.modules:
+        return  # too late; a Ray that is started then makes a token file of its own
+    has_token = _TOKEN in environment or _TOKEN_FILE in environment
+    if has_token or not joining:
+        environment.setdefault(_MODE, "token")
+    if not has_token and not joining and environment[_MODE] == "token":
+        environment[_TOKEN] = secrets.token_hex(32)
+
+
+def warn_of_strangers(ray: Any, log: Logger) -> None:
+    """Say so where the cluster that this process has joined takes orders from everybody."""
+    if answers_strangers(str(ray.get_runtime_context().gcs_address)):
+        log.warning(
+            "this Ray cluster runs what anybody tells it who reaches its ports",
+            advice="start all its nodes with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN",
+        )
+
+
+def answers_strangers(address: str) -> bool:
+    """Whether Ray's directory at `host:port` answers somebody who shows no token. Raises nothing."""
+    try:
+        grpc: Any = importlib.import_module("grpc")
+    except ImportError:
+        return False
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(_QUESTION)(b"", timeout=_ASK_S)
+        except grpc.RpcError:
+            return False
+    return True
+
 
 NAMESPACE = "ssd-serve"
 _OBJECT_BYTES = 80 << 20
@@ -152,3 +196,50 @@ def _own_signals() -> Generator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+_TIMEOUT_S = 60.0
+_PROGRAM = (sys.executable, "-m", "ssd_serve.cluster.ray.cluster")
+_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0"}
+_ACCELERATOR = "accelerator_type:"
+
+
+@dataclass(frozen=True, slots=True)
+class RayView:
+    """Counts of cores and GPUs, and Ray's names of the kinds of GPU; or why there is no answer."""
+
+    cores: int = 0
+    gpus: int = 0
+    kinds: tuple[str, ...] = ()
+    failure: str = ""
+
+
+def ray_view(timeout_s: float = _TIMEOUT_S, program: Sequence[str] = _PROGRAM) -> RayView:
+    """What Ray sees, or why that cannot be known. Raises nothing."""
+    answer = tried(program, timeout_s, _VARIABLES)
+    if answer.failure:
+        return RayView(failure=answer.failure)
+    try:
+        found: dict[str, float] = json.loads(answer.printed.splitlines()[-1])
+        counts = {str(name): int(count) for name, count in found.items()}
+    except (ValueError, IndexError, AttributeError, TypeError):
+        return RayView(failure=f"an answer that is none: {answer.printed[-80:]!r}")
+    kinds = sorted(name.removeprefix(_ACCELERATOR) for name in counts if name.startswith(_ACCELERATOR))
+    return RayView(counts.get("CPU", 0), counts.get("GPU", 0), tuple(kinds))
+
+
+def main() -> int:
+    """Print Ray's resources as JSON."""
+    prepare_token(os.environ, joining=RAY_VARIABLE in os.environ)
+    import ray
+
+    ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        print(json.dumps(cast(Any, ray).cluster_resources()))
+    finally:
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

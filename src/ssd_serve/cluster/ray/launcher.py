@@ -16,15 +16,14 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import EngineDeadError, SettingsError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.process import WorkerPlan
+from ssd_serve.cluster.health import WorkerDiedError
+from ssd_serve.cluster.launch import CONNECT_S, RunningEngine
 from ssd_serve.cluster.placement import PinnedModels, resolve_config
-from ssd_serve.cluster.ray.cluster import RayCluster, ray_cluster
+from ssd_serve.cluster.process import WorkerPlan
+from ssd_serve.cluster.ray.cluster import RayCluster, ray_cluster, warn_of_strangers
 from ssd_serve.cluster.ray.placement import STRATEGY, RayPlacement, check_gpus_are_known, ray_place
-from ssd_serve.cluster.ray.token import warn_of_strangers
 from ssd_serve.cluster.ray.workers import LONGEST_SILENCE_S, ActorStarter, PingWatch, told
-from ssd_serve.cluster.running import CONNECT_S, RunningEngine
-from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
-from ssd_serve.cluster.supervision.supervisor import Supervisor
+from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.transport.listener import connect
 
@@ -70,7 +69,7 @@ class RayEngine(RunningEngine):
         while time.monotonic() < deadline:
             promise = self._crew.addresses
             found = told(self._cluster.ray, promise, _LOOK_EVERY_S)
-            if self._supervisor.over:
+            if self.supervisor.over:
                 break
             if found is None:
                 time.sleep(_LOOK_EVERY_S / 10)
@@ -85,16 +84,16 @@ class RayEngine(RunningEngine):
             except (EngineDeadError, SettingsError):
                 # It died, and somebody else may have its port by now: the next one says where it is.
                 time.sleep(_LOOK_EVERY_S / 10)
-        raise self.failure or EngineDeadError(
+        raise self.supervisor.failure or EngineDeadError(
             f"the verifier does not listen after {timeout_s:.0f} s: has a node of the cluster room for it?"
         )
 
     def close(self) -> None:
-        self._supervisor.stop()
+        self.supervisor.stop()
 
     def _is_over(self, promise: Any) -> bool:
         """Whether the verifier of this promise will never answer."""
-        return self._supervisor.over or self._crew.addresses is not promise
+        return self.supervisor.over or self._crew.addresses is not promise
 
 
 @contextmanager
@@ -121,7 +120,7 @@ def ray_engine(
             config = resolve_config(settings, decision.placement, models, cluster_key=key)
             engine = RayEngine(config, cluster, decision, group, log, on_failure, silence_s)
             try:
-                engine.start()
+                engine.supervisor.start()
                 yield engine
             finally:
                 engine.close()

@@ -13,8 +13,7 @@ from ssd_serve.base.devices import Device, parse_device
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.core_drafts import names_cores
-from ssd_serve.cluster.placement import Placement, chosen_mode
+from ssd_serve.cluster.placement import Placement, chosen_mode, names_cores
 
 STRATEGY = "PACK"
 _KIND = "accelerator_type:"

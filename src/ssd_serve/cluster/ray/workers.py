@@ -13,11 +13,10 @@ from typing import Any
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import in_a_line
 from ssd_serve.base.logs import Logger
-from ssd_serve.cluster.local.process import WorkerPlan, added_environment
+from ssd_serve.cluster.process import WorkerPlan, added_environment, blanked_secrets, config_for
 from ssd_serve.cluster.ray.actors import ActorExit, ActorSpec, Addresses, RoleActor, kill_actor
 from ssd_serve.cluster.ray.cluster import RayCluster
 from ssd_serve.cluster.ray.placement import GpuShare, RayPlacement
-from ssd_serve.cluster.role_secrets import blanked_secrets, config_for
 
 _CONTROL = "control"
 _PING_EVERY_S = 1.0

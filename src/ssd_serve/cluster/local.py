@@ -1,28 +1,104 @@
-"""The `local` launcher: verifier, other ranks of the target, and drafters as processes of this machine, each
-on its device.
+"""The `local` launcher: verifier, ranks and drafters as processes of this machine, each on its device."""
 
-Knows roles, devices and sockets; the workers' inner life and the meaning of messages are theirs.
-"""
-
+import fcntl
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from ssd_serve.base.devices import Machine, this_machine
 from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.errors import EngineDeadError
+from ssd_serve.base.errors import EngineDeadError, PermissionProblemError, SettingsError
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.owned import cache_folder
+from ssd_serve.base.owned import cache_folder, is_private, open_lock
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.process import WorkerPlan, start_worker, worker_command
-from ssd_serve.cluster.local.run_dir import RunDir, make_run_dir
+from ssd_serve.cluster.health import LONGEST_SILENCE_S, PulseWatch, WorkerDiedError
+from ssd_serve.cluster.launch import CONNECT_S, RunningEngine
 from ssd_serve.cluster.placement import PinnedModels, Placement, place, resolve_config
-from ssd_serve.cluster.running import CONNECT_S, RunningEngine
-from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
-from ssd_serve.cluster.supervision.pulse import LONGEST_SILENCE_S, PulseWatch
-from ssd_serve.cluster.supervision.supervisor import Supervisor
+from ssd_serve.cluster.process import WorkerPlan, start_worker, worker_command
+from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.transport.listener import connect
+from ssd_serve.transport.rank_sockets import RankFiles
+
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """A private folder and the socket paths in it."""
+
+    path: Path
+    temporary: bool
+    lock: int
+    """Descriptor of a locked file; the kernel unlocks it when this process ends, however it ends."""
+
+    @property
+    def server_socket(self) -> str:
+        """Where the verifier listens for the server."""
+        return str(self.path / "server.sock")
+
+    @property
+    def drafter_socket(self) -> str:
+        """Where the verifier listens for drafters."""
+        return str(self.path / "drafter.sock")
+
+    @property
+    def ranks(self) -> RankFiles:
+        """Where the target's ranks meet."""
+        return RankFiles(self.path)
+
+    def remove(self) -> None:
+        """Remove what was made here, and the folder if it was made for this run."""
+        self.ranks.remove()
+        for name in (self.server_socket, self.drafter_socket, self.path / _LOCK):
+            Path(name).unlink(missing_ok=True)
+        os.close(self.lock)
+        if self.temporary:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def make_run_dir(path: Path | None) -> RunDir:
+    """Create the folder, or take the one that the user named if it is private and writable."""
+    if path is None:
+        try:
+            path = Path(tempfile.mkdtemp(prefix="ssd-"))
+        except OSError as error:
+            raise PermissionProblemError(
+                f"no temporary folder can be made: {error.strerror}; "
+                "set SSD_RUN_DIR to a folder you can write to"
+            ) from error
+        return RunDir(path, temporary=True, lock=_lock(path))
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = path.stat()
+    except OSError as error:
+        raise PermissionProblemError(
+            f"SSD_RUN_DIR={path} cannot be used: {error.strerror}; name a folder you can write to"
+        ) from error
+    if not is_private(facts):
+        raise PermissionProblemError(
+            f"SSD_RUN_DIR={path} must belong to you alone: chmod 700 it, or name another folder"
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionProblemError(f"SSD_RUN_DIR={path} is not writable; name another folder")
+    return RunDir(path.absolute(), temporary=False, lock=_lock(path))
+
+
+def _lock(folder: Path) -> int:
+    """Two servers in one folder would replace each other's sockets."""
+    descriptor = open_lock(folder / _LOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise SettingsError(f"another server uses SSD_RUN_DIR={folder}; name another folder") from error
+    return descriptor
+
 
 Command = Callable[..., Sequence[str]]
 """From a role and its arguments to a command line; tests put tiny workers here."""
@@ -52,12 +128,12 @@ class LocalEngine(RunningEngine):
 
     def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
         try:
-            return connect(self._run_dir.server_socket, timeout_s, give_up=lambda: self._supervisor.over)
+            return connect(self._run_dir.server_socket, timeout_s, give_up=lambda: self.supervisor.over)
         except EngineDeadError as error:
-            raise self._supervisor.failure or error from None
+            raise self.supervisor.failure or error from None
 
     def close(self) -> None:
-        self._supervisor.stop()
+        self.supervisor.stop()
         self._run_dir.remove()
 
 
@@ -88,7 +164,7 @@ def local_engine(
     config = resolve_config(settings, placement, models, cache_dir=folder, run_dir=run_dir.path)
     engine = LocalEngine(config, placement, run_dir, log, command, on_failure, silence_s)
     try:
-        engine.start()
+        engine.supervisor.start()
         yield engine
     finally:
         engine.close()

@@ -1,17 +1,45 @@
-"""Which launcher runs the engine: processes of this machine, or Ray."""
+"""A running engine, and the choice of the launcher that starts it: processes of this machine, or Ray."""
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
 
 from ssd_serve.base.devices import Machine, this_machine
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import NoGpuError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.local.launcher import local_engine
-from ssd_serve.cluster.placement import PinnedModels
-from ssd_serve.cluster.running import RunningEngine
+from ssd_serve.cluster.placement import PinnedModels, Placement
+from ssd_serve.cluster.supervisor import Supervisor
+from ssd_serve.transport.channel import SocketChannel
+
+CONNECT_S = 180.0
+"""The verifier listens before it loads anything, but importing takes a while on busy cores or from a slow
+disk. If it dies meanwhile, waiting ends at once."""
+
+
+class RunningEngine(ABC):
+    """A verifier with its ranks, and its drafters in mode ssd.
+
+    `config` and `placement` hold what was decided about models, modes and devices; `supervisor` watches the
+    worker processes.
+    """
+
+    def __init__(self, config: EngineConfig, placement: Placement, supervisor: Supervisor) -> None:
+        self.config = config
+        self.placement = placement
+        self.supervisor = supervisor
+
+    @abstractmethod
+    def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
+        """Return the channel to the verifier once it listens, also after a restart. Raises the reason if the
+        verifier will never listen."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers."""
 
 
 def chosen_launcher(settings: Settings, machine: Machine) -> Literal["local", "ray"]:
@@ -40,6 +68,8 @@ def start_engine(
     """Start an engine for the length of a `with` block. `machine`: as `usable_machine` found it before."""
     machine = machine if machine is not None else usable_machine(settings)
     if chosen_launcher(settings, machine) == "local":
+        from ssd_serve.cluster.local import local_engine
+
         with local_engine(settings, log, models=models, machine=machine) as engine:
             yield engine
         return

@@ -1,10 +1,7 @@
-"""Watches worker processes: ends those that hang, and starts again those that died.
+"""Supervisor of worker processes: ends those that hang, and restarts those that died.
 
-The target, which is the verifier and its ranks, dies and comes back as one; its end for good is reported
-once. Drafters come back one by one.
-
-Knows processes and exit codes, not messages: peers notice a death sooner by their closed channel.
-"""
+The target, which is the verifier and its ranks, is restarted as a whole; its final failure is reported once.
+Drafters are restarted one by one. Peers notice a death sooner, by their closed channel."""
 
 import math
 import threading
@@ -14,11 +11,15 @@ from dataclasses import dataclass
 
 from ssd_serve.base.errors import EngineDeadError, RankLostError, SsdError, in_a_line
 from ssd_serve.base.logs import Logger, Sparingly
-from ssd_serve.cluster.local.process import ORPHANED, StartedWorker, Starter, WorkerPlan
-from ssd_serve.cluster.supervision.exit_reasons import WorkerDiedError
-from ssd_serve.cluster.supervision.hang_detector import HangDetector
-from ssd_serve.cluster.supervision.pulse import Listening
-from ssd_serve.cluster.supervision.restart_policy import USER_ERRORS, RestartPolicy, pause_before_restart
+from ssd_serve.cluster.health import (
+    USER_ERRORS,
+    HangDetector,
+    Listening,
+    RestartPolicy,
+    WorkerDiedError,
+    pause_before_restart,
+)
+from ssd_serve.cluster.process import ORPHANED, StartedWorker, Starter, WorkerPlan
 
 _LOOK_EVERY_S = 0.1
 _LONGEST_BUSY_SILENCE_S = 60.0
@@ -116,9 +117,9 @@ class Supervisor:
         return self._failure
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the workers that run, by name."""
+        """Process ids, each on its machine, of running workers by name (`verifier`, `rank-1`)."""
         running = [(watched.plan.name, watched.process) for watched in self._watched]
-        return {name: process.pid for name, process in running if process is not None}
+        return {name: process.pid for name, process in running if process is not None and process.pid}
 
     def start(self) -> None:
         """Start all workers; returns when their processes exist."""

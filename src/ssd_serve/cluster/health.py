@@ -1,0 +1,211 @@
+"""Health of worker processes: heartbeats, hangs, exit codes, and the restart policy."""
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from ssd_serve.base.errors import DeviceHangError, EngineDeadError, MemoryShortError, ProtocolError
+
+_EVERY_S = 0.5
+_LOADED = b" has loaded"
+LONGEST_SILENCE_S = 5.0
+_LATE_S = 1.0
+"""A watcher that comes this late has been stopped or starved itself: it heard nothing and judges nobody."""
+
+
+def start_pulse(path: Path, name: str) -> Callable[[], None]:
+    """Begin to say `name` to the watcher at `path`, until this process ends. Call the result to say also that
+    it has loaded."""
+    loaded = threading.Event()
+    threading.Thread(target=_beat, args=(path, name.encode(), loaded), name="pulse", daemon=True).start()
+    return loaded.set
+
+
+def _beat(path: Path, name: bytes, loaded: threading.Event) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        while True:
+            with contextlib.suppress(OSError):  # the watcher is busy or gone; the lifeline knows which
+                sender.sendto(name + _LOADED * loaded.is_set(), str(path))
+            time.sleep(_EVERY_S)
+
+
+class Listening(Protocol):
+    """Hears signs of life, however they come."""
+
+    def silent(self) -> dict[str, float]:
+        """Who has said nothing for too long, and for how many seconds. Ask several times a second."""
+        ...
+
+    def has_loaded(self, name: str) -> bool:
+        """Whether it has said so: then it has no reason to be silent any more."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """A worker of this name begins anew: it is watched from its first sign of life on."""
+        ...
+
+    def close(self) -> None:
+        """Hear nobody any more."""
+        ...
+
+
+class PulseWatch:
+    """Hears the pulses that are sent to `path`. A worker is watched from its first one on."""
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        longest_silence_s: float = LONGEST_SILENCE_S,
+    ) -> None:
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.setblocking(False)
+        self._clock = clock
+        self._longest_silence_s = longest_silence_s
+        self._heard: dict[str, float] = {}
+        self._loaded: set[str] = set()
+        self._listened = clock()
+
+    def silent(self) -> dict[str, float]:
+        """Who has said nothing for too long, and for how many seconds. Ask several times a second."""
+        now = self._clock()
+        if now - self._listened > _LATE_S:
+            self._heard = dict.fromkeys(self._heard, now)
+        self._listened = now
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                said = self._socket.recv(256)
+                name = said.removesuffix(_LOADED).decode(errors="replace")
+                self._heard[name] = now
+                if said.endswith(_LOADED):
+                    self._loaded.add(name)
+        silence = {name: now - heard for name, heard in self._heard.items()}
+        return {name: seconds for name, seconds in silence.items() if seconds > self._longest_silence_s}
+
+    def has_loaded(self, name: str) -> bool:
+        """Whether it has said so."""
+        return name in self._loaded
+
+    def forget(self, name: str) -> None:
+        """A worker of this name begins anew: it is watched from its first sign of life on."""
+        self._heard.pop(name, None)
+        self._loaded.discard(name)
+
+    def close(self) -> None:
+        """Hear nobody any more."""
+        self._socket.close()
+
+
+_LOOK_S = 5.0
+_WORKING = 0.1
+"""Share of one core above which something is computed. Signs of life alone take far less."""
+_LONGEST_S = 600.0
+"""However busy it is: a forward does not take so long."""
+
+
+class HangDetector:
+    """Judges one process that says nothing."""
+
+    def __init__(self, look_s: float = _LOOK_S) -> None:
+        """It is looked at for `look_s` before anything is said."""
+        self._look_s = look_s
+        self._seen: tuple[float, float] | None = None
+
+    def is_stuck(self, now: float, silent_s: float, computed_s: float) -> bool:
+        """Ask again and again while it is silent. `computed_s` is the processor time it has taken."""
+        if silent_s > _LONGEST_S:
+            return True
+        if self._seen is None or now - self._seen[0] > 2 * self._look_s:
+            self._seen = now, computed_s
+        since, before = self._seen
+        if now - since < self._look_s:
+            return False
+        self._seen = now, computed_s
+        return computed_s - before < _WORKING * (now - since)
+
+
+USER_ERRORS = range(2, 10)
+"""Exit codes of mistakes that a restart cannot mend (see `errors.py`)."""
+_LONGEST_PAUSE_S = 30.0
+_LONG_LIFE_S = 10.0
+"""A target that gave tokens for so long died of something new."""
+_MAX_QUICK_DEATHS = 6
+"""More than a request needs that kills every target and is given up for it."""
+
+
+def pause_before_restart(restarts: int) -> float:
+    """Seconds to wait before restart number `restarts` (from 0): none, then 0.5, 1, 2, ... up to 30."""
+    return 0.0 if restarts == 0 else min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** min(restarts - 1, 10))
+
+
+class RestartPolicy:
+    """Counts the deaths of one target. It comes back only once it was ready: what dies at its first start is
+    a mistake that somebody should see."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._worked = False
+        self._ready_at: float | None = None
+        self._quick_deaths = 0
+
+    @property
+    def ready_at(self) -> float | None:
+        """When the target that runs now was ready; None while it loads."""
+        return self._ready_at
+
+    def ready(self) -> None:
+        """The target can generate. May be called from any thread."""
+        self._worked = True
+        self._ready_at = self._clock()
+
+    def forgive(self) -> None:
+        """The deaths so far had a cause that is gone. May be called from any thread."""
+        self._quick_deaths = 0
+
+    def pause(self, code: int) -> float | None:
+        """It died with this exit code: seconds until the next start, or None where there is none."""
+        ready_at, self._ready_at = self._ready_at, None
+        quick = ready_at is None or self._clock() - ready_at < _LONG_LIFE_S
+        self._quick_deaths = self._quick_deaths + 1 if quick else 0
+        # Memory of the one that died may be given back a moment later.
+        mended = code not in USER_ERRORS or code == MemoryShortError.exit_code
+        if not self._worked or not mended or self._quick_deaths > _MAX_QUICK_DEATHS:
+            return None
+        return pause_before_restart(self._quick_deaths)
+
+
+_TELLING = (*USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code, DeviceHangError.exit_code)
+
+
+class WorkerDiedError(EngineDeadError):
+    """A process that nothing works without has ended. `exit_code` is the worker's where it tells a reason."""
+
+    def __init__(self, name: str, code: int, how: str = "") -> None:
+        super().__init__(f"the {name} process {how or describe_exit(code)}")
+        self.worker_code = code
+        self.exit_code = code if code in _TELLING else EngineDeadError.exit_code
+
+    @property
+    def explained(self) -> bool:
+        """The worker itself has said why on stderr."""
+        return self.worker_code in USER_ERRORS
+
+
+def describe_exit(code: int) -> str:
+    """`was killed by SIGKILL`, `ended with code 6`."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the system may be out of memory)" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
