@@ -2,7 +2,7 @@
 
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.base.messages import SamplingParameters, Submit
+from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.verifier.request import Request, accept, share
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 
@@ -10,9 +10,9 @@ SLOTS = 64
 VOCABULARY = 50
 
 
-def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
+def make_request(number: int, prompt: list[int], max_tokens: int, salt: bytes = b"") -> Request:
     parameters = SamplingParameters(max_tokens=max_tokens)
-    submit = Submit(number, tuple(prompt), parameters, number)
+    submit = Submit(number, tuple(prompt), parameters, number, options=RequestOptions(salt=salt))
     return accept(submit, share(submit, ()), 64, VOCABULARY)
 
 

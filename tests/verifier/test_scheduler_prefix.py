@@ -82,6 +82,16 @@ def test_few_shared_tokens_are_not_waited_for() -> None:
     assert [len(part.slots) for part in scheduler.plan()[0]] == [30, 30]
 
 
+@pytest.mark.parametrize(("salt", "rows"), [(b"a", [100]), (b"b", [100, 100])])
+def test_prefill_waits_only_for_a_prompt_of_the_same_salt(salt: bytes, rows: list[int]) -> None:
+    """A wait across salts would be a timing channel between tenants."""
+    scheduler = make_scheduler(slots=1000, chunk=200)
+    scheduler.submit(make_request(0, [1] * 100, 9, salt=b"a"))
+    scheduler.submit(make_request(1, [1] * 100, 9, salt=salt))
+    scheduler.admit()
+    assert [len(part.slots) for part in scheduler.plan()[0]] == rows
+
+
 def test_without_a_prefix_cache_nobody_waits() -> None:
     scheduler = make_scheduler(slots=1000, prefix=False, chunk=100)
     for number in range(3):

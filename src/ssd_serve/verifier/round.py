@@ -183,7 +183,7 @@ class Rounds:
         walks: list[Walk] = []
         start = 0
         for each in flight.work:
-            walks.append(_walk(each, sampled, start))
+            walks.append(walk(each, sampled, start))
             start += each.wanted
         return walks
 
@@ -262,7 +262,7 @@ def _rows(work: RequestStep) -> RequestRows:
     return RequestRows(tokens, positions, (*slots, *work.node_slots), request.slots.view(), wanted, ancestry)
 
 
-def _walk(work: RequestStep, sampled: Sampled, start: int) -> Walk:
+def walk(work: RequestStep, sampled: Sampled, start: int) -> Walk:
     """Follow the child that equals the target's choice while that child was a row of this forward.
 
     Accept-if-equal: the choice itself is emitted, the draft only saves computing it (arXiv 2408.07978). The
