@@ -7,7 +7,7 @@ import pytest
 
 from ssd_serve.base.messages import TokenLogprobs
 from ssd_serve.server.http.worker_pool import Steps
-from ssd_serve.server.openai.replies import chat_logprobs, completion_logprobs, written_in_steps
+from ssd_serve.server.openai.serialize import chat_logprobs, completion_logprobs, serialize_in_steps
 from ssd_serve.server.text.tokenizer import TokenTexts
 from tests.server.fakes import ByteTokenizer
 
@@ -38,7 +38,7 @@ def writer(length: int, chat: bool) -> Callable[[slice], dict[str, object]]:
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000])
 def test_slices_give_the_json_of_the_whole(length: int, chat: bool) -> None:
     write = writer(length, chat)
-    sliced, _ = finished(written_in_steps(length, write))
+    sliced, _ = finished(serialize_in_steps(length, write))
     assert msgspec.json.decode(msgspec.json.encode(sliced)) == msgspec.json.decode(
         msgspec.json.encode(write(slice(0, length)))
     )
@@ -52,6 +52,6 @@ def test_between_slices_others_have_their_turn() -> None:
         asked.append(some.stop - some.start)
         return write(some)
 
-    _, pauses = finished(written_in_steps(10_000, counted))
+    _, pauses = finished(serialize_in_steps(10_000, counted))
     assert max(asked) <= 64
     assert pauses == len(asked) - 1

@@ -180,7 +180,7 @@ def test_an_answer_that_goes_on_tells_the_rest(had: int) -> None:
     rules = MessageRules("hermes", {"weather"})
     whole, rest = MessageWriter(rules, "x"), MessageWriter(rules, "x")
     whole.push(SAID, last=True)
-    rest.begin_behind(SAID[:had])
+    rest.skip(SAID[:had])
     rest.push(SAID[had:], last=True)
     assert rest.message().get("tool_calls") == whole.message().get("tool_calls")
     assert str(whole.message()["content"]).endswith(str(rest.message()["content"] or ""))

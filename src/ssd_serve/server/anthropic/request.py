@@ -125,7 +125,7 @@ class MessagesRequest(AskedConversation, GenerationRequest):
     stop_sequences: Stop | None = None
     service_tier: Ignored = None
 
-    def asked(self) -> ChatRequest:
+    def chat_request(self) -> ChatRequest:
         """The chat request that asks for the same."""
         if self.n not in (None, 1):
             raise bad_request("n: a message is one; ask several times", "n", "not_built")

@@ -17,7 +17,7 @@ from ssd_serve.base.errors import SettingsError, SsdError
 from ssd_serve.server.access.auth import AuthMiddleware
 from ssd_serve.server.access.hosts import metrics_may_show_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
-from ssd_serve.server.anthropic.endpoint import MessagesEndpoint
+from ssd_serve.server.anthropic.stream import MessagesEndpoint
 from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
@@ -38,7 +38,7 @@ from ssd_serve.server.openai.completions import CompletionsEndpoint
 from ssd_serve.server.openai.envelope import HEADER as IGNORED
 from ssd_serve.server.openai.envelope import Envelope
 from ssd_serve.server.openai.openapi import SecuritySchemes, describe
-from ssd_serve.server.openai.responses.endpoint import ResponsesEndpoint
+from ssd_serve.server.openai.responses.stream import ResponsesEndpoint
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
 from ssd_serve.server.service import Service, StopGate, model_name
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts

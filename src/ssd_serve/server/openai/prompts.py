@@ -1,58 +1,56 @@
-"""From what people send to prompts of token ids that fit the model. Knows no sampling and no HTTP."""
+"""Prompts of token ids from texts, ids and conversations. Knows no sampling and no HTTP."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from ssd_serve.base.errors import RequestError
 from ssd_serve.base.messages import Ready
-from ssd_serve.sampling.validation import FILL_CONTEXT, check_prompt, encode, context_length_error
+from ssd_serve.sampling.validation import FILL_CONTEXT, check_prompt, context_length_error, encode
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.worker_pool import WorkerPool, Steps
-from ssd_serve.server.openai.conversation import TemplateInput
-from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from ssd_serve.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+    ToolCall,
+)
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import TextTokenizer
 
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """A prompt for the engine. `text` is what was sent; None when ids were."""
-
-    ids: tuple[int, ...]
-    text: str | None
-
-
+_MESSAGE_UNITS = 32
+"""Cost of rendering a message besides its text, in characters."""
 FEW_CHARACTERS = 4
-"""Most texts have more characters a token."""
-
+"""Most texts have more characters per token."""
 PLENTY_CHARACTERS = 16
-"""Almost none has more."""
-
+"""Almost no text has more characters per token."""
 COUNTED_AT_ONCE = 1 << 16
-"""Characters, at most."""
-
+"""Most characters of a slice whose tokens are counted."""
 CUT_TOKENS = 16
-"""A text that is cut may have a few tokens more there than the whole has."""
-
-TOKEN_UNITS = 8
-"""Decoding a token takes about as long as tokenising so many characters."""
+"""Tokens that a slice of a text may have more than its part of the whole text."""
 
 PromptField = str | list[str] | tuple[int, ...] | list[tuple[int, ...]]
 """The four forms of a prompt in the completions API."""
 
 
-def token_units(counts: Iterable[int]) -> int:
-    """How much work it is to decode so many tokens, in characters."""
-    return TOKEN_UNITS * sum(counts)
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt for the engine. `text` is None where the client sent ids."""
+
+    ids: tuple[int, ...]
+    text: str | None
 
 
 def prompt_count(prompt: PromptField) -> int:
-    """How many prompts the field holds."""
+    """Return the number of prompts in the field."""
     return len(prompt) if isinstance(prompt, list) else 1
 
 
 def tokens_kept(body: GenerationRequest, ready: Ready) -> int | None:
-    """How many of a prompt's last tokens the request keeps; None: all."""
+    """Return how many of a prompt's last tokens the request keeps; None: all."""
     if body.truncate_prompt_tokens != FILL_CONTEXT:
         return body.truncate_prompt_tokens
     return max(1, ready.context - max(1, body.max_tokens or 1))
@@ -61,10 +59,10 @@ def tokens_kept(body: GenerationRequest, ready: Ready) -> int | None:
 async def completion_prompts(
     service: Service, ready: Ready, body: CompletionRequest, special: bool
 ) -> list[TokenPrompt]:
-    """The prompts of a completion request, in order; a single prompt gives one."""
+    """Return the prompts of a completion request, in order."""
     prompt, most = body.prompt, tokens_kept(body, ready)
     items: list[str | tuple[int, ...]] = [*prompt] if isinstance(prompt, list) else [prompt]
-    numbers: dict[int, int] = {}  # a tokenizer makes a new object for each token: they are shared
+    numbers: dict[int, int] = {}  # a tokenizer makes a new object for each token; these are shared
 
     def work() -> Steps[list[TokenPrompt]]:
         found: list[TokenPrompt] = []
@@ -82,8 +80,8 @@ async def completion_prompts(
 
 
 async def chat_prompt(service: Service, ready: Ready, body: ChatRequest, special: bool) -> TokenPrompt:
-    """The prompt of a conversation."""
-    text = await chat_text(service, service.template_pool, TemplateInput.of(body, service.settings.system_prompt))
+    """Return the prompt of a conversation."""
+    text = await chat_text(service, service.template_pool, body)
     most = tokens_kept(body, ready)
     ids = await service.worker_pool.steps(
         len(text), text_ids(service.tokenizer, ready, text, special, "messages", most)
@@ -95,10 +93,10 @@ async def chat_prompt(service: Service, ready: Ready, body: ChatRequest, special
 def text_ids(
     tokenizer: TextTokenizer, ready: Ready, text: str, special: bool, param: str, most: int | None = None
 ) -> Steps[list[int]]:
-    """Tokenise a text, but no more of a hopelessly long one than it takes to see that; keep the last `most`
-    of its tokens, behind the tokenizer's begin token.
+    """Tokenize a text; keep the last `most` tokens behind the tokenizer's begin token.
 
-    A tokenizer takes some hundred bytes for each character. So what may not fit is first counted in slices.
+    A tokenizer takes some hundred bytes per character, so a text that may exceed the context is first counted
+    in slices, and refused as soon as it is certain not to fit.
     """
     size = min(COUNTED_AT_ONCE, ready.context * PLENTY_CHARACTERS)
     long = len(text) > max(ready.context * FEW_CHARACTERS, size)
@@ -107,9 +105,9 @@ def text_ids(
         return _last(encode(tokenizer, text, special, param), most, encode(tokenizer, "", special, param))
     if long:
         least = 0
-        for place in range(0, len(text), size):
-            piece = text[place : place + size]
-            least += max(0, len(encode(tokenizer, piece, False, param)) - CUT_TOKENS)
+        for start in range(0, len(text), size):
+            part = text[start : start + size]
+            least += max(0, len(encode(tokenizer, part, False, param)) - CUT_TOKENS)
             if least > ready.context:
                 raise context_length_error(f"at least {least}", ready.context, param)
             yield
@@ -117,15 +115,118 @@ def text_ids(
 
 
 def _last(ids: list[int], most: int, begin: list[int]) -> list[int]:
-    """The last `most` ids, the first of them still those of a beginning where there is room for it."""
+    """Return the last `most` ids, behind the begin ids where there is room for them."""
     if len(ids) <= most or len(begin) >= most or ids[: len(begin)] != begin:
         return ids[-most:]
     return begin + ids[len(begin) - most :]
 
 
-async def chat_text(service: Service, rendering: WorkerPool, conversation: TemplateInput) -> str:
-    """The conversation as the model's chat template writes it, rendered on these threads."""
+async def chat_text(service: Service, rendering: WorkerPool, body: ChatRequest | TokenizeRequest) -> str:
+    """Render the conversation with the model's chat template, on the threads of `rendering`."""
+    conversation = TemplateInput.of(body, service.settings.system_prompt)
     try:
         return await rendering.run(conversation.units, lambda: conversation.text(service.tokenizer))
     except RequestError as error:
         raise bad_request(str(error), error.field or "messages") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInput:
+    """Input of a chat template. `continues`: the answer continues the last message."""
+
+    entries: Sequence[Mapping[str, object]]
+    variables: Mapping[str, object]
+    generation_prompt: bool
+    continues: bool
+
+    @classmethod
+    def of(cls, body: ChatRequest | TokenizeRequest, system_prompt: str | None) -> "TemplateInput":
+        """Make the input from a request and the operator's system prompt. Raises `RequestError` for fields
+        that contradict each other."""
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            raise RequestError(
+                "add_generation_prompt: begins a message, and continue_final_message goes on with one; give "
+                "one of them",
+                "add_generation_prompt",
+            )
+        entries = [_entry(message, index) for index, message in enumerate(body.messages or ())]
+        variables: dict[str, object] = {}
+        if isinstance(body, ChatRequest):
+            if body.tools and body.tool_choice != "none":
+                variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+            if body.reasoning_effort is not None:
+                variables["reasoning_effort"] = body.reasoning_effort
+                variables["enable_thinking"] = body.reasoning_effort != "none"
+        return cls(
+            _with_system_prompt(system_prompt, entries) if system_prompt else entries,
+            {**variables, **(body.chat_template_kwargs or {})},
+            not continues and body.add_generation_prompt is not False,
+            continues,
+        )
+
+    @property
+    def units(self) -> int:
+        """Cost of rendering, in characters."""
+        return sum(_MESSAGE_UNITS + sum(map(_length, entry.values())) for entry in self.entries)
+
+    def text(self, tokenizer: TextTokenizer) -> str:
+        """Render the conversation. Raises `RequestError` where the template refuses it."""
+        text = tokenizer.apply_chat_template(self.entries, self.generation_prompt, **self.variables)
+        return _until_end_of(str(self.entries[-1]["content"]), text) if self.continues else text
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+
+
+def _entry(message: Message, index: int) -> dict[str, object]:
+    """Return a message as templates read it, with arguments of calls as objects."""
+    entry = message.template_entry()
+    if message.tool_calls:
+        entry["tool_calls"] = [
+            _call_entry(call, f"messages.{index}.tool_calls.{place}")
+            for place, call in enumerate(message.tool_calls)
+        ]
+    elif message.content is None:
+        raise RequestError(f"messages.{index}.content: field required", f"messages.{index}.content")
+    if message.role == "tool" and message.tool_call_id is None:
+        path = f"messages.{index}.tool_call_id"
+        raise RequestError(f"{path}: field required where a tool answers", path)
+    return entry
+
+
+def _call_entry(call: ToolCall, path: str) -> dict[str, object]:
+    try:
+        arguments: object = msgspec.json.decode(call.function.arguments or "{}")
+    except msgspec.DecodeError as error:
+        path += ".function.arguments"
+        raise RequestError(f"{path}: not JSON: {error}", path) from error
+    function = {"name": call.function.name, "arguments": arguments}
+    return {**call.model_dump(exclude_none=True), "function": function}
+
+
+def _with_system_prompt(
+    system_prompt: str, entries: Sequence[Mapping[str, object]]
+) -> list[Mapping[str, object]]:
+    """Put the operator's system prompt first, before the client's in one message: templates take only one."""
+    first, *others = entries
+    if first["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *entries]
+    return [{**first, "content": f"{system_prompt}\n\n{first['content']}"}, *others]
+
+
+def _until_end_of(last: str, text: str) -> str:
+    """Return the rendered text up to the end of the last message's content, which templates may trim."""
+    trimmed = last.strip()
+    place = text.rfind(trimmed) if trimmed else -1
+    if place < 0:
+        raise RequestError(
+            "continue_final_message: the model's chat template does not write the last message as it stands; "
+            "there is nothing to go on with",
+            "continue_final_message",
+        )
+    begin = place - (len(last) - len(last.lstrip()))
+    if begin >= 0 and text.startswith(last, begin):
+        return text[: begin + len(last)]
+    return text[: place + len(trimmed)]

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what the model's tokenizer makes of a text, a conversation or ids."""
+"""`/tokenize` and `/detokenize`: ids of a text or a conversation, and the text of ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from ssd_serve.base.messages import Ready
 from ssd_serve.sampling.validation import check_vocabulary, context_length_error
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.worker_pool import Steps
-from ssd_serve.server.openai.conversation import TemplateInput
 from ssd_serve.server.openai.envelope import told_ignored
-from ssd_serve.server.openai.prompts import chat_text, text_ids, token_units
+from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
-from ssd_serve.server.openai.sampling import given
+from ssd_serve.server.openai.checks import given
 from ssd_serve.server.service import Service
+from ssd_serve.server.text.tokenizer import token_units
 
-_TOLD_AT_ONCE = 64
+_STRINGS_PER_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,6 @@ class TokenizingEndpoints:
     service: Service
 
     async def tokenize(self, request: Request) -> Response:
-        """Ids of a text or of a conversation."""
         ready = self.service.require_ready()
         answer = await self.service.bodies.use(
             request, TokenizeRequest, ready, lambda body: self._ids(body, ready)
@@ -35,7 +34,6 @@ class TokenizingEndpoints:
         return _json(answer, request)
 
     async def detokenize(self, request: Request) -> Response:
-        """Text of ids, special tokens included."""
         ready = self.service.require_ready()
         answer = await self.service.bodies.use(
             request, DetokenizeRequest, ready, lambda body: self._text(body, ready)
@@ -49,8 +47,7 @@ class TokenizingEndpoints:
             raise bad_request("give either prompt or messages", "prompt", "invalid_value")
         text = body.prompt or ""
         if body.messages is not None:
-            conversation = TemplateInput.of(body, service.settings.system_prompt)
-            text = await chat_text(service, service.tokenize_pool, conversation)
+            text = await chat_text(service, service.tokenize_pool, body)
         param = "prompt" if body.messages is None else "messages"
         special = given(body.add_special_tokens, body.messages is None)
         ids = await service.tokenize_pool.steps(len(text), text_ids(service.tokenizer, ready, text, special, param))
@@ -61,8 +58,8 @@ class TokenizingEndpoints:
 
     def _strings(self, ids: Sequence[int]) -> Steps[list[str]]:
         found: list[str] = []
-        for place in range(0, len(ids), _TOLD_AT_ONCE):
-            found += map(self.service.texts.text_of, ids[place : place + _TOLD_AT_ONCE])
+        for place in range(0, len(ids), _STRINGS_PER_STEP):
+            found += map(self.service.texts.text_of, ids[place : place + _STRINGS_PER_STEP])
             yield
         return found
 

@@ -25,7 +25,7 @@ class MessageRules:
     parallel: bool = True
     thinking: bool | None = None
     """Whether the answer begins among thoughts."""
-    tells_thoughts: bool = True
+    include_thinking: bool = True
 
     def reader(self) -> "MessageReader":
         """Of one answer."""
@@ -93,7 +93,7 @@ class MessageWriter:
 
     def __init__(self, rules: MessageRules, seed: str) -> None:
         self._reader = rules.reader()
-        self._tells_thoughts = rules.tells_thoughts
+        self._include_thinking = rules.include_thinking
         self._seed = seed
         self._words: list[str] = []
         self._thoughts: list[str] = []
@@ -104,7 +104,7 @@ class MessageWriter:
         """Whether a tool was called."""
         return bool(self._calls)
 
-    def begin_behind(self, text: str) -> None:
+    def skip(self, text: str) -> None:
         """What the client has already: none of it is told again but calls, which are told whole."""
         if text:
             self.push(text)
@@ -140,7 +140,7 @@ class MessageWriter:
             if isinstance(event, Words):
                 words.append(event.text)
             elif isinstance(event, Thought):
-                thoughts += [event.text] * self._tells_thoughts
+                thoughts += [event.text] * self._include_thinking
             elif isinstance(event, CallBegun):
                 arguments[len(self._calls)] = []
                 self._calls.append(Call(_identifier(self._seed, len(self._calls)), event.name))
