@@ -31,7 +31,7 @@ from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.control.budget import CostBasedWait, WaitPolicy
 from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.execution import Cores
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 
 VOCABULARY = 40
@@ -199,7 +199,7 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
         EngineParts(
             model=model,
             # Time stands still for drafters, and costs are fixed: no test depends on how busy the machine is.
-            drafters=Drafters(HELLO, clock=lambda: 0.0),
+            drafters=DrafterPool(HELLO, clock=lambda: 0.0),
             cost=FixedCost(),
             slots=case.slots,
             config=EngineConfig(

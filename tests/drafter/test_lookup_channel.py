@@ -137,7 +137,7 @@ def test_it_works_in_every_layout_that_drafts_and_nobody_waits_for_it() -> None:
         (SpeculationMode.ASYNC, True),
         (SpeculationMode.SYNC, True),
     ):
-        engine.drafters.use(layout)
+        engine.drafters.set_mode(layout)
         engine.drafters.drain({})
         assert engine.drafters.working is works
     assert not engine.drafters.worth_waiting()

@@ -23,7 +23,7 @@ def drafter_process(settings: Settings, engine: Engine, run_dir: Path) -> Genera
     worker = start_worker(WorkerPlan("drafter-0", command), settings.engine_config())
     try:
         deadline = time.monotonic() + _JOIN_S
-        while not engine.drafters.alive:
+        while not engine.drafters.num_joined:
             assert worker.exit_code is None
             assert time.monotonic() < deadline
             channel = listener.accept()

@@ -79,7 +79,7 @@ def anything(logits: torch.Tensor, own: torch.Tensor) -> Said:
         ),
     ],
 )
-def test_a_head_that_computes_nonsense(
+def test_eagle_head_with_wrong_outputs_is_lossless(
     sources: EverySource,
     spoil: Callable[[torch.Tensor, torch.Tensor], Said],
     case: Case,
@@ -149,12 +149,12 @@ class BadlyTold(Witnessed):
 
 @given(fates)
 @settings(max_examples=examples(16), deadline=None)
-def test_features_that_come_as_they_like(sources: EverySource, fates: list[int]) -> None:
+def test_lost_or_duplicate_features_are_lossless(sources: EverySource, fates: list[int]) -> None:
     sources.check("head", BESIDE, lambda *args: BadlyTold(fates, *args), REQUESTS)
 
 
 @pytest.mark.parametrize("fate", [LOST, PIECES])
-def test_what_is_drafted_then(sources: EverySource, fate: int) -> None:
+def test_drafting_with_and_without_features(sources: EverySource, fate: int) -> None:
     """Nothing without features, and as much as ever when they come in pieces."""
     found = sources.check("head", BESIDE, lambda *args: BadlyTold([fate], *args), REQUESTS)
     usual = sources.check("head", BESIDE, count=REQUESTS)

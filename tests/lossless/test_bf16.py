@@ -25,7 +25,7 @@ CASES = [Case("ssd", 1, 8), Case("ssd", 4, 32), Case("sd", 16, 8), Case("ar", 16
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_equal_to_the_bit(pair: LoadedPair, case: Case) -> None:
+def test_bf16_native_kernels_are_lossless(pair: LoadedPair, case: Case) -> None:
     _check(pair, case)
 
 
@@ -37,9 +37,7 @@ def invariant_pair() -> LoadedPair:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_of_a_batch_invariant_target_are_equal_to_the_bit(
-    invariant_pair: LoadedPair, case: Case
-) -> None:
+def test_bf16_batch_invariant_target_is_lossless(invariant_pair: LoadedPair, case: Case) -> None:
     assert not invariant_pair.draft.facts.batch_invariant
     _check(invariant_pair, case)
 

@@ -36,7 +36,7 @@ def write_parrot(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", [Case("sd", 4, 12), Case("ssd", 4, 12, slots=80)], ids=["inline", "beside"])
-def test_a_head_that_repeats_guesses_the_token_it_stands_on(
+def test_features_belong_to_their_positions(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = write_pair(tmp_path, layers=2)

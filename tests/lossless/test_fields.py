@@ -85,12 +85,12 @@ def said(client: httpx.Client, api: Api, field: str, stream: bool) -> Any:
 
 
 @pytest.mark.parametrize(("api", "field", "stream"), CASES)
-def test_a_field_means_the_same_everywhere(
+def test_api_field_is_the_same_in_every_mode(
     plain: Answers, of_mode: Answers, api: Api, field: str, stream: bool
 ) -> None:
     assert of_mode[api.path, field, stream].result() == plain[api.path, field, False].result()
 
 
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
-def test_no_field_is_left_out(api: Api) -> None:
+def test_every_api_field_has_a_case(api: Api) -> None:
     assert set(api.kind.model_fields) - set(api.values) == api.not_built | {"stream"}

@@ -44,19 +44,19 @@ def plain() -> list[Output]:
     return generate("ar", *asked(SCHEMAS))
 
 
-def test_every_text_is_valid(plain: list[Output]) -> None:
+def test_structured_output_is_valid_json(plain: list[Output]) -> None:
     for seed, output in enumerate(plain):
         assert output.finish_reason == "stop", (seed, output.text)
         jsonschema.validate(json.loads(output.text), make_schema(seed))
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
-def test_speculation_changes_no_text(plain: list[Output], mode: str) -> None:
+def test_structured_output_is_lossless(plain: list[Output], mode: str) -> None:
     drafted = generate(mode, *asked(SCHEMAS))
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
 
 
-def test_other_forms_hold_too() -> None:
+def test_regex_and_choice_output_with_speculation() -> None:
     """Where a text may end or go on, it is likely to end: else that would depend on the processor."""
     forms = {
         "regex": r"[a-z]+@[a-z]+\.(com|org)",

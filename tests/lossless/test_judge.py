@@ -19,7 +19,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> LoadedPair:
     return LoadedPair(name, *write_random_pair(name, tmp_path))
 
 
-def test_it_computes_the_same_function_as_the_engines_decoder(pair: LoadedPair) -> None:
+def test_float64_judge_equals_the_decoder(pair: LoadedPair) -> None:
     tokens = [(7 * place + 3) % pair.vocabulary for place in range(40)]
     rows = RequestRows(tokens, range(40), range(40), np.zeros(0, dtype=np.int32), [39])
     engines = pair.target.forward(build_batch([rows])).logits[0].double()
@@ -28,7 +28,7 @@ def test_it_computes_the_same_function_as_the_engines_decoder(pair: LoadedPair) 
     assert torch.allclose(engines, judges, atol=1e-4)
 
 
-def test_a_wrong_token_is_no_near_tie(pair: LoadedPair) -> None:
+def test_wrong_token_is_not_a_near_tie(pair: LoadedPair) -> None:
     submits = requests(pair.vocabulary, 10)[:8]
     plain = run_case(pair, Case("ar", 1), submits)
     judge = Judge(pair)
@@ -43,7 +43,7 @@ def test_a_wrong_token_is_no_near_tie(pair: LoadedPair) -> None:
     assert compared(submits, plain, differences) == 5 * 8
 
 
-def test_a_text_that_ends_early_is_no_near_tie(pair: LoadedPair) -> None:
+def test_early_end_is_not_a_near_tie(pair: LoadedPair) -> None:
     submits = requests(pair.vocabulary, 6)[:1]
     plain = run_case(pair, Case("ar", 1), submits)
     short = Outputs({0: plain.tokens[0][:-1]}, 0, 0)
@@ -51,7 +51,7 @@ def test_a_text_that_ends_early_is_no_near_tie(pair: LoadedPair) -> None:
     assert not difference.near_tie
 
 
-def test_the_first_difference() -> None:
+def test_first_difference_of_two_outputs() -> None:
     assert first_difference((1, 2, 3), (1, 2, 3)) is None
     assert first_difference((1, 2, 3), (1, 9, 3)) == 1
     assert first_difference((1, 2, 3), (1, 2)) == 2

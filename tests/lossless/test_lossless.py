@@ -92,7 +92,7 @@ def label(value: object) -> str:
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=label)
-def test_speculation_gives_the_plain_text(prove: Prove, name: str, case: Case) -> None:
+def test_speculation_is_lossless(prove: Prove, name: str, case: Case) -> None:
     found = prove(name).check(case)
     if case.budget == 0:
         assert found.drafted == 0
@@ -106,11 +106,11 @@ def test_speculation_gives_the_plain_text(prove: Prove, name: str, case: Case) -
     "name", [pytest.param(name, marks=slow_unless_quick(name)) for name in (EMBEDDED, *RANDOM_PAIRS)]
 )
 @pytest.mark.parametrize("batch", [4, 16])
-def test_batches_give_the_texts_of_requests_alone(prove: Prove, name: str, batch: int) -> None:
+def test_batches_equal_single_requests(prove: Prove, name: str, batch: int) -> None:
     assert prove(name).check(Case("ar", batch)).drafted == 0
 
 
-def test_the_requests_are_as_mixed_as_they_should_be(prove: Prove) -> None:
+def test_lossless_requests_cover_ends_and_parameters(prove: Prove) -> None:
     proof = prove("random-llama")
     parameters = [submit.parameters for submit in proof.submits]
     kinds = {
@@ -127,7 +127,7 @@ def test_the_requests_are_as_mixed_as_they_should_be(prove: Prove) -> None:
 
 
 @pytest.mark.slow
-def test_a_draft_that_is_the_target_is_nearly_always_right(tmp_path: Path) -> None:
+def test_draft_equal_to_the_target_is_mostly_accepted(tmp_path: Path) -> None:
     target, _ = write_random_pair("random-llama", tmp_path)
     proof = Proof(LoadedPair("itself", target, target))
     found = proof.check(Case("ssd", 1, 8))

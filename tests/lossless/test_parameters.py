@@ -26,7 +26,7 @@ def holds(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.slow
-def test_every_restriction_is_lossless_and_kept(tmp_path: Path) -> None:
+def test_restrictions_are_lossless_and_respected(tmp_path: Path) -> None:
     pair = LoadedPair("random-llama", *write_random_pair("random-llama", tmp_path))
     free = [replace(each, bad_words=()) for each in parameter_design([(1, 2)], ALLOWED, STOPS, MAX_TOKENS)]
     unbanned = run_case(pair, Case("ar", 4), submits(free)).tokens

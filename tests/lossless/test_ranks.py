@@ -31,7 +31,7 @@ CASES = (Case("ar", 16), Case("sd", 4, 8), Case("ssd", 4, 8), Case("ssd", 16, 4,
         (EMBEDDED, 2),
     ],
 )
-def test_ranks_give_the_texts_of_one_rank(
+def test_tensor_parallel_equals_one_rank(
     name: str, ranks: int, tmp_path: Path, served_kernels: NativeLibrary | None
 ) -> None:
     if name == EMBEDDED:

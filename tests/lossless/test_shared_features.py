@@ -62,7 +62,7 @@ def sockets(intake: ReceiveLimits) -> Generator[Callable[[RigDraft, Engine], Mem
 
 
 @pytest.mark.parametrize("head", ["head", "both heads"])
-def test_as_much_is_drafted_and_accepted_as_when_rows_come_in_messages(
+def test_shared_memory_features_equal_message_features(
     head: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = SharedReader.copied

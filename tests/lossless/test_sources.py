@@ -32,16 +32,14 @@ def names(quick: set[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("name", names(INLINE))
-def test_inline_it_gives_the_plain_text(sources: EverySource, name: str) -> None:
+def test_sync_mode_is_lossless_for_every_draft_source(sources: EverySource, name: str) -> None:
     found = sources.check(name, ROOMY)
     assert found.accepted > 5
     assert found.cached > 0
 
 
 @pytest.mark.parametrize("name", names(BESIDE))
-def test_beside_a_target_that_is_short_of_memory_it_gives_the_plain_text(
-    sources: EverySource, name: str
-) -> None:
+def test_async_mode_is_lossless_under_memory_pressure(sources: EverySource, name: str) -> None:
     found = sources.check(name, SHORT)
     assert found.accepted > 0
     assert found.cached > 0
@@ -50,9 +48,7 @@ def test_beside_a_target_that_is_short_of_memory_it_gives_the_plain_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTS)
-def test_so_it_does_the_other_way_round_and_when_it_dies_or_talks_nonsense(
-    sources: EverySource, name: str
-) -> None:
+def test_lost_messages_and_killed_drafters_are_lossless(sources: EverySource, name: str) -> None:
     for case in (replace(ROOMY, slots=SHORT.slots), replace(SHORT, slots=ROOMY.slots)):
         assert sources.check(name, case).accepted > 0
     for drafter in ("killed", "garbage"):

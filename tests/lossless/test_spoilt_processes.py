@@ -120,7 +120,7 @@ def plain(settings: dict[str, Any]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_the_text_is_the_plain_one(
+def test_faulty_drafter_process_is_lossless(
     settings: dict[str, Any],
     spoilt: Path,
     plain: list[tuple[int, ...]],

@@ -78,7 +78,7 @@ def core_of(seed: int) -> Callable[[], DrafterCore]:
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_it_says_the_text_is_the_plain_one(sources: EverySource, seed: int, mode: str) -> None:
+def test_draft_source_with_random_output_is_lossless(sources: EverySource, seed: int, mode: str) -> None:
     target = sources.of("ngram")
     target.drafts = [RigDraft(target.hello, core_of(seed))]
     assert sources.check("ngram", Case(mode, 4, 12, slots=100 if seed % 2 else 4000), count=4).drafted > 0

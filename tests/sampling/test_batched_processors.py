@@ -28,7 +28,7 @@ def one_by_one(logits: torch.Tensor, rows: list[SamplingRows]) -> torch.Tensor:
 
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000))
 @settings(max_examples=examples(400))
-def test_equals_the_definition(asked: list[SamplingRows], seed: int) -> None:
+def test_batched_processing_equals_the_reference(asked: list[SamplingRows], seed: int) -> None:
     rows = [row for each in asked for row in each.split()]
     logits = awkward_logits(len(rows), VOCABULARY, seed)
     before = logits.clone()
@@ -51,7 +51,7 @@ EDITING = st.builds(
 
 @given(EDITING, st.lists(FEW, max_size=6), st.lists(FEW, max_size=4).map(tuple), st.integers(0, 1000))
 @settings(max_examples=examples(400))
-def test_edits_that_a_request_keeps_change_all_its_rows(
+def test_logit_overrides_apply_to_all_rows_of_a_request(
     parameters: SamplingParameters, output: list[int], path: tuple[int, ...], seed: int
 ) -> None:
     edits, counts = LogitOverrides(parameters, (0,)), TokenCounts((), output)
@@ -73,7 +73,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def test_many_rows_take_as_many_operators_as_two() -> None:
+def test_batched_processing_has_constant_operator_count() -> None:
     """And no look at the parameters: their ids stand on the device since the first round."""
     parameters = SamplingParameters(
         temperature=0.0,
@@ -96,7 +96,7 @@ def test_many_rows_take_as_many_operators_as_two() -> None:
 @pytest.mark.parametrize(
     "parameters", [SamplingParameters(top_p=0.9), SamplingParameters(top_k=50, top_p=0.8)]
 )
-def test_more_rows_than_are_ordered_together(parameters: SamplingParameters) -> None:
+def test_top_k_and_top_p_sort_large_batches_in_chunks(parameters: SamplingParameters) -> None:
     logits = 4 * torch.randn((9, 1 << 20), generator=torch.Generator().manual_seed(1))
     rows = [SamplingRows(parameters, 0, index) for index in range(9)]
     assert torch.equal(process_rows(logits, rows), one_by_one(logits, rows))

@@ -72,7 +72,7 @@ def reference_choice(logits: torch.Tensor, row: SamplingRows) -> int:
 
 @given(ROWS, st.integers(0, 1000))
 @settings(max_examples=60)
-def test_a_choice_is_the_same_alone_in_any_batch_and_by_the_definition(
+def test_choice_is_independent_of_the_batch_and_equals_the_reference(
     rows: list[SamplingRows], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +87,7 @@ def test_a_choice_is_the_same_alone_in_any_batch_and_by_the_definition(
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 4099])
-def test_batches_of_real_width_choose_as_rows_alone(vocabulary: int) -> None:
+def test_choice_is_independent_of_the_batch_at_real_vocabulary_sizes(vocabulary: int) -> None:
     logits = torch.randn(24, vocabulary, generator=torch.Generator().manual_seed(3)) * 4
     rows = [SamplingRows(MIXED[i % 8], i // 8, i, TokenCounts([1], [2, 3]), (4,), 3, (0,)) for i in range(24)]
     noise = NoiseRows(vocabulary, capacity=64)
@@ -111,7 +111,7 @@ def test_samples_follow_the_processed_distribution(parameters: SamplingParameter
 
 
 @pytest.mark.parametrize("argmax", [lowest_argmax, lambda scores: lowest_argmax_on_device(scores).tolist()])
-def test_ties_go_to_the_lowest_id(argmax: object) -> None:
+def test_argmax_ties_go_to_the_lowest_id(argmax: object) -> None:
     assert callable(argmax)
     for width in (1, 3, 31, 64, 1000, 4096):
         scores = torch.zeros(4, width)
@@ -122,14 +122,14 @@ def test_ties_go_to_the_lowest_id(argmax: object) -> None:
 
 
 @pytest.mark.parametrize("argmax", [lowest_argmax, lambda scores: lowest_argmax_on_device(scores).tolist()])
-def test_not_a_number_is_never_chosen(argmax: object) -> None:
+def test_nan_logits_are_never_chosen(argmax: object) -> None:
     assert callable(argmax)
     nan = math.nan
     scores = torch.tensor([[nan, 1.0, 2.0], [0.0, nan, -1.0], [nan, nan, nan], [1.0, 2.0, 3.0]])
     assert argmax(scores) == [2, 0, 0, 2]
 
 
-def test_given_logits_do_not_change() -> None:
+def test_sampling_does_not_modify_logits() -> None:
     logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     for temperature in (0.0, 1.0):
@@ -139,7 +139,7 @@ def test_given_logits_do_not_change() -> None:
         assert torch.equal(logits, before)
 
 
-def test_a_rows_own_path_position_and_ends_count() -> None:
+def test_tree_rows_use_their_own_path_position_and_min_tokens() -> None:
     parameters = SamplingParameters(temperature=0.0, presence_penalty=10.0, min_tokens=2, stop_token_ids=(2,))
     logits = torch.tensor([4.0, 3.0, 2.0, 1.0]).expand(3, 4)
     rows = [
@@ -150,11 +150,11 @@ def test_a_rows_own_path_position_and_ends_count() -> None:
     assert sample(logits, rows, NoiseRows(4, 1)).choices == [1, 3, 2]
 
 
-def test_no_rows_no_choices() -> None:
+def test_empty_batch_has_no_choices() -> None:
     assert sample(torch.zeros(0, 8), [], NoiseRows(8, 1)).choices == []
 
 
-def test_log_probabilities_are_those_before_noise() -> None:
+def test_logprobs_exclude_noise() -> None:
     row = torch.tensor([0.0, 1.0, 1.0, -torch.inf, 2.0])
     total = math.log(1 + 2 * math.e + math.e**2)
     result = token_logprobs(row, 0, 3)
@@ -167,7 +167,7 @@ def test_log_probabilities_are_those_before_noise() -> None:
     assert [token for token, _ in token_logprobs(row, 0, 50).top] == [4, 1, 2, 0]
 
 
-def test_a_known_token_is_told_under_the_logits_as_they_are() -> None:
+def test_prompt_logprobs_use_unprocessed_logits() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 2)
     parameters = SamplingParameters(temperature=0.0, logprobs=2)
     rows = [SamplingRows(parameters, 1, 5, known=3), SamplingRows(parameters, 1, 6)]
@@ -187,7 +187,7 @@ def test_a_known_token_is_told_under_the_logits_as_they_are() -> None:
     ),
     st.integers(0, 1000),
 )
-def test_log_probabilities_of_many_rows_are_those_of_each(asked: list[tuple[int, int]], seed: int) -> None:
+def test_batched_logprobs_equal_single_rows(asked: list[tuple[int, int]], seed: int) -> None:
     logits = awkward_logits(len(asked), VOCABULARY, seed)
     choices, tops = [choice for choice, _ in asked], [top for _, top in asked]
     found = rows_logprobs(logits, choices, tops)

@@ -71,7 +71,7 @@ def fresh(output: list[int]) -> set[int] | None:
         return None
 
 
-def test_a_text_is_followed_to_its_end_and_only_an_end_may_follow() -> None:
+def test_grammar_allows_only_end_tokens_after_a_complete_text() -> None:
     state = GRAMMARS.start(PERSON)
     for token in TEXT:
         assert token in allowed(state.masks())
@@ -82,7 +82,7 @@ def test_a_text_is_followed_to_its_end_and_only_an_end_may_follow() -> None:
 
 
 @given(st.data())
-def test_each_row_has_the_mask_of_its_own_path(data: st.DataObject) -> None:
+def test_grammar_mask_of_each_node_is_that_of_its_path(data: st.DataObject) -> None:
     """Rows in any order that has parents first, some of them impossible ones."""
     begun = data.draw(st.integers(0, len(TEXT)))
     output = TEXT[:begun]
@@ -128,7 +128,7 @@ def behind(output: list[int]) -> set[int]:
 
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=examples(50), deadline=None)
-def test_a_tree_of_before_changes_no_later_mask(random: Random) -> None:
+def test_earlier_trees_do_not_change_grammar_masks(random: Random) -> None:
     """Round by round: other paths of one tree end with the same tokens, among other brackets."""
     output: list[int] = []
     state = GRAMMARS.start(OPTIONAL)
@@ -151,7 +151,7 @@ def test_a_tree_of_before_changes_no_later_mask(random: Random) -> None:
         output += walked
 
 
-def test_equal_ends_of_other_paths_have_masks_of_their_own() -> None:
+def test_equal_last_tokens_of_different_paths_have_different_masks() -> None:
     """A matcher that goes back and another way, to where as many tokens end with the same one, must not say
     what could come there on the first way."""
     text = '{"a": {"b": 1'
@@ -165,14 +165,14 @@ def test_equal_ends_of_other_paths_have_masks_of_their_own() -> None:
     assert allowed(state.masks()) == behind([*begun, comma, space])
 
 
-def test_copies_go_their_own_ways() -> None:
+def test_grammar_state_copies_are_independent() -> None:
     one = GRAMMARS.start(PERSON, TEXT[:2])
     other = one.copy()
     one.consume(TEXT[2:5])
     assert allowed(other.masks()) == fresh(TEXT[:2])
 
 
-def test_an_output_that_does_not_match_is_refused() -> None:
+def test_output_that_does_not_match_the_grammar_is_refused() -> None:
     with pytest.raises(GrammarError, match="does not match"):
         GRAMMARS.start(PERSON, [TEXT[0], TEXT[0]])
 
@@ -190,7 +190,7 @@ def test_an_output_that_does_not_match_is_refused() -> None:
         (LLMatcher.grammar_from_json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "anyOf"),
     ],
 )
-def test_what_cannot_be_compiled_says_where(grammar: str, words: str) -> None:
+def test_invalid_grammar_is_refused_with_its_reason(grammar: str, words: str) -> None:
     for check in (check_grammar, GRAMMARS.compile):
         with pytest.raises(GrammarError, match=re.escape(words)):
             check(grammar)
@@ -205,18 +205,18 @@ def test_what_cannot_be_compiled_says_where(grammar: str, words: str) -> None:
         (LLMatcher.grammar_from_regex("a?" * 1_100), "takes too long"),
     ],
 )
-def test_what_only_its_matcher_finds_out_says_so_too(grammar: str, words: str) -> None:
+def test_grammar_without_any_text_or_too_slow_is_refused(grammar: str, words: str) -> None:
     with pytest.raises(GrammarError, match=words):
         GRAMMARS.compile(grammar)
 
 
-def test_what_is_wrong_with_a_long_grammar_does_not_repeat_it() -> None:
+def test_grammar_error_messages_are_short() -> None:
     with pytest.raises(GrammarError) as told:
         check_grammar(LLMatcher.grammar_from_regex("(" * 900))
     assert len(str(told.value)) < 500
 
 
-def test_few_grammars_are_kept_and_forgotten_ones_are_compiled_again() -> None:
+def test_grammar_cache_evicts_the_least_recently_used() -> None:
     grammars = Grammars(TOKENIZER.to_json, VOCABULARY, TOKENIZER.eos_token_ids)
     many = [LLMatcher.grammar_from_regex(f"a{{{n}}}") for n in range(1, 80)]
     for each in many:
@@ -240,9 +240,7 @@ def rows_of(state: GrammarState, temperature: float, told: int | None = None) ->
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_what_is_allowed_is_chosen_compiled_and_by_torch(
-    native: NativeLibrary, temperature: float
-) -> None:
+def test_only_allowed_tokens_are_chosen(native: NativeLibrary, temperature: float) -> None:
     state = GRAMMARS.start(PERSON, TEXT[:1])
     masked, free = rows_of(state, temperature, told=5), SamplingRows(SamplingParameters(), 3, 8)
     generator = torch.Generator().manual_seed(0)
@@ -259,7 +257,7 @@ def test_only_what_is_allowed_is_chosen_compiled_and_by_torch(
         assert {token for token, _ in told.top} <= allowed(mask)
 
 
-def test_rows_without_a_grammar_are_not_touched() -> None:
+def test_rows_without_grammar_are_not_masked() -> None:
     logits = torch.zeros((1, VOCABULARY))
     assert apply_request_masks(logits, [SamplingRows(SamplingParameters(), 3, 8)]) is logits
     single = rows_of(GRAMMARS.start(PERSON, TEXT[:1]), 1.0).split()
@@ -269,7 +267,7 @@ def test_rows_without_a_grammar_are_not_touched() -> None:
     assert np.array_equal(np.concatenate(masks), state.masks(TEXT[1:4], (-1, 0, 1)))
 
 
-def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_llguidance_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd_serve.sampling.grammar.find_spec", lambda _: None)
     for check in (check_grammar, Grammars(TOKENIZER.to_json, VOCABULARY, ()).compile):
         with pytest.raises(GrammarError, match=r"ssd-serve\[structured\]"):

@@ -78,7 +78,7 @@ def told(sampled: Sampled) -> str:
 @pytest.mark.slow
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000), st.integers(1, 9))
 @settings(max_examples=examples(400))
-def test_choices_are_those_of_torch_and_the_same_alone(
+def test_native_choice_equals_torch_alone_and_in_batches(
     native: NativeLibrary, asked: list[SamplingRows], seed: int, capacity: int
 ) -> None:
     logits = awkward_logits(sum(each.rows for each in asked), VOCABULARY, seed)
@@ -104,7 +104,7 @@ def chosen_path(tree: SamplingRows, choices: list[int]) -> list[int]:
 
 @given(requests(), st.sets(st.integers(0, 4)), st.integers(0, 1000))
 @settings(max_examples=examples(40), deadline=None)
-def test_a_walk_chooses_what_all_rows_choose_as_far_as_it_goes(
+def test_native_walk_equals_the_choices_along_the_path(
     native: NativeLibrary, tree: SamplingRows, right: set[int], seed: int
 ) -> None:
     logits, noise = awkward_logits(tree.rows, VOCABULARY, seed), NoiseRows(VOCABULARY, 64, native=native)
@@ -136,7 +136,9 @@ REAL = [
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 1000, 4096, 32003])
 @pytest.mark.parametrize("spread", [0.5, 4.0])
-def test_vocabularies_of_real_width(native: NativeLibrary, vocabulary: int, spread: float) -> None:
+def test_native_choice_at_real_vocabulary_sizes(
+    native: NativeLibrary, vocabulary: int, spread: float
+) -> None:
     rng = np.random.default_rng(vocabulary)
     asked = [
         SamplingRows(
@@ -158,7 +160,7 @@ def test_vocabularies_of_real_width(native: NativeLibrary, vocabulary: int, spre
     assert torch.equal(logits, before)
 
 
-def test_rows_without_any_possible_token_choose_the_first(native: NativeLibrary) -> None:
+def test_native_choice_of_fully_masked_rows_is_token_zero(native: NativeLibrary) -> None:
     noise, choice = NoiseRows(64, 8, native=native), NativeChoice(native)
     for value in (math.nan, -math.inf):
         for parameters in REAL:
@@ -166,7 +168,7 @@ def test_rows_without_any_possible_token_choose_the_first(native: NativeLibrary)
             assert sample(torch.full((1, 64), value), [row], noise, choice).choices == [0]
 
 
-def test_infinite_logits_are_chosen(native: NativeLibrary) -> None:
+def test_native_choice_of_infinite_logits(native: NativeLibrary) -> None:
     noise, choice = NoiseRows(64, 8, native=native), NativeChoice(native)
     logits = torch.zeros(1, 64)
     logits[0, [40, 50]] = torch.inf
@@ -175,13 +177,13 @@ def test_infinite_logits_are_chosen(native: NativeLibrary) -> None:
         assert sample(logits, [row], noise, choice) == sample(logits, [row], noise)
 
 
-def test_penalties_without_counts_are_an_error(native: NativeLibrary) -> None:
+def test_penalties_without_token_counts_are_an_error(native: NativeLibrary) -> None:
     row = SamplingRows(SamplingParameters(presence_penalty=1.0), 1, 2)
     with pytest.raises(ValueError, match="counts"):
         sample(torch.zeros(1, 8), [row], NoiseRows(8, 8), NativeChoice(native))
 
 
-def test_several_threads_choose_the_same(native: NativeLibrary) -> None:
+def test_native_choice_is_independent_of_thread_count(native: NativeLibrary) -> None:
     asked = [SamplingRows(REAL[number % 8], number, 3, TokenCounts([1, 2], [2])) for number in range(24)]
     logits = torch.randn(24, 999, generator=torch.Generator().manual_seed(1))
     noise, choice = NoiseRows(999, 64, native=native), NativeChoice(native)
@@ -194,7 +196,7 @@ def test_several_threads_choose_the_same(native: NativeLibrary) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_tree_is_its_rows(native: NativeLibrary) -> None:
+def test_native_tree_equals_single_rows(native: NativeLibrary) -> None:
     tree = SamplingRows(
         REAL[6], 5, 9, TokenCounts([1], [2]), (3,), 2, (), None, [4, 5, 6], [-1, 0, -1], [1, 2, 1]
     )
@@ -206,7 +208,7 @@ def test_a_tree_is_its_rows(native: NativeLibrary) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_many_nodes_at_one_position_share_their_noise(native: NativeLibrary, temperature: float) -> None:
+def test_native_nodes_at_one_position_share_noise(native: NativeLibrary, temperature: float) -> None:
     depths = [1] * 20 + [2] * 3
     tree = SamplingRows(
         SamplingParameters(temperature=temperature),
@@ -225,7 +227,7 @@ def test_many_nodes_at_one_position_share_their_noise(native: NativeLibrary, tem
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.1, 0.8, 1.0, 30.0, 1e6])
 @pytest.mark.parametrize("kind", ["flat", "equal", "steep", "huge", "one infinite", "masked"])
-def test_no_token_that_could_win_is_passed_over(native: NativeLibrary, temperature: float, kind: str) -> None:
+def test_native_choice_skips_no_possible_winner(native: NativeLibrary, temperature: float, kind: str) -> None:
     """The kernel takes logarithms only where the words say that they could matter: 200 rows of each kind."""
     number, vocabulary = 200, 1003
     logits = torch.randn(number, vocabulary, generator=torch.Generator().manual_seed(9))

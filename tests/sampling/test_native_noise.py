@@ -33,7 +33,7 @@ def steps_apart(ours: Float32Array, theirs: Float32Array) -> np.ndarray:
 
 @given(WORD_64, WORD_32, st.integers(1, 140), st.integers(0, 3))
 @settings(max_examples=examples(100))
-def test_any_row_is_the_definition(
+def test_native_noise_equals_the_reference(
     native: NativeLibrary, seed: int, position: int, vocabulary: int, stream: int
 ) -> None:
     """One wrong integer would be off by far more than one step."""
@@ -42,9 +42,7 @@ def test_any_row_is_the_definition(
 
 
 @pytest.mark.parametrize("vocabulary", [4096, 32001, 128256])
-def test_millions_of_logarithms_differ_from_numpys_in_hardly_any_last_bit(
-    native: NativeLibrary, vocabulary: int
-) -> None:
+def test_native_logarithms_equal_numpy_but_for_rare_last_bits(native: NativeLibrary, vocabulary: int) -> None:
     number = 2**22 // vocabulary + 1
     seeds, positions = [2**63 + vocabulary] * number, list(range(number))
     apart = steps_apart(
@@ -54,7 +52,7 @@ def test_millions_of_logarithms_differ_from_numpys_in_hardly_any_last_bit(
     assert np.count_nonzero(apart) <= 4
 
 
-def test_a_row_is_the_same_alone_and_among_others(native: NativeLibrary) -> None:
+def test_native_noise_row_is_independent_of_the_batch(native: NativeLibrary) -> None:
     seeds, positions = [3, 3, 9, 2**64 - 1], [1, 2, 1, 2**32 - 1]
     together = rows(native, seeds, positions, 333)
     for row, seed, position in zip(together, seeds, positions, strict=True):
@@ -67,7 +65,7 @@ def test_a_row_is_the_same_alone_and_among_others(native: NativeLibrary) -> None
     st.booleans(),
 )
 @settings(max_examples=examples(100))
-def test_lines_hold_what_was_asked_for(
+def test_noise_cache_returns_requested_rows(
     native: NativeLibrary, calls: list[list[tuple[int, int, int]]], capacity: int, compiled: bool
 ) -> None:
     noise = NoiseRows(9, capacity, native=native if compiled else None)

@@ -50,7 +50,7 @@ def reference_word(seed: int, position: int, token: int, stream: int) -> int:
         ),
     ],
 )
-def test_the_published_vectors_of_random123(counter: list[int], key: list[int], expected: list[int]) -> None:
+def test_philox_matches_random123_vectors(counter: list[int], key: list[int], expected: list[int]) -> None:
     words = philox(
         np.array(counter, dtype=np.uint64).reshape(4, 1, 1), np.array(key, dtype=np.uint64).reshape(2, 1, 1)
     )
@@ -67,7 +67,7 @@ def test_philox_words_match_the_definition(seed: int, position: int, vocabulary:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 4096, 32001, 128256])
-def test_numpy_and_torch_give_equal_integers_alone_and_together(vocabulary: int) -> None:
+def test_numpy_and_torch_random_words_are_equal(vocabulary: int) -> None:
     seeds, positions = [0, 2**64 - 1, 0x9E3779B97F4A7C15, 7], [0, 2**32 - 1, 4095, 131072]
     together = random_words(seeds, positions, vocabulary)
     assert together.dtype == np.uint32
@@ -78,14 +78,14 @@ def test_numpy_and_torch_give_equal_integers_alone_and_together(vocabulary: int)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 4097, 32001])
-def test_a_row_of_logarithms_is_the_same_alone_and_together(vocabulary: int) -> None:
+def test_noise_row_is_independent_of_the_batch(vocabulary: int) -> None:
     seeds, positions = [3, 3, 9, 11, 3], [1, 2, 1, 500, 3]
     together = log_exponential(seeds, positions, vocabulary)
     for row, seed, position in zip(together, seeds, positions, strict=True):
         assert np.array_equal(row, log_exponential([seed], [position], vocabulary)[0])
 
 
-def test_log_e_is_finite_and_exact_to_float32_at_both_ends() -> None:
+def test_noise_is_finite_and_exact_at_both_ends() -> None:
     words = [0, 1, 2, 3, 1000, 2**24 + 1, 2**31, 2**32 - 512, 2**32 - 129, 2**32 - 2, 2**32 - 1]
     values = log_exponential_of_words(np.array(words, dtype=np.uint32))
     for word, value in zip(words, values.tolist(), strict=True):
@@ -95,13 +95,13 @@ def test_log_e_is_finite_and_exact_to_float32_at_both_ends() -> None:
     assert len(set(log_exponential_of_words(np.arange(4096, dtype=np.uint32)).tolist())) == 4096
 
 
-def test_torch_logarithms_agree_to_rounding() -> None:
+def test_torch_noise_equals_numpy_to_rounding() -> None:
     ours = log_exponential([5, 6], [7, 8], 4096)
     theirs = log_exponential_torch([5, 6], [7, 8], 4096, "cpu").numpy()
     np.testing.assert_allclose(ours, theirs, rtol=3e-7, atol=1e-7)
 
 
-def test_rows_are_the_noise_and_none_is_zero() -> None:
+def test_noise_of_seed_none_is_zero() -> None:
     noise = NoiseRows(101, capacity=4)
     rows = noise.rows([5, None, 5, 6, 5], [1, 1, 2, 1, 1])
     assert rows.dtype == torch.float32
@@ -112,7 +112,7 @@ def test_rows_are_the_noise_and_none_is_zero() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=12), st.integers(1, 6))
 @settings(max_examples=examples(60))
-def test_the_cache_never_changes_a_row(keys: list[tuple[int, int]], capacity: int) -> None:
+def test_noise_cache_never_changes_a_row(keys: list[tuple[int, int]], capacity: int) -> None:
     noise = NoiseRows(9, capacity)
     for seed, position in keys:
         noise.rows([seed], [position])
@@ -125,14 +125,14 @@ def test_the_cache_never_changes_a_row(keys: list[tuple[int, int]], capacity: in
         assert np.array_equal(rows.numpy(), log_exponential(seeds, positions, 9))
 
 
-def test_a_returned_row_survives_eviction() -> None:
+def test_noise_row_survives_eviction() -> None:
     noise = NoiseRows(16, capacity=1)
     row = noise.rows([1], [1])[0]
     noise.rows([2], [2])
     assert np.array_equal(row.numpy(), log_exponential([1], [1], 16)[0])
 
 
-def test_impossible_sizes_are_refused() -> None:
+def test_noise_cache_refuses_empty_sizes() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         NoiseRows(0, 4)
     with pytest.raises(ValueError, match="at least 1"):

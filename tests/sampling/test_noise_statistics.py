@@ -34,14 +34,14 @@ def draws(seeds: list[int], positions: list[int]) -> npt.NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("along", ["positions", "seeds"])
-def test_choices_are_distributed_as_the_softmax(along: str) -> None:
+def test_choices_follow_the_softmax_along_seeds_and_positions(along: str) -> None:
     many, one = list(range(DRAWS)), [12345] * DRAWS
     choices = draws(one, many) if along == "positions" else draws(many, one)
     counts = np.bincount(choices, minlength=8).astype(np.float64)
     assert chi_square(counts, PROBABILITIES * DRAWS) < chi_square_bound(7)
 
 
-def test_neighbouring_choices_are_independent() -> None:
+def test_choices_at_adjacent_positions_are_independent() -> None:
     positions = list(range(DRAWS))
     by_seed = [draws([seed] * DRAWS, positions) for seed in (40, 41)]
     joint = np.outer(PROBABILITIES, PROBABILITIES).ravel()
@@ -73,7 +73,7 @@ def test_neighbouring_words_are_independent() -> None:
 
 
 @pytest.mark.parametrize("probability", [1e-5, 1e-7, 1e-8, 2e-9])
-def test_words_give_an_improbable_token_its_probability(probability: float) -> None:
+def test_improbable_token_has_its_probability(probability: float) -> None:
     """Exact, not sampled: over all equally likely words, how probably does the token beat all others?
 
     The others' race ends at an exponential time of rate 1 - p; the token wins if E / p comes before that.
@@ -86,7 +86,7 @@ def test_words_give_an_improbable_token_its_probability(probability: float) -> N
 
 
 @pytest.mark.slow
-def test_improbable_tokens_of_a_large_vocabulary_appear_as_often_as_expected() -> None:
+def test_improbable_tokens_of_a_large_vocabulary_have_their_probability() -> None:
     """128,256 tokens, all but 16 below 1e-7, 0.0122 together; counts pooled over 2,400 rows."""
     vocabulary, head, rows = 128_256, 16, 2_400
     tail = np.linspace(0.9e-7, 1e-7, vocabulary - head, endpoint=False)

@@ -82,13 +82,13 @@ def logits(rows: int) -> torch.Tensor:
     return 2 * torch.randn((rows, VOCABULARY), generator=torch.Generator().manual_seed(3))
 
 
-def test_the_table_has_every_field_and_its_default_is_neutral() -> None:
+def test_parameter_table_has_every_field_with_neutral_default() -> None:
     """`max_tokens` has no neutral value: a text always ends."""
     assert {each.name: each.neutral for each in PARAMETERS} == asdict(SamplingParameters())
     assert len(PARAMETERS) == len({each.name for each in PARAMETERS})
 
 
-def test_what_acts_on_logits_has_a_function_and_stands_in_order() -> None:
+def test_logits_parameters_have_functions_in_stage_order() -> None:
     stages = [each.stage for each in PARAMETERS]
     assert stages == sorted(stages, key=list(Stage).index)
     for each in PARAMETERS:
@@ -96,7 +96,7 @@ def test_what_acts_on_logits_has_a_function_and_stands_in_order() -> None:
         assert not each.function or callable(processor_function(each))
 
 
-def test_rows_of_neutral_parameters_need_nothing() -> None:
+def test_neutral_parameters_need_no_processing() -> None:
     neutral = SamplingParameters()
     assert not needs_processing(neutral, 0)
     assert not needs_counts(neutral)
@@ -105,7 +105,7 @@ def test_rows_of_neutral_parameters_need_nothing() -> None:
 
 
 @pytest.mark.parametrize(("parameter", "value"), CASES)
-def test_what_is_derived_says_that_a_parameter_is_on(parameter: Parameter, value: object) -> None:
+def test_derived_predicates_see_every_parameter(parameter: Parameter, value: object) -> None:
     parameters, stage = given(parameter, value), parameter.stage
     assert any_active([parameter])(parameters)
     assert needs_overrides(parameters, 3) == (stage in (Stage.TOKENS, Stage.START))
@@ -118,7 +118,7 @@ def test_what_is_derived_says_that_a_parameter_is_on(parameter: Parameter, value
 
 
 @pytest.mark.parametrize(("parameter", "value"), CASES)
-def test_the_most_probable_token_needs_no_truncation(parameter: Parameter, value: object) -> None:
+def test_greedy_rows_need_no_truncation(parameter: Parameter, value: object) -> None:
     greedy = replace(given(parameter, value), temperature=0.0)
     assert is_greedy(greedy)
     assert not has_truncation(greedy)
@@ -126,7 +126,7 @@ def test_the_most_probable_token_needs_no_truncation(parameter: Parameter, value
     assert needs_processing(greedy, 3) == edited
 
 
-def test_the_start_of_a_text_ends() -> None:
+def test_min_tokens_applies_only_to_the_first_tokens() -> None:
     parameters = SamplingParameters(min_tokens=6)
     assert [needs_overrides(parameters, generated) for generated in (0, 5, 6, 7)] == [
         True,
@@ -137,7 +137,7 @@ def test_the_start_of_a_text_ends() -> None:
 
 
 @pytest.mark.parametrize(("parameter", "value"), CASES)
-def test_torch_does_what_the_definition_says(parameter: Parameter, value: object) -> None:
+def test_batched_parameter_equals_the_reference(parameter: Parameter, value: object) -> None:
     """And what acts on logits changes them."""
     rows = tree(given(parameter, value)).split()
     before = logits(len(rows))
@@ -151,7 +151,7 @@ def test_torch_does_what_the_definition_says(parameter: Parameter, value: object
 
 @pytest.mark.parametrize("unsupported", [None, *sorted(BATCHED)])
 @pytest.mark.parametrize(("parameter", "value"), CASES)
-def test_what_is_not_built_for_many_rows_is_done_one_by_one(
+def test_unsupported_parameter_falls_back_to_the_reference(
     parameter: Parameter, value: object, unsupported: str | None
 ) -> None:
     """Also beside rows that need nothing."""
@@ -165,7 +165,7 @@ def test_what_is_not_built_for_many_rows_is_done_one_by_one(
 
 @pytest.mark.parametrize("unsupported", [None, *sorted(COMPILED)])
 @pytest.mark.parametrize(("parameter", "value"), CASES)
-def test_the_kernel_leaves_to_torch_what_it_does_not_list(
+def test_native_choice_leaves_unlisted_parameters_to_torch(
     native: NativeLibrary, parameter: Parameter, value: object, unsupported: str | None
 ) -> None:
     """Whichever of its parameters it did not know: the same tokens and log-probabilities."""
@@ -183,7 +183,9 @@ def test_the_kernel_leaves_to_torch_what_it_does_not_list(
 
 @pytest.mark.parametrize("unsupported", [None, *sorted(COMPILED)])
 @pytest.mark.parametrize(("parameter", "value"), CASES)
-def test_what_the_kernel_is_not_asked(parameter: Parameter, value: object, unsupported: str | None) -> None:
+def test_unsupported_parameters_of_a_fast_path(
+    parameter: Parameter, value: object, unsupported: str | None
+) -> None:
     rest, rows = UnsupportedParameters(COMPILED - {unsupported}), tree(given(parameter, value))
     unknown, stage = parameter.name not in COMPILED - {unsupported}, parameter.stage
     assert rest.needs_edit(rows.parameters, rows.generated) == (
@@ -192,5 +194,5 @@ def test_what_the_kernel_is_not_asked(parameter: Parameter, value: object, unsup
     assert rest.needs_process(rows.parameters) == (unknown and stage in (Stage.TEMPERATURE, Stage.TRUNCATION))
 
 
-def test_the_kernel_lists_parameters_of_the_table() -> None:
+def test_native_choice_lists_only_known_parameters() -> None:
     assert {each.name for each in PARAMETERS} > BATCHED > COMPILED

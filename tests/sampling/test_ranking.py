@@ -19,7 +19,7 @@ TEMPERATURES = (0.0, 0.3, 1.0, 1.7)
 SCALES = (0.2, 0.7, 1.0, 5.0)
 
 
-def test_draft_scores_predict_the_choice_of_equal_logits() -> None:
+def test_draft_scores_of_equal_logits_predict_the_choice() -> None:
     logits = torch.randn(40, 512, generator=torch.Generator().manual_seed(5)) * 3
     temperatures = [0.0, 0.7, 1.0, 1.5] * 10
     rows = [SamplingRows(SamplingParameters(temperature=t), 8, i) for i, t in enumerate(temperatures)]
@@ -31,7 +31,7 @@ def test_draft_scores_predict_the_choice_of_equal_logits() -> None:
     assert torch.equal(draft_scores(logits, 0.0, None), logits)
 
 
-def test_ranked_children_are_the_calibrated_softmax() -> None:
+def test_ranking_returns_the_calibrated_softmax() -> None:
     scores = torch.randn(5, 300, generator=torch.Generator().manual_seed(6)) * 3
     scores[2, 10:] = -torch.inf
     for scales in (0.7, torch.tensor([0.5, 0.7, 1.0, 1.5, 2.0])):
@@ -58,7 +58,7 @@ def keys_of(rows: int, seed: int) -> SamplingKeys:
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 333, 4096, 32003])
 @pytest.mark.parametrize("spread", [0.5, 4.0, 30.0])
-def test_the_compiled_ranking_is_that_of_torch(native: NativeLibrary, vocabulary: int, spread: float) -> None:
+def test_native_ranking_equals_torch(native: NativeLibrary, vocabulary: int, spread: float) -> None:
     """Tokens and scores to the bit; sums are taken in another order."""
     rows, fan_out = 9, min(16, vocabulary)
     logits = spread * torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(vocabulary))
@@ -75,7 +75,7 @@ def test_the_compiled_ranking_is_that_of_torch(native: NativeLibrary, vocabulary
 
 @given(st.integers(0, 10_000), st.integers(1, 70), st.integers(1, 20), st.integers(1, 5))
 @settings(max_examples=150, deadline=None)
-def test_of_equal_scores_the_lowest_tokens_are_ranked_first(
+def test_ranking_ties_go_to_the_lowest_tokens(
     native: NativeLibrary, seed: int, vocabulary: int, fan_out: int, rows: int
 ) -> None:
     """Many ties, impossible tokens and some that are no numbers."""
@@ -93,7 +93,7 @@ def test_of_equal_scores_the_lowest_tokens_are_ranked_first(
     assert np.isfinite(found.expected_score).all()
 
 
-def test_a_row_is_ranked_the_same_alone_and_on_any_number_of_threads(native: NativeLibrary) -> None:
+def test_native_ranking_is_independent_of_batch_and_threads(native: NativeLibrary) -> None:
     logits = 3 * torch.randn((12, 1000), generator=torch.Generator().manual_seed(1))
     keys, noise, ranking = keys_of(12, 1), NoiseRows(1000, 64), NativeRanking(native)
     scales, threads = [1.3] * 12, torch.get_num_threads()
@@ -108,7 +108,7 @@ def test_a_row_is_ranked_the_same_alone_and_on_any_number_of_threads(native: Nat
         assert all(np.array_equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
 
 
-def test_more_rows_of_noise_than_are_remembered_are_ranked_all_the_same(native: NativeLibrary) -> None:
+def test_ranking_more_rows_than_the_noise_cache_holds(native: NativeLibrary) -> None:
     logits = torch.randn((6, 50), generator=torch.Generator().manual_seed(2))
     keys, scales = SamplingKeys([1] * 6, list(range(6)), [1.0] * 6), [1.0] * 6
     few, many = NoiseRows(50, 2), NoiseRows(50, 64)
@@ -116,7 +116,7 @@ def test_more_rows_of_noise_than_are_remembered_are_ranked_all_the_same(native: 
     assert np.array_equal(found.tokens, rank_children(logits, keys, many, scales, 4).tokens)
 
 
-def test_what_cannot_be_ranked_is_refused(native: NativeLibrary) -> None:
+def test_ranking_refuses_impossible_fan_out(native: NativeLibrary) -> None:
     keys = SamplingKeys([None], [0], [0.0])
     for fan_out, vocabulary in ((9, 8), (0, 8), (4, 9)):
         with pytest.raises(ValueError, match="cannot rank"):

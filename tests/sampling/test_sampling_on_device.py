@@ -46,7 +46,7 @@ def logits_of(rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kinds", [*([name] for name in KINDS), list(KINDS)], ids="+".join)
-def test_choices_and_logprobs_are_the_cpus(kinds: list[str]) -> None:
+def test_device_choices_and_logprobs_equal_cpu(kinds: list[str]) -> None:
     requests = [rows_of(KINDS[name], seed) for seed, name in enumerate(kinds)]
     logits = logits_of(4 * len(requests))
     expected = sample(logits, requests, NoiseRows(VOCABULARY, 64))
@@ -60,7 +60,7 @@ def test_choices_and_logprobs_are_the_cpus(kinds: list[str]) -> None:
             assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
-def test_the_host_waits_once_for_all_choices() -> None:
+def test_device_sampling_reads_back_once() -> None:
     """Whatever is processed; log-probabilities are read one by one."""
     told = [each for each in KINDS.values() if each.logprobs is None]
     requests = [rows_of(each, seed) for seed, each in enumerate(told)]
@@ -72,7 +72,7 @@ def test_the_host_waits_once_for_all_choices() -> None:
         assert reads == ["_to_copy"]
 
 
-def test_logits_that_are_no_numbers_are_passed_over_there_too() -> None:
+def test_device_nan_logits_are_never_chosen() -> None:
     logits = logits_of(2)
     logits[0, :] = torch.nan
     logits[1, 17] = torch.nan
@@ -83,7 +83,7 @@ def test_logits_that_are_no_numbers_are_passed_over_there_too() -> None:
     assert found == expected
 
 
-def test_noise_lives_on_the_device_and_has_the_same_words() -> None:
+def test_device_noise_has_equal_words() -> None:
     seeds, positions = [(1 << 64) - 1, 0, 12345], [7, 0, 1 << 20]
     expected = log_exponential(seeds, positions, VOCABULARY)
     with pretended_device() as reads:
@@ -99,7 +99,7 @@ def test_noise_lives_on_the_device_and_has_the_same_words() -> None:
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_the_drafters_ranking_reads_back_once(many: bool) -> None:
+def test_device_ranking_reads_back_once(many: bool) -> None:
     logits = logits_of(4)
     temperatures = torch.tensor([0.7, 0.0, 1.0, 1.3])
     scales = torch.tensor([0.5, 1.0, 0.8, 1.2]) if many else 0.7
@@ -122,7 +122,7 @@ def test_the_drafters_ranking_reads_back_once(many: bool) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_scores_of_impossible_tokens_are_ranked_there_too() -> None:
+def test_device_ranking_of_masked_tokens() -> None:
     scores = logits_of(2)
     scores[:, ::2] = -torch.inf
     expected = rank_scores(scores, 1.0, 4)

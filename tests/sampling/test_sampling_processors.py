@@ -95,7 +95,7 @@ PARAMETERS = st.builds(
 
 @given(LOGITS, PARAMETERS, st.lists(TOKENS, max_size=6), st.lists(TOKENS, max_size=6), st.integers(0, 6))
 @settings(max_examples=examples(400))
-def test_processing_is_the_definition(
+def test_processing_equals_the_reference(
     logits: list[float], parameters: SamplingParameters, prompt: list[int], output: list[int], split: int
 ) -> None:
     """Wherever the output is cut into a counted part and the row's path."""
@@ -114,7 +114,9 @@ def test_processing_is_the_definition(
 
 
 @given(st.lists(TOKENS, max_size=8), st.lists(st.lists(TOKENS, max_size=5), max_size=5), st.lists(TOKENS))
-def test_counts_grown_are_counts_rebuilt(prompt: list[int], rounds: list[list[int]], path: list[int]) -> None:
+def test_incremental_token_counts_equal_rebuilt_counts(
+    prompt: list[int], rounds: list[list[int]], path: list[int]
+) -> None:
     grown = TokenCounts(prompt)
     output: list[int] = []
     for round_tokens in rounds:
@@ -129,7 +131,7 @@ def test_counts_grown_are_counts_rebuilt(prompt: list[int], rounds: list[list[in
     assert [array.tolist() for array in grown.with_path(())] == before, "a path must leave no trace"
 
 
-def test_counts_grow_beyond_their_first_room() -> None:
+def test_token_counts_grow_beyond_initial_capacity() -> None:
     counts = TokenCounts([1, 2], range(1000))
     tokens, times = counts.with_path([999, 5000])
     assert len(tokens) == 1001
@@ -137,12 +139,12 @@ def test_counts_grow_beyond_their_first_room() -> None:
     assert times[tokens.tolist().index(5000)] == 1
 
 
-def test_top_k_keeps_exactly_k_and_the_lowest_ids() -> None:
+def test_top_k_keeps_exactly_k_and_lowest_ids() -> None:
     row = keep_top_k(torch.tensor([1.0, 2.0, 1.0, 1.0, 3.0, 1.0]), 4, NOWHERE)
     assert torch.isfinite(row).tolist() == [True, True, True, False, True, False]
 
 
-def test_top_p_keeps_the_lowest_ids_and_never_nothing() -> None:
+def test_top_p_keeps_lowest_ids_and_at_least_one_token() -> None:
     row = torch.zeros(8)
     assert torch.isfinite(keep_top_p(row, 0.5, NOWHERE)).tolist() == [True] * 4 + [False] * 4
     many = torch.isfinite(keep_top_p(torch.zeros(8192), 0.5, NOWHERE))
@@ -152,7 +154,7 @@ def test_top_p_keeps_the_lowest_ids_and_never_nothing() -> None:
     assert torch.isfinite(keep_top_p(torch.full((8,), -torch.inf), 0.5, NOWHERE)).tolist() == [False] * 8
 
 
-def test_top_p_of_a_large_vocabulary_is_the_smallest_sufficient_set() -> None:
+def test_top_p_of_a_large_vocabulary_is_the_smallest_set() -> None:
     row = torch.randn(50_000, generator=torch.Generator().manual_seed(1)) * 3
     for top_p in (0.3, 0.9, 0.999):
         kept = torch.isfinite(keep_top_p(row, top_p, NOWHERE))
@@ -163,18 +165,18 @@ def test_top_p_of_a_large_vocabulary_is_the_smallest_sufficient_set() -> None:
         assert float(probabilities[kept].min()) >= float(probabilities[~kept].max())
 
 
-def test_not_a_number_counts_as_impossible() -> None:
+def test_nan_logit_counts_as_masked() -> None:
     row = process(torch.tensor([math.nan, 1.0, 0.0]), SamplingParameters(top_k=2), None, (), 0, ())
     assert row.tolist() == [-math.inf, 1.0, 0.0]
 
 
-def test_ids_outside_the_vocabulary_change_nothing() -> None:
+def test_token_ids_outside_the_vocabulary_are_ignored() -> None:
     parameters = SamplingParameters(logit_bias={99: 5.0, -1: 3.0}, min_tokens=2, stop_token_ids=(77, 1))
     row = process(torch.zeros(3), parameters, None, (), 0, eos=(50,))
     assert row.tolist() == [0.0, -math.inf, 0.0]
 
 
-def test_penalties_without_counts_are_an_error() -> None:
+def test_penalties_without_token_counts_are_an_error() -> None:
     with pytest.raises(ValueError, match="counts"):
         process(torch.zeros(3), SamplingParameters(presence_penalty=1.0), None, (), 0, ())
 
@@ -189,7 +191,7 @@ FEW = st.integers(0, 2)  # few tokens: bad words are often begun
     st.integers(0, 8),
 )
 @settings(max_examples=examples(300))
-def test_a_bad_word_is_never_completed_and_nothing_else_is_masked(
+def test_bad_words_mask_only_their_last_token(
     words: list[tuple[int, ...]], prompt: list[int], output: list[int], split: int
 ) -> None:
     parameters = SamplingParameters(temperature=0.0, bad_words=tuple(words))
@@ -200,14 +202,14 @@ def test_a_bad_word_is_never_completed_and_nothing_else_is_masked(
     assert torch.isinf(row).tolist() == completed
 
 
-def test_a_word_that_began_in_the_prompt_may_be_completed() -> None:
+def test_bad_word_begun_in_the_prompt_may_be_completed() -> None:
     parameters = SamplingParameters(temperature=0.0, bad_words=((1, 2),))
     assert process(torch.zeros(3), parameters, TokenCounts([1]), (), 0, ()).tolist() == [0.0, 0.0, 0.0]
     masked = process(torch.zeros(3), parameters, TokenCounts([0], [1]), (), 1, ())
     assert masked.tolist() == [0.0, 0.0, -math.inf]
 
 
-def test_single_bad_words_and_allowed_tokens_need_no_counts() -> None:
+def test_single_token_bad_words_need_no_token_counts() -> None:
     parameters = SamplingParameters(temperature=0.0, bad_words=((1,), (9,), ()), allowed_token_ids=(0, 1, 7))
     assert not needs_counts(parameters)
     assert process(torch.zeros(3), parameters, None, (), 0, ()).tolist() == [0.0, -math.inf, -math.inf]
@@ -215,7 +217,7 @@ def test_single_bad_words_and_allowed_tokens_need_no_counts() -> None:
         process(torch.zeros(3), SamplingParameters(bad_words=((1, 2),)), None, (), 0, ())
 
 
-def test_plain_rows_need_no_processing() -> None:
+def test_default_rows_need_no_processing() -> None:
     assert not needs_processing(SamplingParameters(temperature=0.7), 0)
     assert not needs_processing(SamplingParameters(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1), 0)
     assert needs_processing(SamplingParameters(temperature=0.0, allowed_token_ids=(1,)), 0)

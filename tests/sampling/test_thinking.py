@@ -37,7 +37,7 @@ def may_follow(output: Sequence[int], budget: int, begin: tuple[int, ...]) -> se
 
 
 @given(TOKENS, TOKENS, st.integers(0, 6), st.booleans())
-def test_masks_of_a_chain_are_those_of_the_rule(
+def test_thinking_budget_masks_along_a_chain(
     output: list[int], chain: list[int], budget: int, thinks: bool
 ) -> None:
     begin = () if thinks else BEGIN
@@ -55,14 +55,14 @@ def test_masks_of_a_chain_are_those_of_the_rule(
     assert allowed(state.copy().masks()[0]) == may_follow(output, budget, begin)
 
 
-def test_branches_are_followed_apart() -> None:
+def test_thinking_budget_masks_of_branches() -> None:
     state = ThinkingState(ThinkingBudget(1, (), END), 2)
     masks = state.masks([8, 7, 5, 9], [-1, -1, 1, 2])
     assert [allowed(mask) == ANY for mask in masks] == [True, False, False, True, True]
     assert [allowed(mask) for mask in masks[1:3]] == [{7}, {5}]
 
 
-def test_what_follows_thoughts_must_match_its_grammar() -> None:
+def test_grammar_applies_after_the_thinking_budget() -> None:
     inner = Counting((), 1000)
     state = ThinkingState(ThinkingBudget(50, (), END), 2, inner)
     assert allowed(state.masks()[0]) == may_come(())
@@ -70,7 +70,7 @@ def test_what_follows_thoughts_must_match_its_grammar() -> None:
     assert allowed(state.masks()[0]) == may_come((3, 3))
 
 
-def test_an_output_that_thought_for_too_long_is_refused() -> None:
+def test_output_beyond_the_thinking_budget_is_refused() -> None:
     parameters = SamplingParameters(thinking_budget=ThinkingBudget(2, (), END))
     assert output_state(SamplingParameters(), (8,), VOCABULARY, None) is None
     assert output_state(parameters, (8, 8, *END, 9), VOCABULARY, None) is not None

@@ -6,7 +6,7 @@ from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.base.draft_messages import Growth, Hello, Message
 from ssd_serve.base.messages import SamplingParameters, Submit
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.request import Request, accept, share
 from tests.fakes import HELLO, VOCABULARY, FakeClock
 
@@ -18,7 +18,7 @@ class DrafterHarness:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.drafters = Drafters(HELLO, self.clock)
+        self.drafters = DrafterPool(HELLO, self.clock)
         self.requests = {number: make_request(number) for number in range(2)}
 
     def join(self, hello: Hello = HELLO, capacity: int = 100, synchronous: bool = False) -> MemoryChannel:
@@ -40,7 +40,7 @@ class DrafterHarness:
         request.tokens.extend(tokens)
         assert request.replica is not None
         request.replica.advance(tokens)
-        self.drafters.outcome(request)
+        self.drafters.send_outcome(request)
 
 
 def make_request(number: int) -> Request:

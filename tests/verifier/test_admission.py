@@ -20,7 +20,7 @@ from ssd_serve.base.draft_messages import (
 from ssd_serve.base.errors import PairMismatchError, ProtocolError
 from ssd_serve.base.labels import LONGEST_LABEL, as_label, is_label
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.verifier.drafts.admission import OTHERS, Admission, Bans
+from ssd_serve.verifier.drafters.admission import OTHERS, DrafterAuthorizer, BanList
 from tests.fakes import HELLO, FakeClock
 from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
 
@@ -29,32 +29,32 @@ ELSEWHERE = "10.0.0.7"
 
 def test_bans_grow_to_a_limit_end_and_are_forgotten() -> None:
     clock = FakeClock()
-    bans = Bans(clock)
+    bans = BanList(clock)
     lengths: list[float] = []
     for _ in range(11):
         lengths.append(bans.ban("a"))
-        assert bans.banned("a")
-        assert not bans.banned("b")
+        assert bans.is_banned("a")
+        assert not bans.is_banned("b")
         clock.now += lengths[-1]
-        assert not bans.banned("a")
+        assert not bans.is_banned("a")
     assert lengths == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
-    clock.now += Bans.REMEMBERED_S
+    clock.now += BanList.REMEMBERED_S
     assert bans.ban("a") == 1
     bans.ban("a")
-    bans.forgive("a")
+    bans.unban("a")
     assert bans.ban("a") == 1
 
 
 def test_no_more_bans_are_remembered_than_there_is_room_for() -> None:
-    bans = Bans(FakeClock())
+    bans = BanList(FakeClock())
     for number in range(3000):
         bans.ban(str(number))
     assert len(bans) <= 1024
-    assert bans.banned("2999")
+    assert bans.is_banned("2999")
 
 
-def make_admission(*sources: str) -> Admission:
-    admission = Admission(HELLO, FakeClock(), FakeClock())
+def make_admission(*sources: str) -> DrafterAuthorizer:
+    admission = DrafterAuthorizer(HELLO, FakeClock())
     admission.restrict(sources)
     return admission
 
@@ -76,45 +76,45 @@ def make_admission(*sources: str) -> Admission:
 )
 def test_names_and_figures_are_checked(change: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):
-        make_admission().check(replace(HELLO, **change), stranger=False, sources=())
+        make_admission().check(replace(HELLO, **change), remote=False, sources=())
 
 
 def test_strangers_draft_with_the_models_that_were_named() -> None:
     admission = make_admission("A", "B")
-    admission.check(replace(HELLO, source="A"), stranger=True, sources=())
-    admission.check(replace(HELLO, source="C"), stranger=False, sources=())
+    admission.check(replace(HELLO, source="A"), remote=True, sources=())
+    admission.check(replace(HELLO, source="C"), remote=False, sources=())
     with pytest.raises(PairMismatchError, match="drafts with A, B"):
-        admission.check(replace(HELLO, source="C"), stranger=True, sources=())
+        admission.check(replace(HELLO, source="C"), remote=True, sources=())
 
 
 def test_where_no_model_was_named_there_are_four_at_most() -> None:
     admission, sources = make_admission(), list[str]()
     for source in "abcd":
-        admission.check(replace(HELLO, source=source), stranger=True, sources=sources)
+        admission.check(replace(HELLO, source=source), remote=True, sources=sources)
         sources.append(source)
-    admission.check(replace(HELLO, source="a"), stranger=True, sources=sources)
+    admission.check(replace(HELLO, source="a"), remote=True, sources=sources)
     with pytest.raises(PairMismatchError, match="4 other draft models"):
-        admission.check(replace(HELLO, source="e"), stranger=True, sources=sources)
+        admission.check(replace(HELLO, source="e"), remote=True, sources=sources)
 
 
 def test_an_address_has_only_so_many_drafters_and_tries() -> None:
     admission = make_admission()
-    assert admission.keeps_out(ELSEWHERE, stranger=True, peers=Counter({ELSEWHERE: 31})) == ""
-    assert "too many" in admission.keeps_out(ELSEWHERE, stranger=True, peers=Counter({ELSEWHERE: 32}))
-    assert "too many" in admission.keeps_out(ELSEWHERE, stranger=True, peers=Counter({"a": 32, "b": 32}))
-    assert "too many" in admission.keeps_out("", stranger=False, peers=Counter({"": 128}))
-    answers = [admission.keeps_out(ELSEWHERE, stranger=True, peers=Counter()) for _ in range(200)]
+    assert admission.block_reason(ELSEWHERE, remote=True, peers=Counter({ELSEWHERE: 31})) == ""
+    assert "too many" in admission.block_reason(ELSEWHERE, remote=True, peers=Counter({ELSEWHERE: 32}))
+    assert "too many" in admission.block_reason(ELSEWHERE, remote=True, peers=Counter({"a": 32, "b": 32}))
+    assert "too many" in admission.block_reason("", remote=False, peers=Counter({"": 128}))
+    answers = [admission.block_reason(ELSEWHERE, remote=True, peers=Counter()) for _ in range(200)]
     assert answers[100] == ""
     assert "connects too often" in answers[117]
-    assert answers[-1] == "it is banned"
-    assert admission.keeps_out("10.0.0.8", stranger=True, peers=Counter()) == ""
+    assert answers[-1] == "the address is banned"
+    assert admission.block_reason("10.0.0.8", remote=True, peers=Counter()) == ""
 
 
 def test_figures_have_room_for_so_many_names() -> None:
     admission = make_admission()
-    assert [admission.knows("a"), admission.knows("a")] == [False, True]
+    assert [admission.register("a"), admission.register("a")] == [False, True]
     for number in range(1000):
-        admission.knows(f"name {number}")
+        admission.register(f"name {number}")
     assert admission.label("a") == "a"
     assert admission.label("name 999") == OTHERS
 
@@ -135,7 +135,7 @@ class Hostile(DrafterHarness):
 
     def strange(self, *messages: Message, peer: str = ELSEWHERE) -> MemoryChannel:
         mine, its = memory_pair(capacity=100_000)
-        self.drafters.admit(mine, peer, stranger=True)
+        self.drafters.admit(mine, peer, remote=True)
         for message in messages:
             its.send(message)
         self.drain()
@@ -166,11 +166,11 @@ def test_who_breaks_a_rule_is_told_why_and_kept_out_for_a_while(offence: Message
     its = harness.strange(STRANGE, offence)
     assert len(of(Refusal, its.receive())) == 1
     assert its.closed
-    assert harness.drafters.alive == 1
+    assert harness.drafters.num_joined == 1
     assert harness.still_works()
     assert harness.strange(STRANGE).closed
     harness.strange(STRANGE, peer="10.0.0.8")
-    assert harness.drafters.alive == 2
+    assert harness.drafters.num_joined == 2
 
 
 def test_one_of_this_server_is_kept_out_by_its_name_and_told_nothing_more() -> None:
@@ -181,10 +181,10 @@ def test_one_of_this_server_is_kept_out_by_its_name_and_told_nothing_more() -> N
     assert again.closed
     assert again.receive() == [], "a refusal would end its process for good"
     harness.join(OTHER)
-    assert harness.drafters.alive == 1
+    assert harness.drafters.num_joined == 1
     harness.clock.now += 1.0
     harness.join(HELLO)
-    assert harness.drafters.alive == 2
+    assert harness.drafters.num_joined == 2
 
 
 def test_good_behaviour_is_rewarded() -> None:
@@ -196,23 +196,23 @@ def test_good_behaviour_is_rewarded() -> None:
     harness.clock.now += 10.0
     its = harness.join(HELLO)
     harness.clock.now += 61.0
-    harness.drafters.beat()
+    harness.drafters.heartbeat()
     its.send(Heartbeat(step_ms=-1.0))
     harness.drain()
     harness.clock.now += 1.0
     harness.join(HELLO)
-    assert harness.drafters.alive == 1
+    assert harness.drafters.num_joined == 1
 
 
 def test_who_does_not_say_who_it_is_is_hung_up_on() -> None:
     harness = Hostile()
     silent = harness.strange()
     harness.clock.now += 9.0
-    harness.drafters.beat()
+    harness.drafters.heartbeat()
     harness.drain()
     assert not silent.closed
     harness.clock.now += 2.0
-    harness.drafters.beat()
+    harness.drafters.heartbeat()
     harness.drain()
     assert silent.closed
     assert len(harness.drafters.channels) == 1
@@ -223,7 +223,7 @@ def test_a_mismatch_is_refused_but_no_offence() -> None:
     its = harness.strange(replace(STRANGE, tokenizer="other"))
     assert len(of(Refusal, its.receive())) == 1
     harness.strange(STRANGE)
-    assert harness.drafters.alive == 2
+    assert harness.drafters.num_joined == 2
 
 
 def test_a_stranger_cannot_have_the_name_of_an_own_drafter() -> None:
@@ -231,11 +231,11 @@ def test_a_stranger_cannot_have_the_name_of_an_own_drafter() -> None:
     harness.clock.now += 60.0  # the honest one has long been silent
     its = harness.strange(replace(STRANGE, name=HELLO.name, instance=9))
     assert len(of(Refusal, its.receive())) == 1
-    assert harness.drafters.alive == 1
+    assert harness.drafters.num_joined == 1
     taken = harness.strange(replace(STRANGE, name=OTHER.name))
     harness.join(OTHER)
     assert taken.closed
-    assert harness.drafters.alive == 2
+    assert harness.drafters.num_joined == 2
 
 
 class Failing:
@@ -258,10 +258,10 @@ def test_whatever_fails_about_a_link_ends_that_link_alone(what: str, error: Exce
     harness = Hostile()
     mine, its = memory_pair()
     channel = Failing(mine, what, error)
-    harness.drafters.connect(cast(Channel, channel), stranger=True, peer=ELSEWHERE)
+    harness.drafters.connect(cast(Channel, channel), remote=True, peer=ELSEWHERE)
     its.send(STRANGE)
     harness.drain()
-    assert harness.drafters.alive == 2
+    assert harness.drafters.num_joined == 2
     channel.broken = True
     if what == "close":
         its.send(Refusal("I leave"))
@@ -269,9 +269,9 @@ def test_whatever_fails_about_a_link_ends_that_link_alone(what: str, error: Exce
         harness.commit(0, 5)
         harness.drafters.open(harness.requests[1])
         harness.clock.now += 3.0
-        harness.drafters.beat()
+        harness.drafters.heartbeat()
         harness.end_round()
-    assert harness.drafters.alive == 1
+    assert harness.drafters.num_joined == 1
     assert harness.still_works()
     harness.drafters.close(harness.requests[0])
 
@@ -291,7 +291,7 @@ def test_a_flood_is_taken_in_portions_and_holds_nobody_up() -> None:
         assert harness.still_works()
     assert 0 < max(taken) <= 1024
     assert sum(taken) == 10_000
-    assert harness.drafters.alive == 2
+    assert harness.drafters.num_joined == 2
 
 
 def test_who_talks_without_end_about_nothing_is_banned() -> None:
@@ -302,7 +302,7 @@ def test_who_talks_without_end_about_nothing_is_banned() -> None:
     for _ in range(40):
         harness.drain()
     assert its.closed
-    assert harness.drafters.alive == 1
+    assert harness.drafters.num_joined == 1
 
 
 def test_growth_of_a_request_that_another_one_drafts_is_not_taken() -> None:

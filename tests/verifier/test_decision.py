@@ -18,7 +18,7 @@ from ssd_serve.base.messages import (
     DecisionReason,
 )
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.control.decision import Decision
@@ -107,7 +107,7 @@ def dear(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
     """Where nodes are dear, and rounds gave so many tokens a second until now."""
     parts = EngineParts(
         model=FakeModel(4096),
-        drafters=Drafters(HELLO, clock=lambda: 0.0),
+        drafters=DrafterPool(HELLO, clock=lambda: 0.0),
         cost=DearRows(),
         slots=4096,
         config=EngineConfig(

@@ -15,7 +15,7 @@ from ssd_serve.base.draft_messages import (
     Resync,
 )
 from ssd_serve.base.errors import PairMismatchError
-from ssd_serve.verifier.drafts.admission import check_hello
+from ssd_serve.verifier.drafters.admission import check_hello
 from tests.fakes import HELLO
 from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
 
@@ -26,7 +26,7 @@ def test_who_joins_is_told_of_every_running_request() -> None:
     heard = its.receive()
     assert heard[0] == HELLO
     assert [message.request for message in heard[1:] if isinstance(message, Open)] == [0, 1]
-    assert harness.drafters.alive == 1
+    assert harness.drafters.num_joined == 1
     assert harness.drafters.step_s == pytest.approx(HELLO.step_ms / 1e3)
 
 
@@ -34,12 +34,12 @@ def test_a_drafter_inline_does_not_hide_that_the_other_has_left() -> None:
     harness = DrafterHarness()
     harness.join(synchronous=True)
     its = harness.join()
-    assert (harness.drafters.alive, harness.drafters.beside, harness.drafters.rejoins) == (2, 1, 0)
+    assert (harness.drafters.num_joined, harness.drafters.num_async, harness.drafters.rejoins) == (2, 1, 0)
     its.close()
     harness.drain()
-    assert (harness.drafters.alive, harness.drafters.beside) == (1, 0)
+    assert (harness.drafters.num_joined, harness.drafters.num_async) == (1, 0)
     harness.join()
-    assert (harness.drafters.beside, harness.drafters.rejoins) == (1, 1)
+    assert (harness.drafters.num_async, harness.drafters.rejoins) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_mismatch_is_refused_clearly(change: dict[str, object], word: str) -> 
     assert isinstance(refusals[0], Refusal)
     assert word in refusals[0].message
     assert its.closed
-    assert harness.drafters.alive == 0
+    assert harness.drafters.num_joined == 0
     assert harness.drafters.channels == []
 
 
@@ -228,7 +228,7 @@ def test_who_talks_nonsense_or_leaves_is_forgotten() -> None:
     third.send(Refusal("I leave"))
     harness.drain()
     assert harness.drafters.channels == []
-    assert harness.drafters.alive == 0
+    assert harness.drafters.num_joined == 0
     harness.commit(0, 5)
 
 
@@ -237,6 +237,6 @@ def test_heartbeats_come_when_due() -> None:
     its = harness.join()
     its.receive()
     for _ in range(5):
-        harness.drafters.beat()
+        harness.drafters.heartbeat()
         harness.clock.now += 1.0
     assert its.receive() == [Heartbeat()] * 3

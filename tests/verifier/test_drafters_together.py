@@ -29,9 +29,9 @@ def test_who_joins_late_hears_where_a_request_stands_and_nobody_else_does() -> N
 def test_drafters_of_one_model_share_the_requests() -> None:
     harness = DrafterHarness()
     first, second = harness.join(), harness.join(OTHER)
-    assert harness.drafters.requests == {"d0": 2, "d1": 0}
+    assert harness.drafters.num_requests == {"d0": 2, "d1": 0}
     harness.end_round()
-    assert harness.drafters.requests == {"d0": 1, "d1": 1}
+    assert harness.drafters.num_requests == {"d0": 1, "d1": 1}
     assert harness.drafters.moves == 1
     (closed,) = of(Close, first.receive())
     (opened,) = of(Open, second.receive())
@@ -57,12 +57,12 @@ def test_the_requests_of_a_drafter_that_leaves_go_to_the_others_at_once() -> Non
     first.close()
     harness.drain()
     assert [message.request for message in second.receive() if isinstance(message, Open)] == [0]
-    assert harness.drafters.requests == {"d1": 2}
+    assert harness.drafters.num_requests == {"d1": 2}
     assert request.epoch == 1
     assert len(request.replica.tree) == 2  # what was drafted is not lost
     harness.join()
     harness.end_round()
-    assert harness.drafters.requests == {"d1": 1, "d0": 1}
+    assert harness.drafters.num_requests == {"d1": 1, "d0": 1}
 
 
 def test_the_requests_of_a_drafter_that_lags_go_to_the_others() -> None:
@@ -75,15 +75,15 @@ def test_the_requests_of_a_drafter_that_lags_go_to_the_others() -> None:
     harness.clock.now += 1.1
     second.send(Heartbeat(step_ms=1.0))
     harness.end_round()
-    assert harness.drafters.requests == {"d0": 0, "d1": 2}
+    assert harness.drafters.num_requests == {"d0": 0, "d1": 2}
     first.send(Heartbeat(step_ms=1.0))
     harness.clock.now += 0.5
     harness.end_round()
-    assert harness.drafters.requests == {"d0": 0, "d1": 2}  # not back at once
+    assert harness.drafters.num_requests == {"d0": 0, "d1": 2}  # not back at once
     harness.clock.now += 2.1
     second.send(Heartbeat(step_ms=1.0))
     harness.end_round()
-    assert harness.drafters.requests == {"d0": 1, "d1": 1}
+    assert harness.drafters.num_requests == {"d0": 1, "d1": 1}
 
 
 def test_a_drafter_that_comes_back_replaces_what_is_left_of_it() -> None:
@@ -92,23 +92,23 @@ def test_a_drafter_that_comes_back_replaces_what_is_left_of_it() -> None:
     harness.join()
     harness.drain()
     assert lost.closed
-    assert harness.drafters.requests == {"d0": 2}
-    assert (harness.drafters.alive, harness.drafters.rejoins) == (1, 1)
+    assert harness.drafters.num_requests == {"d0": 2}
+    assert (harness.drafters.num_joined, harness.drafters.rejoins) == (1, 1)
 
 
 def test_a_drafter_that_hangs_is_there_and_does_not_answer() -> None:
     harness = DrafterHarness()
     its = harness.join()
     harness.clock.now += 9.0
-    harness.drafters.beat()
-    assert (harness.drafters.beside, harness.drafters.answering) == (1, 1)
+    harness.drafters.heartbeat()
+    assert (harness.drafters.num_async, harness.drafters.num_responsive) == (1, 1)
     harness.clock.now += 2.0
-    harness.drafters.beat()
-    assert (harness.drafters.beside, harness.drafters.answering) == (1, 0)
+    harness.drafters.heartbeat()
+    assert (harness.drafters.num_async, harness.drafters.num_responsive) == (1, 0)
     its.send(Heartbeat(step_ms=1.0))
     harness.drain()
-    harness.drafters.beat()
-    assert harness.drafters.answering == 1
+    harness.drafters.heartbeat()
+    assert harness.drafters.num_responsive == 1
 
 
 def test_another_drafter_of_the_same_name_is_refused_until_the_first_one_falls_silent() -> None:
@@ -119,10 +119,10 @@ def test_another_drafter_of_the_same_name_is_refused_until_the_first_one_falls_s
     (refusal,) = of(Refusal, harness.join(other).receive())
     assert isinstance(refusal, Refusal)
     assert "joined as d0: give each a name of its own" in refusal.message
-    assert harness.drafters.requests == {"d0": 2}
+    assert harness.drafters.num_requests == {"d0": 2}
     assert not first.closed
     harness.clock.now += 2.1
     harness.join(other)
     harness.drain()
     assert first.closed
-    assert (harness.drafters.alive, harness.drafters.requests) == (1, {"d0": 2})
+    assert (harness.drafters.num_joined, harness.drafters.num_requests) == (1, {"d0": 2})

@@ -27,9 +27,9 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.drafter.verifier_connection import VERIFIER_LIMITS
 from ssd_serve.base.logs import get_logger
-from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.drafts.feature_sender import FeatureSender
-from ssd_serve.verifier.drafts.liveness import Liveness
+from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.drafters.features import FeatureSender
+from ssd_serve.verifier.drafters.connection import Liveness
 from ssd_serve.verifier.request import Request
 from tests.examples import examples
 from tests.fakes import HELLO
@@ -78,8 +78,8 @@ class Far:
 
     def __init__(self, shares: bool) -> None:
         mine, its = socket.socketpair()
-        self.drafters = Drafters(HELLO, clock=lambda: 0.0, log=get_logger("verifier", "error"))
-        self.drafters.admission.offer(LAYERS)
+        self.drafters = DrafterPool(HELLO, clock=lambda: 0.0, log=get_logger("verifier", "error"))
+        self.drafters.authorizer.offer(LAYERS)
         self.drafters.connect(SocketChannel(mine))
         self.channel = SocketChannel(its, intake=ReceiveLimits(descriptors=shares))
         self.channel.send(replace(HELLO, features=LAYERS))
@@ -163,7 +163,7 @@ def commit(far: Far, request: Request) -> None:
     request.tokens.extend((3,))
     assert request.replica is not None
     request.replica.advance((3,))
-    far.drafters.outcome(request)
+    far.drafters.send_outcome(request)
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -195,7 +195,7 @@ def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
         sender.begin(LAYERS, get_logger("verifier", "error"))
         assert far.receive() == [SharedMemory(memory)]
         reader = SharedReader(far.take_descriptor(), memory)
-        sender.read(0)
+        sender.on_read(0)
         heard: list[Message] = []
         found, sent = b"", 0
         for event in [*events, *["tokens", "hear", "read"] * 6]:
@@ -211,7 +211,7 @@ def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
                     assert message.shared is not None
                     assert message.position * 2 * SHORT == len(found)
                     found += reader.copied(SharedSpan(*message.shared))
-                sender.read(reader.read)
+                sender.on_read(reader.read)
                 heard.clear()
         assert len(found) == sent * 2 * SHORT > memory
         assert found == b"".join(row(1, position, SHORT) for position in range(sent))
@@ -223,7 +223,7 @@ def test_who_claims_to_have_read_what_was_not_written_is_hung_up_on(total: int) 
     with joined(shares=True) as far:
         far.channel.send(SharedMemoryRead(total))
         far.drain()
-        assert far.drafters.alive == 0
+        assert far.drafters.num_joined == 0
 
 
 def test_that_it_has_read_is_no_answer() -> None:
@@ -231,12 +231,12 @@ def test_that_it_has_read_is_no_answer() -> None:
     now = [0.0]
     liveness = Liveness(lambda: now[0], synchronous=False)
     now[0] = 1.0
-    liveness.asked()
+    liveness.on_request()
     now[0] = 2.0
-    liveness.heard(SharedMemoryRead(3))
-    assert not liveness.answers
-    liveness.heard(Heartbeat())
-    assert liveness.answers
+    liveness.on_message(SharedMemoryRead(3))
+    assert not liveness.is_responsive
+    liveness.on_message(Heartbeat())
+    assert liveness.is_responsive
 
 
 def test_the_memory_goes_with_the_drafter() -> None:
@@ -247,7 +247,7 @@ def test_the_memory_goes_with_the_drafter() -> None:
         far.shared = None
         far.channel.close()
         far.drain()
-        assert not far.drafters.alive
+        assert not far.drafters.num_joined
         assert memory_maps() == before
 
 
@@ -271,7 +271,7 @@ def test_where_no_memory_can_be_shared_rows_come_in_messages(
     sender, request = FeatureSender(mine), make_request(1)
     request.features = Rows(1)
     sender.begin(LAYERS, get_logger("verifier"))
-    assert 'features go by the socket why="not today"' in capsys.readouterr().err
+    assert 'features are sent through the socket reason="not today"' in capsys.readouterr().err
     assert sender.send(request, 3) == 5
     told: list[Message] = []
     for _ in range(100):

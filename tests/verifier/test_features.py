@@ -31,8 +31,8 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
 from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.drafts.admission import Admission
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.admission import DrafterAuthorizer
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.control.budget import FixedSteps
@@ -58,7 +58,7 @@ def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
     return build_engine(
         EngineParts(
             model=TellingModel(slots),
-            drafters=Drafters(HELLO, clock=lambda: 0.0),
+            drafters=DrafterPool(HELLO, clock=lambda: 0.0),
             cost=FixedCost(),
             slots=slots,
             config=EngineConfig(max_running=8, max_waiting=100, prefill_chunk=chunk),
@@ -273,13 +273,13 @@ def test_each_drafter_reads_the_layers_that_it_names_in_its_order() -> None:
 
 
 def test_drafters_of_other_layers_are_refused_and_those_of_none_hear_nothing() -> None:
-    admission = Admission(HELLO, lambda: 0.0)
+    admission = DrafterAuthorizer(HELLO, lambda: 0.0)
     admission.offer(LAYERS)
-    admission.check(READS, stranger=False, sources=())
+    admission.check(READS, remote=False, sources=())
     for layers, wanted in (((1, FINAL), "[1, final]"), ((2, 2), "[2, 2]")):
         message = re.escape(f"reads outputs of layers {wanted}, this server gives [0, 2, final]:")
         with pytest.raises(PairMismatchError, match=message):
-            admission.check(replace(READS, features=layers), stranger=False, sources=())
+            admission.check(replace(READS, features=layers), remote=False, sources=())
     engine = make()
     mine, its = memory_pair()
     engine.drafters.connect(mine)

@@ -56,7 +56,7 @@ class Hostile:
     def speak(self, things: int) -> None:
         if self._its is None or self._its.closed:
             mine, self._its = memory_pair(capacity=100_000)
-            self._engine.drafters.admit(mine, f"10.0.0.{self._comings}", stranger=True)
+            self._engine.drafters.admit(mine, f"10.0.0.{self._comings}", remote=True)
             self._comings += 1
             self._its.send_raw((sharing if self._shares else joining)(self._heard))
         for message in self._its.receive():
@@ -97,5 +97,5 @@ def test_whatever_a_drafter_says_the_text_is_the_plain_one(
     texts = {number: (output.tokens, output.reason) for number, output in outputs.items()}
     assert texts == {number: (output.tokens, output.reason) for number, output in plain().items()}
     engine.drain()
-    assert HELLO.name in engine.drafters.requests
+    assert HELLO.name in engine.drafters.num_requests
     assert len(engine.drafters.channels) <= 3

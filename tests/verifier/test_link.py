@@ -19,8 +19,8 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import SamplingParameters, Submit
-from ssd_serve.verifier.drafts.drafters import Drafters
-from ssd_serve.verifier.drafts.link import Knows, Link
+from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.drafters.connection import SyncState, DrafterConnection
 from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.request import Request, accept, share
 from tests.examples import examples
@@ -33,7 +33,7 @@ NUMBERS = range(3)
 class Far:
     """A drafter's process at the other end of a channel that holds few messages."""
 
-    def __init__(self, drafters: Drafters, capacity: int, name: str, synchronous: bool = False) -> None:
+    def __init__(self, drafters: DrafterPool, capacity: int, name: str, synchronous: bool = False) -> None:
         mine, self._its = memory_pair(capacity=capacity)
         self.source = ScriptedSource()
         self.core = core_of(self.source, GROWTH, ends=())
@@ -58,7 +58,7 @@ class World:
     """A verifier's requests, and drafters beside it and one inline, of which a layout lets some work."""
 
     def __init__(self, capacity: int, beside: int = 1) -> None:
-        self.drafters = Drafters(HELLO, clock=lambda: 0.0)
+        self.drafters = DrafterPool(HELLO, clock=lambda: 0.0)
         self.open: dict[int, Request] = {}
         self.begun = 0
         self.capacity = capacity
@@ -77,7 +77,7 @@ class World:
                 tokens = (children[0] if children else token, (token + number) % VOCABULARY)
                 request.tokens.extend(tokens)
                 request.replica.advance(tokens)
-                self.drafters.outcome(request)
+                self.drafters.send_outcome(request)
         elif action == "end" and request is not None:
             self.drafters.close(self.open.pop(number))
         elif action == "set aside" and request is not None:  # as the engine does when memory is short
@@ -85,7 +85,7 @@ class World:
             request.replica = None
             self.drafters.open(request)
         elif action == "use":
-            self.drafters.use(tuple(SpeculationMode)[number])
+            self.drafters.set_mode(tuple(SpeculationMode)[number])
         elif action == "join" and SpeculationMode.SYNC not in self.far:
             self.far[SpeculationMode.SYNC] = [Far(self.drafters, self.capacity, "inline", synchronous=True)]
         elif action == "die":
@@ -102,7 +102,7 @@ class World:
 
     def settle(self, layout: SpeculationMode) -> None:
         """Let this layout's drafter work until nothing more is said."""
-        self.drafters.use(layout)
+        self.drafters.set_mode(layout)
         for _ in range(12 * self.begun + 20):
             self.act("drain", 0, 0)
             self.act("work", 0, 0)
@@ -144,7 +144,7 @@ def test_whoever_pauses_forgets_what_has_ended(layout: SpeculationMode) -> None:
         world.act("begin", number, 0)
     for settled in (SpeculationMode.ASYNC, SpeculationMode.SYNC):
         world.settle(settled)
-    world.drafters.use(layout)
+    world.drafters.set_mode(layout)
     for number in NUMBERS:
         world.act("end", number, 0)
     world.settle(layout)
@@ -201,7 +201,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.ear = Ear()
-        self.link = Link(self.ear, lambda: 0.0)
+        self.link = DrafterConnection(self.ear, lambda: 0.0)
         self.link.join(HELLO, HELLO, get_logger("verifier", "error"))
         self.requests = [make_request(number) for number in NUMBERS]
         self.given: dict[int, Request] = {}
@@ -226,34 +226,34 @@ class Desk:
             request.tokens.extend(tokens)
             request.replica.advance(tokens)
             if given:
-                self.link.outcome(request)
+                self.link.send_outcome(request)
         elif event == "resync" and given:
             self.link.resync(request)
         elif event == "pause":
             self.link.pause(number > 0)
         elif event == "catch up":
-            self.link.catch_up()
+            self.link.send_pending()
         elif event == "room":
             self.ear.room += count
 
     def check(self, number: int) -> None:
         """The state of a request says what the drafter knows."""
-        request, state = self.given.get(number), self.link.knows(number)
+        request, state = self.given.get(number), self.link.state_of(number)
         known = self.ear.texts.get(number)
         if request is None:
-            assert state is Knows.CLOSING or (state is None and known is None)
-        elif state is Knows.FOLLOWS:
+            assert state is SyncState.CLOSING or (state is None and known is None)
+        elif state is SyncState.CURRENT:
             assert known is not None
             epoch, text = known
             missing = len(request.tokens) - len(text)
             assert epoch == request.epoch
             assert text == request.tokens[: len(text)]
             assert missing == 0 or (self.link.paused and missing < 64)
-        elif state is Knows.UNKNOWN:
+        elif state is SyncState.UNKNOWN:
             assert known is None
             assert self.link.paused
         else:
-            assert state is Knows.LOST
+            assert state is SyncState.STALE
 
 
 EVENTS = ("give", "take", "begin again", "commit", "commit", "resync", "pause", "catch up", "room")
@@ -274,10 +274,10 @@ def test_each_request_is_in_one_state_which_is_what_the_drafter_knows(
         for number in NUMBERS:
             desk.check(number)
     desk.ear.room = 1000
-    desk.link.catch_up()
+    desk.link.send_pending()
     desk.link.pause(paused=False)
     assert desk.ear.texts == {
         number: (request.epoch, list(request.tokens)) for number, request in desk.given.items()
     }
     assert not desk.ear.paused
-    assert {desk.link.knows(number) for number in desk.given} <= {Knows.FOLLOWS}
+    assert {desk.link.state_of(number) for number in desk.given} <= {SyncState.CURRENT}

@@ -221,6 +221,6 @@ def test_garbage_is_harmless(rude: bool) -> None:
     garbage = Garbage(engine, rude)
     outputs = run(engine, mixed_requests(6), lambda step: garbage.work())
     assert same(outputs, plain(6))
-    assert (engine.drafters.alive == 0) is rude
+    assert (engine.drafters.num_joined == 0) is rude
     if not rude:
         assert sum(output.figures.drafted for output in outputs.values()) > 0

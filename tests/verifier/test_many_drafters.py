@@ -66,7 +66,7 @@ def test_several_drafters_share_the_requests_and_change_nothing(count: int) -> N
         for drafter in drafters:
             drafter.work()
         if engine.scheduler.decoding == REQUESTS:
-            shares.append(sorted(engine.drafters.requests.values()))
+            shares.append(sorted(engine.drafters.num_requests.values()))
 
     assert texts(run(engine, mixed_requests(REQUESTS), each)) == plain()
     assert [REQUESTS // count] * count in shares
@@ -85,7 +85,7 @@ def test_of_two_drafters_one_may_die_in_the_middle_and_come_back() -> None:
             drafters[1] = Drafter(named("d1"), engine)
         for drafter in drafters:
             drafter.work()
-        seen[step] = engine.drafters.requests
+        seen[step] = engine.drafters.num_requests
 
     assert texts(run(engine, mixed_requests(REQUESTS), each)) == plain()
     assert seen[3] == {"d0": 4, "d1": 4}
@@ -109,7 +109,7 @@ def test_drafters_of_different_models_draft_beside_each_other() -> None:
         def each(_step: int) -> None:
             for drafter in drafters:
                 drafter.work()
-            assert len(set(engine.drafters.requests.values())) <= 1  # all have all
+            assert len(set(engine.drafters.num_requests.values())) <= 1  # all have all
 
         assert texts(run(engine, mixed_requests(REQUESTS), each)) == plain()
         return engine.totals.figures.accepted

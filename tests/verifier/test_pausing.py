@@ -14,7 +14,7 @@ def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() 
     beside, inline = harness.join(), harness.join(synchronous=True)
     for its in (beside, inline):
         its.receive()
-    harness.drafters.use(SpeculationMode.SYNC)
+    harness.drafters.set_mode(SpeculationMode.SYNC)
     assert beside.receive() == [Pause(paused=True)]
     assert harness.drafters.working
     for token in (4, 5, 6):
@@ -25,7 +25,7 @@ def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() 
         (6,),
     ]
     assert beside.receive() == []
-    harness.drafters.use(SpeculationMode.ASYNC)
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
     heard = beside.receive()
     request = harness.requests[0]
     assert request.replica is not None
@@ -34,7 +34,7 @@ def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() 
         Pause(paused=False),
     ]
     assert of(Pause, inline.receive()) == [Pause(paused=True)]
-    harness.drafters.use(SpeculationMode.PLAIN)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
     assert not harness.drafters.working
     assert not harness.drafters.worth_waiting()
     assert harness.drafters.step_s == 0.0
@@ -44,7 +44,7 @@ def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
     harness = DrafterHarness()
     its = harness.join()
     its.receive()
-    harness.drafters.use(SpeculationMode.PLAIN)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
     for token in range(70):
         harness.commit(1, token % VOCABULARY)
     pieces = [len(message.tokens) for message in its.receive() if isinstance(message, Outcome)]
@@ -54,13 +54,13 @@ def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
 def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
     harness = DrafterHarness()
     its = harness.join()
-    harness.drafters.use(SpeculationMode.PLAIN)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
     its.receive()
     for number in (0, 1):
         harness.commit(number, 4)
     harness.drafters.close(harness.requests[0])
     harness.drafters.open(harness.requests[1])
-    harness.drafters.use(SpeculationMode.ASYNC)
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
     assert of(Outcome, its.receive()) == []
 
 
@@ -68,7 +68,7 @@ def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_g
     harness = DrafterHarness()
     harness.requests[2] = make_request(2)
     its = harness.join()
-    harness.drafters.use(SpeculationMode.PLAIN)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
     its.receive()
     for number in (0, 1, 2):
         harness.drafters.close(harness.requests[number])
@@ -81,7 +81,7 @@ def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_g
     harness.drafters.close(harness.requests[1])
     assert its.receive() == []
     harness.commit(2, 5)
-    harness.drafters.use(SpeculationMode.ASYNC)
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
     heard = its.receive()
     opened = [message for message in heard if isinstance(message, Open)]
     assert [(each.request, each.epoch) for each in opened] == [(2, harness.requests[2].epoch)]
@@ -91,16 +91,16 @@ def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_g
 
 def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
     harness = DrafterHarness()
-    harness.drafters.use(SpeculationMode.PLAIN)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
     assert Pause(paused=True) in harness.join().receive()
     assert not harness.drafters.working
-    assert harness.drafters.alive == 1
+    assert harness.drafters.num_joined == 1
 
 
 def test_who_pauses_is_not_told_of_what_begins_and_later_costs_nobody_a_tree() -> None:
     harness = DrafterHarness()
     beside, inline = harness.join(), harness.join(synchronous=True)
-    harness.drafters.use(SpeculationMode.SYNC)
+    harness.drafters.set_mode(SpeculationMode.SYNC)
     request = harness.requests[2] = make_request(2)
     for its in (beside, inline):
         its.receive()
@@ -109,7 +109,7 @@ def test_who_pauses_is_not_told_of_what_begins_and_later_costs_nobody_a_tree() -
     assert [message.request for message in inline.receive() if isinstance(message, Open)] == [2]
     harness.commit(2, 4, 5)
     inline.receive()
-    harness.drafters.use(SpeculationMode.ASYNC)
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
     assert of(Open, inline.receive()) == []
     (opened,) = (message for message in beside.receive() if isinstance(message, Open))
     assert request.replica is not None
@@ -123,12 +123,12 @@ def test_who_pauses_is_not_told_of_what_begins_and_later_costs_nobody_a_tree() -
 def test_a_pause_that_did_not_fit_is_said_later() -> None:
     harness = DrafterHarness()
     its = harness.join(capacity=3)  # its hello's answer and two openings fill it
-    harness.drafters.use(SpeculationMode.PLAIN)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
     assert of(Pause, its.receive()) == []
     harness.drain()
     assert its.receive() == [Pause(paused=True)]
     harness.drain()
-    harness.drafters.use(SpeculationMode.ASYNC)
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
     assert of(Pause, its.receive()) == [Pause(paused=False)]
     assert its.receive() == []
 
@@ -136,17 +136,17 @@ def test_a_pause_that_did_not_fit_is_said_later() -> None:
 def test_a_layout_knows_how_long_its_drafters_beside_would_read_what_they_have_not_been_told() -> None:
     harness = DrafterHarness()
     harness.join(replace(HELLO, prefill_ms=2.0))
-    assert harness.drafters.unread_s(SpeculationMode.ASYNC) == 0.0
+    assert harness.drafters.pending_prefill_s(SpeculationMode.ASYNC) == 0.0
     assert harness.drafters.prefill_s_per_token(SpeculationMode.ASYNC) == pytest.approx(0.002)
     assert harness.drafters.prefill_s_per_token(SpeculationMode.SYNC) == 0.0
-    harness.drafters.use(SpeculationMode.PLAIN)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
     late = harness.requests[2] = make_request(2)
     harness.drafters.open(late)
     harness.commit(0, 5, 6)
-    assert harness.drafters.unread_s(SpeculationMode.ASYNC) == pytest.approx((3 + 2) * 0.002)
-    assert harness.drafters.unread_s(SpeculationMode.SYNC) == 0.0
-    harness.drafters.use(SpeculationMode.ASYNC)
-    assert harness.drafters.unread_s(SpeculationMode.ASYNC) == 0.0
+    assert harness.drafters.pending_prefill_s(SpeculationMode.ASYNC) == pytest.approx((3 + 2) * 0.002)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.SYNC) == 0.0
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.ASYNC) == 0.0
     harness.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, prefill_ms=2.0))
     assert harness.drafters.prefill_s_per_token(SpeculationMode.ASYNC) == pytest.approx(0.001), "each reads half of the texts"
 
@@ -155,12 +155,12 @@ def test_a_drafter_inline_has_read_what_it_has_grown_a_tree_below() -> None:
     """It works only while it is waited for: who pauses soon after a prompt has come has it still to read."""
     harness = DrafterHarness()
     its = harness.join(replace(HELLO, prefill_ms=2.0), synchronous=True)
-    harness.drafters.use(SpeculationMode.PLAIN)
-    assert harness.drafters.unread_s(SpeculationMode.SYNC) == pytest.approx((3 + 3) * 0.002)
-    harness.drafters.use(SpeculationMode.SYNC)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.SYNC) == pytest.approx((3 + 3) * 0.002)
+    harness.drafters.set_mode(SpeculationMode.SYNC)
     its.send(growth(harness.requests[0]))
     harness.drain()
-    harness.drafters.use(SpeculationMode.PLAIN)
-    assert harness.drafters.unread_s(SpeculationMode.SYNC) == pytest.approx(3 * 0.002)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.SYNC) == pytest.approx(3 * 0.002)
     harness.commit(0, 5, 6)
-    assert harness.drafters.unread_s(SpeculationMode.SYNC) == pytest.approx((2 + 3) * 0.002)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.SYNC) == pytest.approx((2 + 3) * 0.002)

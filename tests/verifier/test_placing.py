@@ -1,7 +1,7 @@
 """Where rounds compute: prompts on all cores, and decoding where the governor drafts."""
 
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.budget import NoWait
@@ -16,7 +16,7 @@ class Place:
     """A target that two cores make `faster`, with a drafter at the other end of a channel."""
 
     def __init__(self, faster: float, forecast: dict[SpeculationMode, float]) -> None:
-        self.drafters = Drafters(HELLO)
+        self.drafters = DrafterPool(HELLO)
         mine, its = memory_pair()
         self.drafters.connect(mine)
         its.send(HELLO)

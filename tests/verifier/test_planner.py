@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import Hello
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.base.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.budget import NoWait
@@ -28,7 +28,7 @@ def planner(max_tpot_s: float) -> RoundPlanner:
     """One millisecond a row, and a host that takes a quarter of one for each request."""
     cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
     bounds = DraftBounds(4096, None, 8, max_tpot_s)
-    return RoundPlanner(Drafters(HELLO), cost, NoWait(), bounds, HostCost(node_s=0.0))
+    return RoundPlanner(DrafterPool(HELLO), cost, NoWait(), bounds, HostCost(node_s=0.0))
 
 
 def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() -> None:
@@ -75,9 +75,9 @@ class Listening(ModeController[SpeculationMode]):
         self.told.append((gained_s, seconds, plain_s, prompts))
 
 
-def joined(hello: Hello = HELLO, synchronous: bool = False) -> Drafters:
+def joined(hello: Hello = HELLO, synchronous: bool = False) -> DrafterPool:
     """One drafter has joined."""
-    drafters = Drafters(HELLO)
+    drafters = DrafterPool(HELLO)
     mine, its = memory_pair()
     drafters.connect(mine, synchronous)
     its.send(hello)
@@ -89,7 +89,7 @@ def governed(
     governor: ModeController[SpeculationMode],
     cost: CostTable,
     governing: ModeConfig | None = None,
-    drafters: Drafters | None = None,
+    drafters: DrafterPool | None = None,
 ) -> RoundPlanner:
     """Without `governing` all layouts cost the same; without `drafters` one has joined."""
     drafters = drafters or joined()
@@ -163,7 +163,7 @@ def begun(tokens: int, prompt: int = 40) -> float:
     request.slots.extend(range(len(request.tokens) - 1))
     part = ScheduledChunk(request, (len(request.tokens) - 1,), final=True)
     planner.choose([request], [part], lambda: None)
-    drafters.use(SpeculationMode.PLAIN)
+    drafters.set_mode(SpeculationMode.PLAIN)
     drafters.open(request)
     assert governor.lasting(SpeculationMode.PLAIN) == 1.0
     return governor.lasting(SpeculationMode.ASYNC)

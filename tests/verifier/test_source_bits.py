@@ -1,7 +1,7 @@
 """Bits and names of draft sources: as many as there is room for, whoever comes."""
 
-from ssd_serve.verifier.drafts.admission import OTHERS
-from ssd_serve.verifier.drafts.source_bits import OTHERS_BIT, SourceBits
+from ssd_serve.verifier.drafters.admission import OTHERS
+from ssd_serve.verifier.drafters.admission import OTHERS_BIT, SourceBits
 
 
 def named(bits: SourceBits, bit: int) -> str:
@@ -10,16 +10,16 @@ def named(bits: SourceBits, bit: int) -> str:
 
 def test_a_source_keeps_its_bit_and_its_name() -> None:
     bits = SourceBits()
-    one, two = bits.bit("one"), bits.bit("two", stranger=True)
+    one, two = bits.bit("one"), bits.bit("two", remote=True)
     assert (named(bits, one), named(bits, two)) == ("one", "two")
-    assert (bits.bit("one", stranger=True), bits.bit("two")) == (one, two)
+    assert (bits.bit("one", remote=True), bits.bit("two")) == (one, two)
     assert one & two == 0
     assert named(bits, bits.bit("")) == "unnamed"
 
 
 def test_strangers_never_take_all_the_room() -> None:
     bits = SourceBits()
-    theirs = {bits.bit(f"stranger {number}", stranger=True) for number in range(1000)}
+    theirs = {bits.bit(f"stranger {number}", remote=True) for number in range(1000)}
     assert OTHERS_BIT in theirs
     assert named(bits, OTHERS_BIT) == OTHERS
     assert named(bits, bits.bit("own")) == "own"

@@ -47,7 +47,7 @@ from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.execution import Cores, ModeConfig
 from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.timing import measure_cost
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 
 _SLOTS = 20480
@@ -164,7 +164,7 @@ class Rig:
         engine = build_engine(
             EngineParts(
                 model=target,
-                drafters=Drafters(self.hello, log=get_logger("bench", "warning")),
+                drafters=DrafterPool(self.hello, log=get_logger("bench", "warning")),
                 cost=cost or self.cost,
                 slots=_SLOTS,
                 config=EngineConfig(
@@ -264,8 +264,8 @@ def remote_drafter(rig: Rig, engine: Engine, device: str, count: int = 1) -> Gen
             command = worker_command("drafter", name, run_dir.drafter_socket)
             workers.append(start_worker(WorkerPlan(name, command), config))
         deadline = time.monotonic() + _JOIN_S
-        joined = engine.drafters.alive + count
-        while engine.drafters.alive < joined:
+        joined = engine.drafters.num_joined + count
+        while engine.drafters.num_joined < joined:
             if any(worker.exit_code is not None for worker in workers) or time.monotonic() > deadline:
                 raise SsdError("the drafter did not join the benchmark")
             channel = listener.accept()

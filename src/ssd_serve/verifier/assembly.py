@@ -40,8 +40,8 @@ from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.validation import model_defaults
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.verifier.build import EngineParts, build_engine
-from ssd_serve.verifier.drafts.admission import check_hello
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.admission import check_hello
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.base.cost import CostTable, Timing
@@ -131,8 +131,8 @@ def assemble_verifier(
     cost = governing.costs[layouts[0]]
     tokenizer = Tokenizer(path)
     hello = _hello(model.facts, tokenizer)
-    drafters = Drafters(hello, time.perf_counter, log)
-    drafters.admission.restrict([as_label(without_revision(each)) for each in config.draft_models])
+    drafters = DrafterPool(hello, time.perf_counter, log)
+    drafters.authorizer.restrict([as_label(without_revision(each)) for each in config.draft_models])
     grammars = Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids)
     grammars.prepare()
     parts = EngineParts(

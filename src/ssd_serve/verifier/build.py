@@ -14,7 +14,7 @@ from ssd_serve.models.interface import Model
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.verifier.request import RequestLimits
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.base.cost import CostTable, HostCost
@@ -31,7 +31,7 @@ class EngineParts:
     """What an engine is made of. `drafters` has none connected yet; without any it decodes plainly."""
 
     model: Model
-    drafters: Drafters
+    drafters: DrafterPool
     cost: CostTable
     slots: int
     config: EngineConfig = EngineConfig()
@@ -73,7 +73,7 @@ def build_engine(parts: EngineParts) -> Engine:
     bounds = RequestLimits(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, tree_nodes)
     rounds = parts.rounds or _rounds(parts)
     if parts.features is not None:
-        parts.drafters.admission.offer(parts.features.layers)
+        parts.drafters.authorizer.offer(parts.features.layers)
     return Engine(
         rounds,
         scheduler,

@@ -26,7 +26,7 @@ from ssd_serve.models.memory import release_memory
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.thinking import output_state
 from ssd_serve.verifier.request import RequestLimits
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.control.decision import Decision
 from ssd_serve.verifier.acceptance import AcceptanceMonitor
@@ -49,7 +49,7 @@ class Engine:
         self,
         rounds: Rounds,
         scheduler: Scheduler,
-        drafters: Drafters,
+        drafters: DrafterPool,
         planner: RoundPlanner,
         bounds: RequestLimits,
         clock: Callable[[], float] = time.perf_counter,
@@ -84,7 +84,7 @@ class Engine:
     @property
     def figures(self) -> Figures:
         """Of all requests since start."""
-        return self.totals.told(self._requests.values(), self.drafters.sources)
+        return self.totals.told(self._requests.values(), self.drafters.sources.names)
 
     def ask(self, message: ServerMessage) -> Sequence[Refused | Finished]:
         """Do what a front end asks for; returns what it must know of that at once."""
@@ -209,7 +209,7 @@ class Engine:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""
         if not flight.ready():
             ends = flight.started + self.planner.cost.seconds(flight.rows, flight.reading) - _WAKING_S
-            while not flight.ready() and self.drafters.listen(ends - self._clock()):
+            while not flight.ready() and self.drafters.wait_async(ends - self._clock()):
                 self.drain()
         forward_s = flight.wait()
         self.drain()
@@ -259,7 +259,7 @@ class Engine:
         request.scored += len(walk.prompt_logprobs)
         if not walk.tokens:
             told = walk.prompt_logprobs
-            self.drafters.read(request)
+            self.drafters.send_features(request)
             return [Committed(request.number, (), prompt_logprobs=told)] if told else []
         before = request.generated
         if request.began is not None and not request.figures.prompt_s:
@@ -288,7 +288,7 @@ class Engine:
         return Finished(request.number, why, self._told(request), stop_token)
 
     def _told(self, request: Request) -> Figures:
-        return request.acceptance.told(request.figures, self.drafters.sources)
+        return request.acceptance.told(request.figures, self.drafters.sources.names)
 
     def _advance(self, walk: Walk, request: Request, first: bool) -> None:
         """Move the replica's root and publish the outcome; count the round unless it ended the prompt."""
@@ -301,7 +301,7 @@ class Engine:
         hit = replica.advance(walk.tokens).hit
         self.totals.late_expansions += replica.take_late()
         if not walk.ended:
-            self.drafters.outcome(request)
+            self.drafters.send_outcome(request)
         working = self.drafters.working
         if working and not first:
             self.watch.observe(0 in walk.accepted if len(rows) else None, hit)

@@ -16,7 +16,7 @@ from ssd_serve.base.memory import Heap, settle_memory
 from ssd_serve.base.messages import Progress, ServerMessage, Status
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.verifier.assembly import assemble_verifier, ready_report
-from ssd_serve.verifier.drafts.admission import FROM_DRAFTERS
+from ssd_serve.verifier.drafters.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.reporting import EngineLogReporter
 from ssd_serve.verifier.ranks import LeadingRank
@@ -97,7 +97,7 @@ class VerifierLoop:
         come, or when requests wait that a verifier before this one has begun."""
         self._engine.drain()
         deadline = time.monotonic() + timeout_s
-        while self._engine.drafters.beside < count and time.monotonic() < deadline:
+        while self._engine.drafters.num_async < count and time.monotonic() < deadline:
             if self._server.wait(0.0):  # taken once the server knows that this verifier can generate
                 return
             self._accept()
@@ -143,7 +143,7 @@ class VerifierLoop:
                 channel = listener.accept(FROM_DRAFTERS)
                 if channel is None:
                     break
-                self._engine.drafters.admit(channel, channel.peer, stranger=place > 0)
+                self._engine.drafters.admit(channel, channel.peer, remote=place > 0)
 
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
@@ -154,7 +154,7 @@ class VerifierLoop:
             if len(self._unsent) < _MAX_UNSENT:
                 self._unsent.append(self._status())
             self._notices.tell_health()
-            self._engine.drafters.beat()
+            self._engine.drafters.heartbeat()
         if now - self._remembered_at >= _REMEMBER_S:
             self._remembered_at = now
             self._remember()

@@ -18,7 +18,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.config import model_name
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.verifier.drafts.admission import check_hello
+from ssd_serve.verifier.drafters.admission import check_hello
 
 
 class _Cores:

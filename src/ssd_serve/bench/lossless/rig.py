@@ -34,7 +34,7 @@ from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.control.budget import FixedSteps, NoWait
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
 
@@ -122,7 +122,7 @@ class LoadedTarget:
             EngineParts(
                 model=self.target,
                 # Time stands still for the drafters' links: a busy machine must not make one look silent.
-                drafters=Drafters(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error")),
+                drafters=DrafterPool(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error")),
                 cost=FixedCost(),
                 host=FixedHost(),
                 slots=case.slots,

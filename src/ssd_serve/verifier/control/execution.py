@@ -6,7 +6,7 @@ what works or pauses; chooses no nodes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.base.cost import CostTable, Reading
 from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.budget import WaitPolicy
@@ -132,7 +132,7 @@ class ExecutionPlanner:
 
     def __init__(
         self,
-        drafters: Drafters,
+        drafters: DrafterPool,
         cost: CostTable,
         policy: WaitPolicy,
         governing: ModeConfig | None,
@@ -193,7 +193,7 @@ class ExecutionPlanner:
         """What it costs at most that nobody drafts in a round: a draft step, and for those that decode what
         nodes bring, which is less than a round of theirs."""
         round_s = choice.table(wide=False).first_seconds(decoding, Reading()) if decoding else 0.0
-        return self._drafters.step_of(layout) + round_s
+        return self._drafters.step_s_in(layout) + round_s
 
     def observe(self, rows: int, nodes: int, reading: Reading, seconds: float) -> None:
         """The round's forward of `rows` rows, of which some are nodes, took `seconds`."""
@@ -211,4 +211,4 @@ class ExecutionPlanner:
         governing.cores.enter(layout, wide)
         if changes:
             self.policy = governing.policies[layout]
-            self._drafters.use(layout)
+            self._drafters.set_mode(layout)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ssd_serve.base.cost import CostTable, HostCost, Reading
 from ssd_serve.verifier.control.decision import SpeculationMode
 from collections.abc import Sequence
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.base.cost import HostCost, Reading
 from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
 from ssd_serve.verifier.request import Request
@@ -141,7 +141,7 @@ class ModeForecaster:
 
     def __init__(
         self,
-        drafters: Drafters,
+        drafters: DrafterPool,
         placing: ExecutionPlanner,
         governing: ModeConfig,
         width: int,
@@ -166,7 +166,7 @@ class ModeForecaster:
 
     def _forecast(self, requests: int) -> dict[SpeculationMode, float]:
         """What each layout should give with so many requests."""
-        steps = {layout: DraftStep(self._drafters.step_of(layout), self._width) for layout in self._costs}
+        steps = {layout: DraftStep(self._drafters.step_s_in(layout), self._width) for layout in self._costs}
         load = DecodingLoad(requests, self._context)
         unit_s = self._costs[SpeculationMode.PLAIN].first_seconds(requests, load.reading())
         gains = forecast(load, unit_s, self._placing.costs(requests), steps, self._host, self._right.share)
@@ -187,7 +187,7 @@ class ModeForecaster:
     def _lasting(self, layout: SpeculationMode) -> float:
         """What the layout would give where it begins now, as a share of what it gives the running requests
         from beginning to end: its drafters have their texts to read in either case, for fewer tokens now."""
-        if layout is SpeculationMode.PLAIN or not (unread_s := self._drafters.unread_s(layout)):
+        if layout is SpeculationMode.PLAIN or not (unread_s := self._drafters.pending_prefill_s(layout)):
             return 1.0
         left_s = self._plain_s(sum([request.left for request in self._running]))
         whole_s, read_s = self._whole_s(layout)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd_serve.base.messages import CostEstimate, DecisionReason
-from ssd_serve.verifier.drafts.drafters import Drafters
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.control.budget import Rate, choose
 from ssd_serve.base.cost import MAX_ROWS, CostTable, HostCost, Reading
 from ssd_serve.verifier.control.decision import Decision
@@ -111,7 +111,7 @@ class RoundPlanner:
 
     def __init__(
         self,
-        drafters: Drafters,
+        drafters: DrafterPool,
         cost: CostTable,
         policy: WaitPolicy,
         bounds: DraftBounds,
@@ -195,7 +195,7 @@ class RoundPlanner:
         nodes = round_.rows - round_.requests - round_.prompt_rows
         self.placing.observe(round_.rows, nodes, round_.reading, round_.forward_s)
         governing = self.placing.governing
-        if governing is not None and self._drafters.alive:
+        if governing is not None and self._drafters.num_joined:
             self._govern(round_, governing)
         if round_.prompts:
             return
@@ -223,10 +223,10 @@ class RoundPlanner:
         """A round for which nobody drafts."""
         governing = self.placing.governing
         governor = governing.governor if governing is not None else None
-        layout, other_s = self._drafters.layout, 0.0
+        layout, other_s = self._drafters.mode, 0.0
         if self._bounds.budget == 0:
             why = DecisionReason.OFF
-        elif governor is None or layout is not SpeculationMode.PLAIN or not self._drafters.alive:
+        elif governor is None or layout is not SpeculationMode.PLAIN or not self._drafters.num_joined:
             why = DecisionReason.NO_DRAFTER
         else:
             why = DecisionReason.TRYING if governor.trying else DecisionReason.SLOWER
@@ -248,7 +248,7 @@ class RoundPlanner:
             why = DecisionReason.PAYS
         chosen = CostEstimate(choice.nodes, choice.tokens, choice.seconds)
         other = prospect.without_nodes if choice.nodes else prospect.with_one_node
-        return Decision(self._drafters.layout, why, choice.nodes, waited_s, chosen, other)
+        return Decision(self._drafters.mode, why, choice.nodes, waited_s, chosen, other)
 
     def _prospect(self, pending: _Pending, steps: int) -> _RoundCandidates:
         """The round as it would be now, after so many awaited draft steps."""
@@ -256,7 +256,7 @@ class RoundPlanner:
         rate = self._rate.value(len(pending.parts))  # who waits for a prompt waits too
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
         least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
-        instant = self._drafters.instant_sources if self._drafters.step_s else 0
+        instant = self._drafters.lookup_sources if self._drafters.step_s else 0
         ranking = rank(pending.parts, most, bounds.context, bounds.width, least, instant)
         reaches = np.array([item[0] for item in ranking.nodes])
         seconds = self._round_seconds(pending, max(len(reaches), _NEXT))

@@ -1,7 +1,11 @@
 """What is asked, held against the model: over HTTP and in Python the same ranges, checks and sentences."""
 
+import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,14 +13,16 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from ssd_serve.app.llm.sampling_params import SamplingParams
-from ssd_serve.base.errors import ContextLengthError, RequestError
+from ssd_serve.base.errors import CheckpointError, ContextLengthError, RequestError
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.models.hub import resolve_model
 from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range, Stage, in_stages
 from ssd_serve.sampling.validation import (
     bad_word_sequences,
     check_prompt,
     encode,
     engine_parameters,
+    model_defaults,
     output_limit,
     with_number_fields,
 )
@@ -45,7 +51,7 @@ def accepted(model: type[BaseModel], fields: dict[str, object]) -> bool:
 
 @pytest.mark.parametrize("model", [CompletionRequest, SamplingParams])
 @pytest.mark.parametrize(("parameter", "numbers"), RANGED)
-def test_both_doors_hold_every_number_to_its_range(
+def test_numbers_out_of_range_are_refused_over_http_and_in_python(
     model: type[BaseModel], parameter: Parameter, numbers: Range
 ) -> None:
     if parameter.name in OUT_OF_REACH:
@@ -61,25 +67,25 @@ def test_both_doors_hold_every_number_to_its_range(
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, SamplingParams])
-def test_both_doors_have_every_parameter(model: type[BaseModel]) -> None:
+def test_http_and_python_accept_every_parameter(model: type[BaseModel]) -> None:
     named = {each.name for each in PARAMETERS} - OUT_OF_REACH
     assert named <= set(model.model_fields)
 
 
-def test_an_empty_request_is_the_default() -> None:
+def test_empty_request_has_default_parameters() -> None:
     plain = SamplingParameters(max_tokens=7)
     for request in (CompletionRequest.model_validate({"prompt": "a"}), SamplingParams()):
         assert engine_parameters(request, MODEL, max_tokens=7, logprobs=None) == plain
 
 
-def test_what_is_left_out_or_null_is_as_the_model_asks_for_it() -> None:
+def test_missing_parameters_use_generation_config() -> None:
     model = msgspec.structs.replace(MODEL, sampling={"temperature": 0.5, "top_k": 1000, "max_tokens": 9})
     given = {"prompt": "a", "temperature": None, "top_p": 0.9}
     found = engine_parameters(CompletionRequest.model_validate(given), model, max_tokens=7, logprobs=None)
     assert found == SamplingParameters(temperature=0.5, top_p=0.9, top_k=0, max_tokens=7)
 
 
-def test_what_is_asked_for_goes_before_what_the_model_asks_for() -> None:
+def test_request_parameters_override_generation_config() -> None:
     model = msgspec.structs.replace(MODEL, sampling={"temperature": 0.5, "top_p": 0.9})
     wish: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0}
     for request in (CompletionRequest.model_validate({"prompt": "a", **wish}), SamplingParams(**wish)):
@@ -87,7 +93,7 @@ def test_what_is_asked_for_goes_before_what_the_model_asks_for() -> None:
         assert found == SamplingParameters(temperature=0.0, top_p=1.0, max_tokens=7)
 
 
-def test_both_doors_ask_the_engine_alike() -> None:
+def test_http_and_python_give_equal_engine_parameters() -> None:
     values: dict[str, Any] = {
         "temperature": 0.5,
         "top_k": 100,
@@ -132,7 +138,9 @@ def test_both_doors_ask_the_engine_alike() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(values: dict[str, Any], ending: tuple[int, ...], message: str) -> None:
+def test_invalid_parameter_error_names_the_field(
+    values: dict[str, Any], ending: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(RequestError) as error:
         engine_parameters(
             SamplingParams(**values),
@@ -154,14 +162,14 @@ def test_what_does_not_fit_is_named(values: dict[str, Any], ending: tuple[int, .
         ((1,) * 50, "prompt: 50 tokens; prompt and output together may have 50"),
     ],
 )
-def test_prompts_fit_the_model(ids: tuple[int, ...], message: str) -> None:
+def test_prompt_must_fit_vocabulary_and_context(ids: tuple[int, ...], message: str) -> None:
     with pytest.raises(RequestError) as error:
         check_prompt(ids, MODEL, "prompt")
     assert str(error.value) == message
     check_prompt((1,) * 49, MODEL, "prompt")
 
 
-def test_as_many_tokens_as_fit() -> None:
+def test_max_tokens_is_limited_by_the_context() -> None:
     assert output_limit(None, 16, 40, MODEL, "max_tokens") == 10
     assert output_limit(None, 4, 40, MODEL, "max_tokens") == 4
     assert output_limit(10, 4, 40, MODEL, "max_tokens") == 10
@@ -171,25 +179,25 @@ def test_as_many_tokens_as_fit() -> None:
     assert (answer.status, answer.param, answer.code) == (400, "max_tokens", "context_length_exceeded")
 
 
-def test_a_bad_word_is_two_sequences_unless_one_ends_with_the_other() -> None:
+def test_bad_word_with_and_without_leading_space() -> None:
     assert bad_word_sequences(ByteTokenizer(), " ab") == ((97, 98),)
     with pytest.raises(RequestError, match="bad_words: a word has no tokens"):
         bad_word_sequences(ByteTokenizer(), "  ")
 
 
-def test_half_a_character_is_none() -> None:
+def test_lone_surrogate_is_refused() -> None:
     with pytest.raises(RequestError, match="stop: holds a lone surrogate, which is not a character"):
         encode(ByteTokenizer(), "a\ud800", False, "stop")
 
 
-def test_checking_needs_no_torch() -> None:
+def test_validation_does_not_import_torch() -> None:
     modules = "sys, ssd_serve.sampling.validation, ssd_serve.server.openai.protocol"
     said = f"import {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_a_model_that_declares_no_numbers_has_them() -> None:
+def test_number_fields_are_added_to_a_model() -> None:
     class Bare(BaseModel):
         top_p: int = 7
 
@@ -201,3 +209,67 @@ def test_a_model_that_declares_no_numbers_has_them() -> None:
     assert not accepted(whole, {"min_p": 1.01})
     assert not accepted(whole, {"top_k": 1.5})
     assert with_number_fields(whole) is whole
+
+
+def defaults(folder: Path, **keys: object) -> dict[str, int | float]:
+    (folder / "generation_config.json").write_text(json.dumps(keys), encoding="utf-8")
+    return model_defaults(folder)
+
+
+def test_generation_config_sets_defaults(tmp_path: Path) -> None:
+    """As Qwen's and Llama's files have them; what is no parameter is left alone."""
+    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
+    others = {"bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "4.51.0", "do_sample": True}
+    found = defaults(tmp_path, **said, **others, max_new_tokens=2048)
+    assert found == {**said, "max_tokens": 2048}
+    assert isinstance(found["top_k"], int)
+
+
+def test_do_sample_false_means_temperature_zero(tmp_path: Path) -> None:
+    assert defaults(tmp_path, do_sample=False, temperature=0.6) == {"temperature": 0.0}
+    assert defaults(tmp_path, do_sample=None, temperature=1) == {"temperature": 1.0}
+
+
+def test_missing_generation_config_sets_nothing(tmp_path: Path) -> None:
+    assert model_defaults(tmp_path) == {}
+    assert defaults(tmp_path, temperature=None, top_k=None, max_new_tokens=None) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", "0.6"),
+        ("temperature", 1e-9),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 20.5),
+        ("top_k", -2),
+        ("min_p", True),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("do_sample", "yes"),
+    ],
+)
+def test_invalid_generation_config_value_names_file_and_key(tmp_path: Path, key: str, value: object) -> None:
+    wanted = re.escape(str(tmp_path / "generation_config.json")) + f": {key}: input should be "
+    with pytest.raises(CheckpointError, match=f"^{wanted}.*SSD_GENERATION_CONFIG=none$"):
+        defaults(tmp_path, **{key: value})
+
+
+def test_generation_config_error_names_all_keys(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"top_k: .*; top_p: "):
+        defaults(tmp_path, top_k="many", top_p=7)
+
+
+def test_damaged_generation_config_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        model_defaults(tmp_path)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_embedded_models_have_a_valid_generation_config(role: str) -> None:
+    folder = resolve_model("embedded", "target" if role == "target" else "draft")
+    assert os.path.isfile(folder / "generation_config.json")
+    model_defaults(folder)
