@@ -28,7 +28,7 @@ def changed(**fields: object) -> Ready:
 
 def test_it_tells_mode_devices_and_what_the_embedded_model_is_not() -> None:
     text = screen(READY)
-    for told in (URL, "ssd: the draft model keeps guessing", "cpu:0", "cpu:1", "20.0 ms", "2.0 ms"):
+    for told in (URL, "ssd: the draft model drafts on its own device", "cpu:0", "cpu:1", "20.0 ms", "2.0 ms"):
         assert told in text
     assert "not a chatbot" in text
     assert "an estimate" in text
@@ -49,13 +49,13 @@ def test_a_draft_inline_whose_step_is_not_known_promises_nothing() -> None:
     text = screen(changed(mode="sd", draft="ngram", draft_device="", draft_step_ms=0.0))
     assert "ngram on cpu:0 " in text
     assert " 0.0 ms" not in text
-    assert "What drafts gain is not known yet" in " ".join(text.split())
+    assert "The gain of drafts is not known yet" in " ".join(text.split())
     assert "tokens a round" not in text
 
 
 def test_step_times_of_wrapped_models_are_called_so() -> None:
     text = screen(READY, Settings(model_wrapper="server.slow:twice"))
-    assert "models stand behind server.slow:twice; step times are not their own" in text
+    assert "models are wrapped by server.slow:twice; step times are not their own" in text
     assert "ms a step (wrapped)" in text
 
 

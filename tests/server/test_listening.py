@@ -267,9 +267,10 @@ def test_what_does_not_end_is_aborted() -> None:
 
 
 SERVING = """
+import asyncio
 import socket
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.http.serving import serve
+from ssd_serve.server.http.serving import build_server
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import READY, ByteTokenizer, FakeEngine, channel_pair, say
 
@@ -279,7 +280,8 @@ engine.tell(READY)
 engine.start()
 with socket.create_server(("127.0.0.1", 0)) as sock:
     print(sock.getsockname()[1], flush=True)
-    serve(Settings(drain_seconds=60), EngineClient(ours), ByteTokenizer(), sock)
+    server = build_server(Settings(drain_seconds=60), EngineClient(ours), ByteTokenizer())
+    asyncio.run(server.serve(sockets=[sock]))
 print("tidied up", flush=True)
 """
 

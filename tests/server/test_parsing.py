@@ -258,4 +258,4 @@ def test_very_many_wrong_fields_are_counted_and_not_listed() -> None:
     biases = b",".join(b'"a%d":0' % place for place in range(2_000))
     with pytest.raises(ApiError) as wrong:
         parse(b'{"logit_bias":{' + biases + b"}}", ChatRequest, TOKENS)
-    assert wrong.value.message.startswith("2001 fields or values are wrong")
+    assert wrong.value.message.startswith("2001 fields or values are invalid")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.base.messages import Abort
-from tests.server.fakes import say
+from ssd_serve.base.messages import Abort, Submit
+from tests.server.fakes import Script, say
 from tests.server.running_server import running_server, post
 
 pytestmark = pytest.mark.anyio
@@ -86,10 +86,15 @@ async def test_a_reader_who_stops_for_a_while_gets_everything() -> None:
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == "x" * 400
 
 
-async def test_a_server_that_fell_behind_catches_up_in_fewer_and_larger_pieces() -> None:
+async def test_blocked_server_merges_rounds_into_fewer_events() -> None:
     text = "to be or not to be, that is the question: whether it is nobler"
-    async with running_server(lambda _: say(text, group=1)) as server:
-        asyncio.get_running_loop().call_later(0.01, time.sleep, 1.0)
+    loop = asyncio.get_running_loop()
+
+    def block_server(_: Submit) -> Script:
+        loop.call_soon_threadsafe(time.sleep, 1.0)
+        return say(text, group=1)
+
+    async with running_server(block_server) as server:
         body = {"prompt": "a", "max_tokens": len(text), "stream": True, "speculation": {"trace": True}}
         answer = await server.http.post(PATH, json=body)
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]

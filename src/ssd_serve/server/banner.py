@@ -1,7 +1,4 @@
-"""The first screen of `ssd serve`: what runs where, what it is, what speed to expect, what to type next.
-
-Only tells what was measured or set, and says which figures are estimates. Knows no HTTP.
-"""
+"""The start screen of `ssd serve`: models, devices, estimated speed, and commands to try."""
 
 import json
 import math
@@ -20,15 +17,15 @@ from ssd_serve.server.service import model_name
 from ssd_serve.base.settings import Settings
 
 ASSUMED_ACCEPTANCE = 0.7
-"""How often the draft's first guess is taken to be right; true of a well-distilled pair."""
+"""Assumed acceptance of the first draft token, as measured for a well-distilled pair."""
 
 _DEEPEST_INLINE = 32
 _SHORT_STEP_MS = 5.0
 
 MODES = {
     "ar": "plain decoding, no draft model",
-    "sd": "the draft model guesses, then the target verifies, in turns on one device",
-    "ssd": "the draft model keeps guessing on its own device while the target verifies",
+    "sd": "the draft model drafts, then the target verifies, in turns on one device",
+    "ssd": "the draft model drafts on its own device while the target verifies",
 }
 
 EMBEDDED_NOTE = (
@@ -40,48 +37,47 @@ EMBEDDED_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What speculation may give one request, from step times alone."""
+    """Estimated speed of one request, from step times alone."""
 
     plain_tokens_per_s: float
-    tokens_a_round: float
+    tokens_per_round: float
     tokens_per_s: float
 
     @property
     def speed_up(self) -> float:
-        """How many times as fast as plain decoding."""
+        """Estimated speed relative to plain decoding."""
         return self.tokens_per_s / self.plain_tokens_per_s
 
 
 def estimate(ready: Ready, acceptance: float = ASSUMED_ACCEPTANCE) -> Estimate | None:
-    """Expected speed of one request; None where step times are unknown.
+    """Estimate the speed of one request; None if step times are unknown.
 
-    A chain of k guesses, each right with probability p, commits (1 - p^(k+1)) / (1 - p) tokens a round.
-    Beside the target, k is what fits into its step; in turns with it, k is the best trade for its time.
+    A chain of k draft tokens, each accepted with probability p, commits (1 - p^(k+1)) / (1 - p) tokens per
+    round. In mode ssd, k draft steps fit into a target step; in mode sd, k maximizes tokens per second.
     """
     if ready.target_step_ms <= 0:
         return None
     plain = 1000 / ready.target_step_ms
     if ready.mode == "ar" or ready.draft_step_ms <= 0:
         return Estimate(plain, 1.0, plain)
-    price = ready.draft_step_ms / ready.target_step_ms
+    cost = ready.draft_step_ms / ready.target_step_ms
     if ready.mode == "ssd":
-        tokens = _tokens_of_chain(1 / price, acceptance)
+        tokens = _tokens_of_chain(1 / cost, acceptance)
         return Estimate(plain, tokens, plain * tokens)
     speeds = [
-        (_tokens_of_chain(k, acceptance) / (1 + k * price), _tokens_of_chain(k, acceptance))
+        (_tokens_of_chain(k, acceptance) / (1 + k * cost), _tokens_of_chain(k, acceptance))
         for k in range(_DEEPEST_INLINE)
     ]
     speed, tokens = max(speeds)
     return Estimate(plain, tokens, plain * speed)
 
 
-def _tokens_of_chain(guesses: float, acceptance: float) -> float:
-    return (1.0 - math.pow(acceptance, guesses + 1)) / (1.0 - acceptance)
+def _tokens_of_chain(length: float, acceptance: float) -> float:
+    return (1.0 - math.pow(acceptance, length + 1)) / (1.0 - acceptance)
 
 
 def show_banner(console: Console, ready: Ready, settings: Settings, url: str, program: str = "ssd") -> None:
-    """Print the screen. `url` is where people reach the server, `program` how they call the command line; the
-    console decides about colours."""
+    """Print the screen. `url` is the server's address, `program` the name of its command."""
     console.print()
     console.print(Text.assemble(("ssd-serve", "bold"), f" {__version__} is ready at ", (url, "bold cyan")))
     console.print()
@@ -100,7 +96,7 @@ def show_banner(console: Console, ready: Ready, settings: Settings, url: str, pr
 
 
 def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
-    """Label and text of what there is to know."""
+    """Return label and text of each line about the server."""
     timing = "wrapped" if settings.model_wrapper else "measured"
     name = EMBEDDED if settings.target == EMBEDDED else ready.target
     target = f"{name} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({timing})"
@@ -109,14 +105,14 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
         draft += f", {ready.draft_step_ms:.1f} ms a step ({timing})"
     if ready.mode == "ssd" and settings.joining_drafters > 1:
         draft = f"{settings.joining_drafters} drafters: {draft}"
-    room = f"{ready.context} tokens a request (prompt and output), {ready.slots} tokens cached in all"
+    context = f"{ready.context} tokens a request (prompt and output), {ready.slots} tokens cached in all"
     rows = [("mode", f"{ready.mode}: {MODES.get(ready.mode, '')}"), ("target", target)]
     if ready.mode != "ar":
         rows.append(("draft", draft))
-    rows += [("room", room), ("speed", _speed_line(ready, settings))]
+    rows += [("context", context), ("speed", _speed_line(ready, settings))]
     if settings.model_wrapper is not None:
         rows.append(
-            ("wrapped", f"models stand behind {settings.model_wrapper}; step times are not their own")
+            ("wrapped", f"models are wrapped by {settings.model_wrapper}; step times are not their own")
         )
     if settings.target == EMBEDDED:
         rows.append(("model", EMBEDDED_NOTE))
@@ -131,17 +127,17 @@ def _speed_line(ready: Ready, settings: Settings) -> str:
     if ready.mode == "ar":
         return plain
     if ready.draft_step_ms <= 0:
-        return f"{plain}. What drafts gain is not known yet; `ssd bench modes` measures."
+        return f"{plain}. The gain of drafts is not known yet; `ssd bench modes` measures it."
     caution = _caution(ready) if settings.model_wrapper is None else ""
     return (
-        f"{plain}. With a draft whose first guess is right {ASSUMED_ACCEPTANCE * 10:.0f} times in 10, these "
-        f"step times allow up to {found.tokens_a_round:.1f} tokens a round, {found.speed_up:.1f}x{caution}. "
-        "That is an estimate; `ssd bench modes` measures."
+        f"{plain}. With a draft whose first token is accepted {ASSUMED_ACCEPTANCE * 10:.0f} times in 10, these "
+        f"step times allow up to {found.tokens_per_round:.1f} tokens a round, {found.speed_up:.1f}x{caution}. "
+        "That is an estimate; `ssd bench modes` measures it."
     )
 
 
 def _caution(ready: Ready) -> str:
-    """Why less is to be expected here than step times alone allow."""
+    """Return why the speed here may be below the estimate."""
     reasons: list[str] = []
     if ready.target_device.startswith("cpu"):
         reasons.append("each verified token costs time")
@@ -157,7 +153,7 @@ def _listed(parts: list[str]) -> str:
 
 
 def commands(settings: Settings, url: str, program: str = "ssd") -> list[str]:
-    """Commands that a reader can copy, one a line."""
+    """Return commands to copy, one per line."""
     name = model_name(settings)
     prompt = "def fibonacci(n):" if settings.target == EMBEDDED else "Once upon a time"
     body = json.dumps({"model": name, "prompt": prompt, "max_tokens": 64, "stream": True})
@@ -171,6 +167,6 @@ def commands(settings: Settings, url: str, program: str = "ssd") -> list[str]:
         f"{shlex.quote(program)} generate {shlex.quote(prompt)}      (without this server)",
         f'OpenAI(base_url="{url}/v1", api_key="{client_key}")      (Python, after pip install openai)',
         f"{metrics}/metrics      (Prometheus; also /health, /version, /v1/models)",
-        f"{shlex.quote(program)} settings      (what can be set; docs/settings.md says more)",
+        f"{shlex.quote(program)} settings      (all settings; see docs/settings.md)",
         "Ctrl-C stops the server.",
     ]

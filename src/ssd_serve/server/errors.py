@@ -1,7 +1,4 @@
-"""Errors as HTTP clients see them: a status and an OpenAI-shaped JSON body.
-
-Maps the project's errors and pydantic's to `ApiError`. Knows nothing about routes or the engine.
-"""
+"""HTTP errors with OpenAI's JSON body, and the mapping of other errors to them."""
 
 import math
 
@@ -12,16 +9,16 @@ from pydantic_core import ErrorDetails
 from ssd_serve.base.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError, SsdError
 
 UNION_TAG = "<"
-"""Tags of our discriminated unions begin with this, so that they can be kept out of field names."""
+"""First character of union tags, which error messages leave out of field names."""
 
 _MAX_REPORTED = 3
 _MAX_NAMED = 256
 _MAX_LISTED = 512
-"""pydantic tells all its errors or none, and makes an object of each."""
+"""pydantic makes an object for every error, so above this count only the count is reported."""
 
 
 class ApiError(SsdError):
-    """An answer other than success. `param` names the field at fault."""
+    """An HTTP error. `param` names the invalid field."""
 
     def __init__(
         self,
@@ -42,7 +39,7 @@ class ApiError(SsdError):
         self.headers = headers or {}
 
     def body(self) -> dict[str, object]:
-        """The JSON object that clients of OpenAI and of Anthropic expect."""
+        """Return the JSON body, which clients of OpenAI and of Anthropic understand."""
         return {
             "type": "error",
             "error": {
@@ -54,28 +51,28 @@ class ApiError(SsdError):
         }
 
     def response(self) -> JSONResponse:
-        """The error as a whole HTTP response."""
+        """Return the error as an HTTP response."""
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request can never work as it is."""
+    """Return a 400: the request is invalid."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
-    """503: the server cannot generate now."""
+    """Return a 503: the server cannot generate now."""
     headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
     return ApiError(503, message, kind="server_error", code=code, headers=headers)
 
 
-def internal(message: str = "internal error; the server's log says more") -> ApiError:
-    """The answer to an error of the server's own: status 500."""
+def internal(message: str = "internal error; see the server's log") -> ApiError:
+    """Return a 500."""
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
 def from_ssd_error(error: SsdError) -> ApiError:
-    """Give every error of the project its status."""
+    """Return the HTTP error for an error of this project."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -90,11 +87,11 @@ def from_ssd_error(error: SsdError) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Name the fields that a request body got wrong."""
+    """Return the 400 that names the invalid fields of a body."""
     count = error.error_count()
     if count > _MAX_LISTED:
         return bad_request(
-            f"{count} fields or values are wrong; send fewer to be told which", None, "invalid_value"
+            f"{count} fields or values are invalid; a body with fewer errors gets their names", None, "invalid_value"
         )
     details = error.errors(include_url=False, include_context=False, include_input=False)
     first = details[0]
@@ -108,7 +105,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(detail: ErrorDetails) -> str:
-    """`messages.0.content` and the like, without the names of union branches. Names may be of any length."""
+    """Return a path such as `messages.0.content`, without union tags and cut to `_MAX_NAMED` characters."""
     path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith((UNION_TAG, "[")))
     return path[:_MAX_NAMED]
 

@@ -1,4 +1,4 @@
-"""Endpoints for health, models, version, load, server information and metrics, and the types of their answers."""
+"""GET endpoints: health, models, version, load, server information and metrics."""
 
 import json
 from dataclasses import dataclass
@@ -41,25 +41,25 @@ class ModelCard(TypedDict):
     owned_by: str
     root: str
     revision: Annotated[
-        str | None, Field(description="the commit of the hub's repository that was asked for")
+        str | None, Field(description="the requested commit of the hub's repository")
     ]
     max_model_len: Annotated[int | None, Field(description="null until the model is loaded")]
-    draft: Annotated[str | None, Field(description="what drafts for it; null until the model is loaded")]
+    draft: Annotated[str | None, Field(description="the draft model; null until the model is loaded")]
     default_sampling_params: Annotated[
         dict[str, float] | None,
-        Field(description="what the model asks for where a request leaves it out; null until it is loaded"),
+        Field(description="the model's defaults for fields that a request leaves out; null until it is loaded"),
     ]
 
 
 class ModelList(TypedDict):
-    """All served models."""
+    """List of the one served model."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class ServerInfo(TypedDict):
-    """What serves; null until it is known."""
+    """The model, its devices and settings; fields are null until known."""
 
     version: str
     model: str
@@ -72,43 +72,43 @@ class ServerInfo(TypedDict):
     slots: Annotated[int | None, Field(description="tokens that the KV cache holds")]
     max_model_len: int | None
     tree_decode_backend: str | None
-    layout: Annotated[str | None, Field(description="how it speculates now")]
+    layout: Annotated[str | None, Field(description="current decoding mode: async, sync or off")]
     drafters: int | None
     settings: Annotated[
         dict[str, object],
         Field(
-            description="those that are not the usual ones; of those that do not say how it generates: 'set'"
+            description="settings that are not the default; 'set' for those that do not change generation"
         ),
     ]
 
 
 class Version(TypedDict):
-    """Of the package."""
+    """The version of the package."""
 
     version: str
 
 
 class RoundPrice(TypedDict):
-    """What a round should give."""
+    """Estimate of a round."""
 
     nodes: Annotated[
         int | None,
-        Field(description="drafted tokens to verify; null: none are there to be counted"),
+        Field(description="draft tokens to verify; null: unknown"),
     ]
     seconds: float
     tokens_per_second: float
 
 
 class RoundDecision(TypedDict):
-    """What the last round decided about drafts, and why."""
+    """Decision of the last round about drafts, and its reason."""
 
-    layout: Annotated[Literal["async", "sync", "off"], Field(description="how it speculates")]
+    layout: Annotated[Literal["async", "sync", "off"], Field(description="decoding mode")]
     why: DecisionReason
-    nodes: Annotated[int, Field(ge=0, description="drafted tokens that were verified")]
-    waited_s: Annotated[float, Field(ge=0, description="how long the round waited for drafts")]
-    chosen: Annotated[RoundPrice | None, Field(description="the round as it was chosen; null: unknown")]
+    nodes: Annotated[int, Field(ge=0, description="draft tokens that were verified")]
+    waited_s: Annotated[float, Field(ge=0, description="time that the round waited for drafts")]
+    chosen: Annotated[RoundPrice | None, Field(description="estimate of the chosen round; null: unknown")]
     other: Annotated[
-        RoundPrice | None, Field(description="without drafts where there were some, else with; null: unknown")
+        RoundPrice | None, Field(description="estimate without drafts if the round had some, else with drafts; null: unknown")
     ]
 
 

@@ -14,13 +14,13 @@ MAX_MESSAGES = 4096
 MAX_SALT_CHARACTERS = 256
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKEN_IDS = 2**21
-"""All lists of one body together."""
+"""Limit for all lists of one body together."""
 MAX_VALUES = 32_768
 """JSON values of one body besides token ids; MAX_MESSAGES messages have fewer."""
 MAX_TOOLS = 256
 """Tools of a request, or calls of a message."""
 MAX_GRAMMAR_CHARACTERS = 65_536
-"""Of a grammar for structured output."""
+"""Limit for a grammar of structured output."""
 MAX_UNKNOWN_FIELDS = 64
 """Per JSON object."""
 MAX_LABELS = 16

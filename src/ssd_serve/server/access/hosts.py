@@ -1,4 +1,4 @@
-"""Which host names a server answers to, and what its settings expose to others.
+"""The check of host names, and warnings about settings that expose the server.
 
 Browsers send the host name of the page. Without this check, a web page whose name resolves to this machine
 (DNS rebinding) could use a server on loopback that needs no key.

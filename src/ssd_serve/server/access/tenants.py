@@ -162,7 +162,7 @@ def _limited(bucket: Bucket | None, per_minute: int | None, clock: Clock) -> Buc
 
 
 class Tenants:
-    """All tenants. Reads the file of keys, and reads it again when it changes."""
+    """Tenants by key, from settings and the file of keys, which is read again when it changes."""
 
     def __init__(self, settings: Settings, clock: Clock = time.monotonic) -> None:
         """Raises `SettingsError` if the file of keys is invalid."""

@@ -1,7 +1,6 @@
-"""JSON of any size to plain values, in slices: no call of a decoder reads more than some ten kilobytes, but
-for the few that only find where the parts of a value end.
+"""Decodes JSON of any size in slices of 64 KiB, because a decoder holds the GIL during each call.
 
-A decoder stops every other thread for as long as one call runs. Knows nothing of what the values mean.
+Only the calls that find where the parts of a value end read more at once.
 """
 
 from collections.abc import Iterator
@@ -12,14 +11,14 @@ from ssd_serve.server.errors import ApiError, bad_request
 
 SLICE = 1 << 16
 MAX_TEXT_BYTES = 16 * 2**20
-"""Of all texts of one body, as Python keeps them: one wide character makes all of its text four times as
+"""Limit for all strings of a body in Python's memory, where one wide character makes its string 4 times as
 large."""
 
 _DEEPEST = 8
-"""Levels of lists and objects that are longer than a slice: each is gone through once more for each."""
+"""Nesting of lists and objects longer than a slice; each level is scanned once more for each level above."""
 
 _LONGEST_CHARACTER = 12
-"""Bytes of JSON, where both halves of a surrogate pair are escaped."""
+"""Bytes of an escaped surrogate pair."""
 
 Raw = bytes | bytearray | msgspec.Raw
 
@@ -28,7 +27,7 @@ _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 def parts_of_object(raw: Raw) -> dict[str, msgspec.Raw]:
-    """The JSON of each field, unread; of a field that is there twice the last one."""
+    """Return the raw JSON of each field; the last one of a repeated field."""
     try:
         return _read_object(raw)
     except msgspec.ValidationError:
@@ -38,14 +37,13 @@ def parts_of_object(raw: Raw) -> dict[str, msgspec.Raw]:
 
 
 def slices(whole: memoryview, size: int = SLICE) -> Iterator[bytes]:
-    """The bytes in order, some at once."""
+    """Iterate over the bytes in slices."""
     for place in range(0, len(whole), size):
         yield bytes(whole[place : place + size])
 
 
 def count(raw: Raw, what: tuple[bytes, ...], most: int, size: int = SLICE) -> int:
-    """How often these bytes stand outside strings. Ends early above `most`; what is no JSON gives some
-    number."""
+    """Count these bytes outside strings. Stops above `most`; the count of invalid JSON is arbitrary."""
     found = 0
     for parts, inside in _between_quotes(raw, size):
         outside = b"".join(parts[inside::2])
@@ -56,9 +54,9 @@ def count(raw: Raw, what: tuple[bytes, ...], most: int, size: int = SLICE) -> in
 
 
 def count_names(raw: Raw, most: int, size: int = SLICE) -> int:
-    """How many names the objects have; ends early above `most`.
+    """Count the names in all objects; stops above `most`.
 
-    Raises `ApiError` for a name that fills a slice: decoders build names at once, however long they are.
+    Raises `ApiError` for a name longer than a slice, because decoders build a name in one call.
     """
     found, filled, long = 0, False, False
     for parts, inside in _between_quotes(raw, size):
@@ -77,8 +75,10 @@ def count_names(raw: Raw, most: int, size: int = SLICE) -> int:
 
 
 def _between_quotes(raw: Raw, size: int) -> Iterator[tuple[list[bytes], int]]:
-    """Slices without escapes, split at quotes: every other part is of a string, the first one if the number
-    is 1."""
+    """Yield slices without escapes, split at quotes, and 1 if the first part is in a string, else 0.
+
+    Every other part of a slice is in a string.
+    """
     whole, place, inside = memoryview(raw), 0, 0
     while place < len(whole):
         piece = bytes(whole[place : place + size])
@@ -90,8 +90,8 @@ def _between_quotes(raw: Raw, size: int) -> Iterator[tuple[list[bytes], int]]:
         inside ^= (len(parts) - 1) % 2
 
 
-class Reader:
-    """Decodes the values of one body. Raises `ApiError` for what is no JSON, or has too much text."""
+class JsonReader:
+    """Decodes the values of one body. Raises `ApiError` for invalid JSON and too much text."""
 
     def __init__(self, size: int = SLICE, max_text: int = MAX_TEXT_BYTES) -> None:
         self._size = size
@@ -99,7 +99,7 @@ class Reader:
         self._text = 0
 
     def read(self, raw: Raw, depth: int = 0) -> object:
-        """The value."""
+        """Return the decoded value."""
         whole = memoryview(raw)
         if len(whole) <= self._size:
             try:
@@ -154,8 +154,10 @@ class Reader:
 
 
 def _beginning(inside: bytes, more: bool) -> tuple[str, int]:
-    """The text of what stands between quotes, and how many of its bytes were read: where `more` follows, all
-    but a character that is cut."""
+    """Decode the bytes between quotes; return the text and the count of decoded bytes.
+
+    If `more` bytes follow, a character that is cut at the end is left out.
+    """
     cut = 0
     while True:
         piece = inside[: len(inside) - cut]
@@ -168,7 +170,7 @@ def _beginning(inside: bytes, more: bool) -> tuple[str, int]:
 
 
 def _width(text: str) -> int:
-    """Bytes of each character in Python's memory."""
+    """Return the bytes of each character in Python's memory."""
     if text.isascii():
         return 1
     widest = max(text)

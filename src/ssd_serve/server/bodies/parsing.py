@@ -1,9 +1,8 @@
-"""From the bytes of a body to its model, at a price that is known before it is paid.
+"""Parses request bodies with bounded time and memory.
 
-pydantic builds some hundred bytes for each value of a body and an error for each wrong one, in one call that
-stops every other thread. So the values of a long body are counted before it sees them, and read in slices.
-Only lists of token ids may have very many: they are read as references to shared numbers.
-Knows the form of bodies, not what they mean; runs on any thread.
+pydantic takes some hundred bytes for each value of a body and an error object for each invalid one, in one call
+that holds the GIL. So the values of a long body are counted before validation and read in slices. Lists of
+token ids may be long: they are read as references to shared integers.
 """
 
 import re
@@ -18,7 +17,7 @@ from ssd_serve.sampling.validation import vocabulary_error, context_length_error
 from ssd_serve.server.bodies.json_slices import (
     SLICE,
     Raw,
-    Reader,
+    JsonReader,
     count,
     count_names,
     parts_of_object,
@@ -36,14 +35,14 @@ _read_lists = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 @dataclass(frozen=True, slots=True)
 class TokenNumbers:
-    """What token ids may be. `numbers` are all of them, shared: an id of a long list costs a reference."""
+    """Limits of token ids. `numbers` has all ids of the vocabulary; lists of ids hold references to them."""
 
     context: int
     numbers: tuple[int, ...]
 
     @classmethod
     def of(cls, context: int, vocabulary: int) -> "TokenNumbers":
-        """Those of a model."""
+        """Return the limits of a model."""
         return cls(context, tuple(range(vocabulary)))
 
 
@@ -54,8 +53,10 @@ def parse(
     most: int = MAX_VALUES,
     short: int = SLICE,
 ) -> Body:
-    """The validated body, or the `ApiError` that says what is wrong with it. One of more than `short` bytes
-    is read in slices, and may have `most` values besides token ids."""
+    """Return the validated body, or raise `ApiError`.
+
+    A body of more than `short` bytes is read in slices, and may have `most` values besides token ids.
+    """
     if len(raw) <= short:
         try:
             return model.model_validate_json(raw)
@@ -65,7 +66,7 @@ def parse(
         raise _too_many(most)
     fields = parts_of_object(raw)
     if "truncate_prompt_tokens" in fields:
-        tokens = replace(tokens, context=MAX_TOKEN_IDS)  # what is too long is cut
+        tokens = replace(tokens, context=MAX_TOKEN_IDS)  # a longer prompt is truncated
     lists: dict[str, object] = {}
     found: dict[str, object] = {}
     for name, least in model.long_lists.items():
@@ -77,7 +78,7 @@ def parse(
         left -= 1 + count(part, (b",", b"[", b"{"), left)
         if left < 0:
             raise _too_many(most)
-    reader = Reader(short)
+    reader = JsonReader(short)
     found.update({name: reader.read(part) for name, part in fields.items()})
     try:
         return model.model_validate(found).model_copy(update=lists)
@@ -90,7 +91,7 @@ def _too_many(most: int) -> ApiError:
 
 
 def _shape(raw: Raw) -> str | None:
-    """Whether a field holds a list of numbers or of lists."""
+    """Return `numbers` or `lists` for a list of these, else None."""
     beginning = bytes(memoryview(raw)[:SLICE]).split(None, 2)
     joined = b"".join(beginning[:2])
     if joined[:1] != b"[":
@@ -117,7 +118,7 @@ def _read(raw: Raw, field: str, shape: str, tokens: TokenNumbers, least: int) ->
 
 
 def _read_list(raw: Raw, field: str, tokens: TokenNumbers, most: int) -> tuple[int, ...]:
-    """One list of ids; what the model has no room for is not read at all."""
+    """Read a list of ids. A list longer than the context is refused before it is read."""
     whole = memoryview(raw)
     name = field.partition(".")[0]
     if bytes(whole[:1]) != b"[":
@@ -143,7 +144,7 @@ def _read_list(raw: Raw, field: str, tokens: TokenNumbers, most: int) -> tuple[i
 
 
 def _cut(whole: memoryview) -> Iterator[bytes]:
-    """Lists whose elements, one after the other, are those of the whole list."""
+    """Cut a JSON list into shorter JSON lists with the same elements."""
     place, size = 1, SLICE
     while place < len(whole) - 1:
         piece = bytes(whole[place : min(place + size, len(whole) - 1)])

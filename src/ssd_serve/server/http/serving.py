@@ -219,15 +219,3 @@ def build_server(
     )
     tls = tls_context(settings)
     return HttpServer(config, gate, engine.stop, settings.drain_seconds, limiter, limits, tls)
-
-
-def serve(
-    settings: Settings,
-    engine: EngineClient,
-    tokenizer: TextTokenizer,
-    sock: socket.socket,
-    limits: Limits | None = None,
-) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM. Returns normally after a clean end."""
-    server = build_server(settings, engine, tokenizer, limits)
-    asyncio.run(server.serve(sockets=[sock]))

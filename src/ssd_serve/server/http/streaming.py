@@ -1,7 +1,4 @@
-"""Answers that notice when the client goes away, whole or as server-sent events.
-
-Knows ASGI and the SSE format, not what is sent.
-"""
+"""Answers that stop when the client disconnects: whole ones, and streams of server-sent events."""
 
 import asyncio
 import base64
@@ -24,33 +21,33 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
-_MIN_SIZE = 512
-"""Bytes: room for what a round usually brings, and the rest of a chunk."""
+_MIN_EVENT_BYTES = 512
+"""Fits the text of a usual round, and the other fields of a chunk."""
 PING = b": ping\n\n"
-"""A comment: readers of event streams skip it."""
+"""A comment, which readers of event streams skip."""
 
 
 class ClientGoneError(SsdError):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection, so no answer is sent."""
 
 
 def event(value: dict[str, object]) -> bytes:
-    """The data as one server-sent event."""
+    """Encode the value as a server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def named_event(name: str, value: Mapping[str, object]) -> bytes:
-    """The data as one event that has a name."""
+    """Encode the value as a server-sent event with a name."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
 def obfuscated(value: dict[str, object]) -> bytes:
-    """One event whose length tells nearly nothing of its text: `_MIN_SIZE` bytes, or the next power of two.
+    """Encode the value as an event padded to `_MIN_EVENT_BYTES`, or to the next power of two.
 
-    Whoever listens to encrypted traffic sees lengths. The padding is random, so that nothing on the way can
-    compress it.
+    An observer of encrypted traffic sees lengths, and could infer text from them. The padding is random, so
+    that a proxy cannot compress it.
     """
-    missing = _MIN_SIZE
+    missing = _MIN_EVENT_BYTES
     plain = len(event({**value, "obfuscation": ""}))
     while missing < plain:
         missing *= 2
@@ -60,21 +57,21 @@ def obfuscated(value: dict[str, object]) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled with `ClientGoneError` as soon as the client disconnects.
+    """Return the result of `work`, or cancel it and raise `ClientGoneError` if the client disconnects.
 
     The request body must have been read before.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
+    disconnect = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientGoneError("the client closed the connection")
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -85,8 +82,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """A response of server-sent events.
 
-    Headers are sent with the first event (or ping), so that a request which is refused gets its proper
-    status. An error after that is sent as an event, without the closing `[DONE]`; `failed` writes it.
+    Headers are sent with the first event or ping, so that an error before it has its own status. `failed`
+    encodes a later error as an event, which ends the stream without `[DONE]`.
     """
 
     media_type = "text/event-stream"
@@ -104,11 +101,11 @@ class EventStream(Response):
         self._ping_s = ping_s
         self._failed = failed
         self._turn = asyncio.Lock()
-        self._begun = False
+        self._started = False
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they end or the client goes away."""
+        """Send the events until they end or the client disconnects."""
         try:
             await while_connected(receive, self._send_all(send))
         except ClientGoneError:
@@ -117,7 +114,7 @@ class EventStream(Response):
             if not isinstance(error, SsdError):
                 logger.exception("a stream failed")
             answer = from_ssd_error(error) if isinstance(error, SsdError) else internal()
-            if not self._begun:
+            if not self._started:
                 await answer.response()(scope, receive, send)
             else:
                 await self._send(send, self._failed(answer), more=False)
@@ -142,10 +139,10 @@ class EventStream(Response):
 
     async def _send(self, send: Send, chunk: bytes, more: bool = True) -> None:
         self._sent_at = time.monotonic()
-        # A ping must not slip between the two messages.
+        # Keeps a ping from coming between the two messages.
         async with self._turn:
-            if not self._begun:
-                self._begun = True
+            if not self._started:
+                self._started = True
                 start = {"type": "http.response.start", "status": self.status_code}
                 await send({**start, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": chunk, "more_body": more})

@@ -1,46 +1,24 @@
-"""Prometheus metrics: what the server measures itself, and what the engine last reported.
+"""Prometheus metrics: figures that the server measures, and the last status of the engine.
 
-Base names follow vLLM's, so that dashboards carry over; the prefix is `ssd_` where no setting says another.
-Has its own registry: two servers in one process do not meet.
+Base names follow vLLM's, so that dashboards carry over. Each server has its own registry.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from ssd_serve.base.version import __version__
 from ssd_serve.base.depths import POSITIONS, bounded, by_position
-from ssd_serve.base.messages import (
-    AcceptanceHealth,
-    Figures,
-    SourceFigures,
-    Status,
-)
+from ssd_serve.base.messages import AcceptanceHealth, Figures, SourceFigures, Status
+from ssd_serve.base.version import __version__
 from ssd_serve.server.access.tenants import Tenants, TenantUsage
 from ssd_serve.server.engine.client import EngineClient
 
 PREFIX = "ssd_"
-SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
+SECONDS = tuple(
+    map(float, "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 120 300".split())
 )
 ROUND_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 ROUND_NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -54,16 +32,16 @@ _GAUGES: dict[str, tuple[str, Callable[[Status], float]]] = {
         "nodes that the last round verified, over all requests",
         lambda s: s.decision.nodes if s.decision is not None else 0,
     ),
-    "drafters_alive": ("drafters with a device of their own that answer", lambda s: s.drafters_alive),
+    "drafters_alive": ("responsive drafters with a device of their own", lambda s: s.drafters_alive),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     "prompt_tokens": ("prompt tokens processed", lambda s: s.prompt_tokens),
     "generation_tokens": ("tokens generated", lambda s: s.generation_tokens),
-    "num_preemptions": ("requests set aside for lack of slots", lambda s: s.preemptions),
-    "drafter_restarts": ("drafters started again", lambda s: s.drafter_restarts),
-    "drafter_moves": ("requests that went from one drafter to another", lambda s: s.drafter_moves),
+    "num_preemptions": ("requests preempted for lack of slots", lambda s: s.preemptions),
+    "drafter_restarts": ("drafters restarted", lambda s: s.drafter_restarts),
+    "drafter_moves": ("requests moved from one drafter to another", lambda s: s.drafter_moves),
     "spec_decode_num_drafts": ("rounds (target forwards of a request)", lambda s: s.totals.rounds),
     "spec_decode_num_draft_tokens": ("nodes verified", lambda s: s.totals.drafted),
     "spec_decode_num_accepted_tokens": ("nodes accepted", lambda s: s.totals.accepted),
@@ -76,30 +54,25 @@ _COUNTERS: dict[str, tuple[str, Callable[[Status], float]]] = {
         "checked attention outputs that differed from the second backend's",
         lambda s: s.attention_differences,
     ),
-    "draft_expansions": ("nodes that drafters have expanded", lambda s: s.expansions),
+    "draft_expansions": ("nodes expanded by drafters", lambda s: s.expansions),
     "draft_expansions_awaited": (
-        "expanded nodes that a round waited for; the others came while the target worked",
+        "expanded nodes that a round waited for; the others arrived during target forwards",
         lambda s: s.awaited_expansions,
     ),
-    "draft_expansions_late": (
-        "expanded nodes that came when a text had left their place, and were dropped",
-        lambda s: s.late_expansions,
-    ),
+    "draft_expansions_late": ("late expansions dropped", lambda s: s.late_expansions),
     "engine_memory_shortages": (
-        "rounds that a device had too little memory for, and that were run again smaller",
+        "rounds that ran out of device memory and were repeated in smaller parts",
         lambda s: s.memory_shortages,
     ),
     "speculation_expected_tokens": (
-        "tokens that rounds with drafts should have given, by their cost model",
+        "tokens that the cost model expected from rounds with drafts",
         lambda s: s.expected_tokens,
     ),
-    "speculation_given_tokens": ("tokens that these rounds gave", lambda s: s.given_tokens),
+    "speculation_given_tokens": ("tokens that rounds with drafts gave", lambda s: s.given_tokens),
     "engine_forward_seconds": ("time in target forwards", lambda s: s.forward_s),
     "engine_wait_seconds": ("time waiting for drafts or requests", lambda s: s.wait_s),
     "engine_host_seconds": ("time in scheduling, sampling and messages", lambda s: s.host_s),
 }
-
-
 _BY_POSITION: dict[str, tuple[str, Callable[[Figures], list[int]]]] = {
     "spec_decode_num_drafts_per_pos": ("rounds that verified a node", lambda t: t.verified_depths),
     "spec_decode_num_accepted_tokens_per_pos": ("nodes accepted", lambda t: t.accepted_depths),
@@ -108,95 +81,6 @@ _BY_SOURCE: dict[str, tuple[str, Callable[[SourceFigures], int]]] = {
     "spec_decode_source_draft_tokens": ("nodes verified", lambda each: each.verified),
     "spec_decode_source_accepted_tokens": ("nodes accepted", lambda each: each.accepted),
 }
-
-
-class EngineCollector(Collector):
-    """Reads what the engine said last when scraped."""
-
-    def __init__(self, engine: EngineClient, up: Callable[[], bool], tell_cached: bool) -> None:
-        self._engine = engine
-        self._up = up
-        self._left_out = set() if tell_cached else {"prefix_cache_hits"}
-
-    def collect(self) -> Iterator[Metric]:
-        """Gauges and counters; little before the engine has said anything."""
-        yield GaugeMetricFamily("ssd_engine_up", "1 when tokens can be generated", value=float(self._up()))
-        yield CounterMetricFamily(
-            "ssd_engine_restarts", "engines that came after another one", value=self._engine.restarts
-        )
-        yield CounterMetricFamily(
-            "ssd_requests_resumed", "requests that went on in another engine", value=self._engine.resumed
-        )
-        ready = self._engine.ready
-        if ready is not None:
-            mode = GaugeMetricFamily("ssd_mode", "1 for the mode; ssd has a drafter", labels=["mode"])
-            mode.add_metric([ready.mode], 1.0)
-            yield mode
-            names = ("version", "target", "draft", "mode", "target_device", "draft_device")
-            info = GaugeMetricFamily("ssd_info", "1, with what serves as labels", labels=names)
-            info.add_metric([__version__, *(str(getattr(ready, name)) for name in names[1:])], 1.0)
-            yield info
-        status = self._engine.status
-        if status is None:
-            return
-        for name, (text, read) in _GAUGES.items():
-            yield GaugeMetricFamily(f"ssd_{name}", text, value=float(read(status)))
-        for name, (text, read) in _COUNTERS.items():
-            if name in self._left_out:
-                continue
-            yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
-        yield from _acceptance(status.totals)
-        requests = GaugeMetricFamily("ssd_drafter_requests", "requests of each drafter", labels=["drafter"])
-        for name, count in status.drafter_requests.items():
-            requests.add_metric([name], float(count))
-        yield requests
-        yield from _layouts(status)
-        attention = GaugeMetricFamily(
-            "ssd_tree_decode_backend", "1 for the target's tree attention", labels=["backend"]
-        )
-        if status.attention:
-            attention.add_metric([status.attention], 1.0)
-        yield attention
-        health = GaugeMetricFamily(
-            "ssd_speculation_unhealthy", "1 while drafts are useless, by reason", labels=["reason"]
-        )
-        for reason in AcceptanceHealth:
-            if reason is not AcceptanceHealth.GOOD:
-                health.add_metric([reason.value], float(status.health is reason))
-        yield health
-
-
-def _acceptance(totals: Figures) -> Iterator[Metric]:
-    deep = f"by depth: position 0 is depth 1, position {POSITIONS} all that are deeper than {POSITIONS}"
-    for name, (text, histogram) in _BY_POSITION.items():
-        family = CounterMetricFamily(f"ssd_{name}", f"{text}, {deep}", labels=["position"])
-        for position, count in enumerate(bounded(by_position(histogram(totals)))):
-            family.add_metric([str(position)], float(count))
-        yield family
-    for name, (text, read) in _BY_SOURCE.items():
-        family = CounterMetricFamily(
-            f"ssd_{name}", f"{text} that a source had proposed; of several, for each", labels=["source"]
-        )
-        for source, each in totals.sources.items():
-            family.add_metric([source], float(read(each)))
-        yield family
-
-
-def _layouts(status: Status) -> Iterator[Metric]:
-    running = GaugeMetricFamily("ssd_layout", "1 for the way in which drafts are made now", labels=["layout"])
-    if status.layout:
-        running.add_metric([status.layout], 1.0)
-    yield running
-    text = (
-        "tokens a second of each way to draft, plain decoding being 1, at about so many requests; 0: unknown"
-    )
-    gains = GaugeMetricFamily("ssd_layout_gain", text, labels=["layout", "requests"])
-    for requests, by_layout in status.layout_gains.items():
-        for layout, gain in by_layout.items():
-            gains.add_metric([layout, str(requests)], gain)
-    yield gains
-
-
 _BY_KEY: dict[str, tuple[str, Callable[[TenantUsage], int]]] = {
     "key_requests": ("requests of each key's holder", lambda used: used.requests),
     "key_prompt_tokens": ("prompt tokens of each key's holder", lambda used: used.prompt_tokens),
@@ -204,23 +88,96 @@ _BY_KEY: dict[str, tuple[str, Callable[[TenantUsage], int]]] = {
 }
 
 
+class EngineCollector(Collector):
+    """Metrics of the engine's last status."""
+
+    def __init__(self, engine: EngineClient, up: Callable[[], bool], show_cached: bool) -> None:
+        self._engine = engine
+        self._up = up
+        self._hidden = set() if show_cached else {"prefix_cache_hits"}
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges and counters; few before the engine's first status."""
+        yield GaugeMetricFamily("ssd_engine_up", "1 when tokens can be generated", value=float(self._up()))
+        yield CounterMetricFamily(
+            "ssd_engine_restarts", "engines that replaced a dead one", value=self._engine.restarts
+        )
+        yield CounterMetricFamily(
+            "ssd_requests_resumed", "requests continued on another engine", value=self._engine.resumed
+        )
+        ready = self._engine.ready
+        if ready is not None:
+            yield _gauge("mode", "1 for the mode of decoding", ["mode"], [((ready.mode,), 1)])
+            names = ("version", "target", "draft", "mode", "target_device", "draft_device")
+            values = (__version__, *(str(getattr(ready, name)) for name in names[1:]))
+            yield _gauge("info", "1, with the models and devices as labels", names, [(values, 1)])
+        status = self._engine.status
+        if status is None:
+            return
+        for name, (text, read) in _GAUGES.items():
+            yield GaugeMetricFamily(f"ssd_{name}", text, value=float(read(status)))
+        for name, (text, read) in _COUNTERS.items():
+            if name not in self._hidden:
+                yield CounterMetricFamily(f"ssd_{name}", text, value=float(read(status)))
+        yield from _acceptance(status.totals)
+        requests = [((name,), count) for name, count in status.drafter_requests.items()]
+        yield _gauge("drafter_requests", "requests of each drafter", ["drafter"], requests)
+        layout = [((status.layout,), 1)] if status.layout else []
+        yield _gauge("layout", "1 for the current decoding mode: async, sync or off", ["layout"], layout)
+        gains = [
+            ((layout, str(requests)), gain)
+            for requests, by_layout in status.layout_gains.items()
+            for layout, gain in by_layout.items()
+        ]
+        text = "tokens per second of each decoding mode relative to plain, by number of requests; 0: unknown"
+        yield _gauge("layout_gain", text, ["layout", "requests"], gains)
+        backend = [((status.attention,), 1)] if status.attention else []
+        yield _gauge("tree_decode_backend", "1 for the target's tree attention backend", ["backend"], backend)
+        problems = [each for each in AcceptanceHealth if each is not AcceptanceHealth.GOOD]
+        health = [((each.value,), float(status.health is each)) for each in problems]
+        yield _gauge("speculation_unhealthy", "1 while drafts do not help, by reason", ["reason"], health)
+
+
+def _gauge(
+    name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    family = GaugeMetricFamily(f"ssd_{name}", text, labels=labels)
+    for label_values, value in values:
+        family.add_metric(label_values, float(value))
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(f"ssd_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family
+
+
+def _acceptance(totals: Figures) -> Iterator[Metric]:
+    by_depth = f"by depth: position 0 is depth 1, position {POSITIONS} is all depths above {POSITIONS}"
+    for name, (text, histogram) in _BY_POSITION.items():
+        counts = enumerate(bounded(by_position(histogram(totals))))
+        yield _counter(name, f"{text}, {by_depth}", "position", {str(place): count for place, count in counts})
+    for name, (text, read) in _BY_SOURCE.items():
+        counts_by_source = {source: read(each) for source, each in totals.sources.items()}
+        yield _counter(name, f"{text}, for each source that proposed them", "source", counts_by_source)
+
+
 class TenantsCollector(Collector):
-    """What each holder of a key has used; nothing of those whose keys were taken away."""
+    """Usage of each key's holder; holders without a key are left out."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
 
     def collect(self) -> Iterator[Metric]:
-        """Counters by the holder's name; none where there are no keys."""
+        """Counters by the holder's name; none without keys."""
         yield CounterMetricFamily(
-            "ssd_unknown_keys", "requests without a key that is known", value=self._tenants.unknown_keys
+            "ssd_unknown_keys", "requests without a known key", value=self._tenants.unknown_keys
         )
         found = self._tenants.all()
         for name, (text, read) in _BY_KEY.items():
-            family = CounterMetricFamily(f"ssd_{name}", text, labels=["key"])
-            for tenant in found:
-                family.add_metric([tenant.name], float(read(tenant.used)))
-            yield family
+            yield _counter(name, text, "key", {tenant.name: read(tenant.used) for tenant in found})
         refused = CounterMetricFamily(
             "ssd_key_over_limit", "requests refused because a limit was reached", labels=["key", "limit"]
         )
@@ -231,69 +188,70 @@ class TenantsCollector(Collector):
 
 
 class ServerMetrics:
-    """The registry and the server's own histograms."""
+    """The registry of a server, and its own histograms."""
 
     def __init__(
         self,
         engine: EngineClient,
         up: Callable[[], bool],
         tenants: Tenants | None = None,
-        tell_cached: bool = True,
+        show_cached: bool = True,
         model: str = "",
         prefix: str = PREFIX,
     ) -> None:
-        """Without `tell_cached` no metric shows how much of a prompt was found in the cache. Names begin with
-        `prefix`, and all series have the `model` as a label unless it is empty."""
+        """`show_cached=False` hides how much of prompts was found in the prefix cache.
+
+        Names begin with `prefix`, and all series have the `model` as a label unless it is empty.
+        """
         self._model, self._prefix = model, prefix
-        self._tell_cached = tell_cached
+        self._show_cached = show_cached
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(engine, up, tell_cached))
+        self.registry.register(EngineCollector(engine, up, show_cached))
         if tenants is not None:
             self.registry.register(TenantsCollector(tenants))
-        self.first_token = self._histogram("time_to_first_token_seconds", "until the first token", SECONDS)
-        self.between = self._histogram(
-            "inter_token_latency_seconds", "between tokens, a round's shared out", SECONDS
+        histogram = self._histogram
+        self.first_token = histogram("time_to_first_token_seconds", "time to the first token", SECONDS)
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "time between tokens, a round's time divided by its tokens", SECONDS
         )
-        self.whole = self._histogram("e2e_request_latency_seconds", "until the last token", SECONDS)
-        self.decoding = self._histogram("request_decode_time_seconds", "from first to last token", SECONDS)
-        self.queue = self._histogram("request_queue_time_seconds", "until it left the queue", SECONDS)
-        self.prefill = self._histogram(
-            "request_prefill_time_seconds", "from then to the first token", SECONDS
+        self.whole = histogram("e2e_request_latency_seconds", "time to the last token", SECONDS)
+        self.decode = histogram(
+            "request_decode_time_seconds", "time from the first to the last token", SECONDS
         )
-        self.round_tokens = self._histogram("request_round_tokens", "tokens a round", ROUND_TOKENS)
-        self.round_nodes = self._histogram("request_round_nodes", "nodes verified a round", ROUND_NODES)
-        self.prompt_tokens = self._histogram("request_prompt_tokens", "prompt tokens of a request", TOKENS)
-        self.output_tokens = self._histogram(
-            "request_generation_tokens", "output tokens of a request", TOKENS
+        self.queue = histogram("request_queue_time_seconds", "time in the queue", SECONDS)
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "time from the queue to the first token", SECONDS
         )
+        self.round_tokens = histogram("request_round_tokens", "tokens per round", ROUND_TOKENS)
+        self.round_nodes = histogram("request_round_nodes", "nodes verified per round", ROUND_NODES)
+        self.prompt_tokens = histogram("request_prompt_tokens", "prompt tokens of a request", TOKENS)
+        self.output_tokens = histogram("request_generation_tokens", "output tokens of a request", TOKENS)
         self.ended = Counter(
-            "ssd_request_success", "requests by how they ended", ["finished_reason"], registry=self.registry
+            "ssd_request_success", "requests by finish reason", ["finished_reason"], registry=self.registry
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"ssd_{name}", text, buckets=buckets, registry=self.registry)
 
     def render(self) -> bytes:
-        """The page that Prometheus scrapes."""
+        """Return the page that Prometheus scrapes."""
         return generate_latest(_Renamed(self.registry, self._model, self._prefix))
 
-    def observe_prompt(self, first_token_s: float, prompt_s: float) -> None:
-        """A prompt was read in `prompt_s` of the seconds to its first token. Both times would tell what was
-        cached."""
-        if self._tell_cached and prompt_s > 0:
-            self.queue.observe(max(0.0, first_token_s - prompt_s))
-            self.prefill.observe(prompt_s)
+    def observe_prefill(self, first_token_s: float, prefill_s: float) -> None:
+        """Observe the prefill, a part of the time to the first token; its time shows what was cached."""
+        if self._show_cached and prefill_s > 0:
+            self.queue.observe(max(0.0, first_token_s - prefill_s))
+            self.prefill.observe(prefill_s)
 
 
 class _Renamed(Collector):
-    """All families of another collector, by their names on the page."""
+    """The families of another collector with the prefix of settings, and the model as a label."""
 
     def __init__(self, metrics: Collector, model: str, prefix: str) -> None:
         self._metrics, self._prefix = metrics, prefix
         self._labels = {"model_name": model} if model else {}
 
     def collect(self) -> Iterator[Metric]:
-        """Each with its samples."""
         for family in self._metrics.collect():
             renamed = Metric(self._named(family.name), family.documentation, family.type)
             for sample in family.samples:
@@ -306,30 +264,25 @@ class _Renamed(Collector):
 
 
 class _Joined(Collector):
-    """The families of all pages."""
-
-    def __init__(self, pages: Mapping[str, str], label: str) -> None:
-        self._pages, self._label = pages, label
+    def __init__(self, pages: Mapping[str, str]) -> None:
+        self._pages = pages
 
     def collect(self) -> Iterator[Metric]:
-        """One family a name, with the samples of every server."""
         families: dict[str, Metric] = {}
         for server, page in self._pages.items():
             for family in text_string_to_metric_families(page):
-                joined = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
+                empty = Metric(family.name, family.documentation, family.type)
+                joined = families.setdefault(family.name, empty)
                 for sample in family.samples:
-                    labels = {**sample.labels, self._label: server}
-                    joined.add_sample(sample.name, labels, sample.value)
+                    joined.add_sample(sample.name, {**sample.labels, "replica": server}, sample.value)
         yield from families.values()
 
 
-def join_pages(pages: Mapping[str, str], label: str = "replica") -> bytes:
-    """Join the pages of servers, by name, into one page with the name as a label of each sample.
+def join_pages(pages: Mapping[str, str]) -> bytes:
+    """Join the pages of replicas, by name, into one page with the label `replica`.
 
-    A scrape reaches any one of the servers: only a joined page has counters that never run backwards.
+    A scrape reaches any one of the replicas: only a joined page has counters that never decrease.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Joined(pages, label))
+    registry.register(_Joined(pages))
     return generate_latest(registry)

@@ -64,14 +64,14 @@ class ChoiceTimer:
             self._metrics.first_token.observe(now - self._started_at)
         elif count > 0:
             for _ in range(count):
-                self._metrics.between.observe((now - self._last_token_at) / count)
+                self._metrics.inter_token.observe((now - self._last_token_at) / count)
         self._last_token_at = now
 
     def figures(self, figures: Figures) -> None:
         """Call with the engine's statistics of the choice."""
         self._figures = figures
         if self.first_token_s is not None:
-            self._metrics.observe_prompt(self.first_token_s, figures.prompt_s)
+            self._metrics.observe_prefill(self.first_token_s, figures.prompt_s)
         if figures.rounds:
             self._metrics.round_tokens.observe(figures.tokens / figures.rounds)
             self._metrics.round_nodes.observe(figures.drafted / figures.rounds)
@@ -82,7 +82,7 @@ class ChoiceTimer:
         self._metrics.ended.labels(reason).inc()
         self._metrics.whole.observe(now - self._started_at)
         if self._first_token_at is not None:
-            self._metrics.decoding.observe(now - self._first_token_at)
+            self._metrics.decode.observe(now - self._first_token_at)
         self._metrics.prompt_tokens.observe(self._prompt_tokens)
         self._metrics.output_tokens.observe(tokens)
         return ChoiceTiming(
