@@ -68,11 +68,11 @@ TABLES = {
     "exit-codes": exit_codes_table,
     "metrics": metrics_table,
 }
-"""By the name of the page, which is that of the markers too."""
+"""Generated tables by name of their page, which is the name of their markers."""
 
 
 def block(page: str, name: str) -> str:
-    """What a page has between its markers."""
+    """Content of a page between its markers."""
     _, _, rest = page.partition(f"<!-- {name}:begin -->")
     text, end, _ = rest.partition(f"<!-- {name}:end -->")
     assert end

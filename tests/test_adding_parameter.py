@@ -77,9 +77,9 @@ def test_requests_and_programs_have_it_and_are_held_to_its_range(clone: Clone) -
 
 
 def test_the_tests_of_the_table_enumerate_it(clone: Clone) -> None:
-    """What is derived from the table, what torch does one by one, and that the compiled kernel declines it.
-    The definition, word for word, is left to the reader."""
-    files = ["tests/sampling/test_parameters.py", "tests/sampling/test_checks.py"]
+    """The table's own tests cover the new parameter: predicates, the reference path, and the native kernel
+    that declines it."""
+    files = ["tests/sampling/test_parameters.py", "tests/sampling/test_validation.py"]
     said = clone.run(
         "-m", "pytest", "-q", *files, "-k", "top_a and not definition or doors or table or order"
     )

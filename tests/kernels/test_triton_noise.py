@@ -14,7 +14,7 @@ from ssd_serve.kernels.triton.noise import TritonNoise
 from ssd_serve.sampling.noise import Float32Array, log_exponential
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.pretended_device import DEVICE, pretended_device
-from tests.sampling.test_native_noise import WORD_32, WORD_64, steps_apart
+from tests.sampling.test_noise import WORD_32, WORD_64, steps_apart
 
 pytestmark = pytest.mark.slow
 

@@ -13,18 +13,16 @@ Pairs = set[tuple[str, object, str, object]]
 
 
 def pairs_of(row: Mapping[str, object]) -> Pairs:
-    """All pairs of a row's values, with their factors."""
     return {(one, row[one], other, row[other]) for one, other in combinations(row, 2)}
 
 
 def everything(factors: Mapping[str, Sequence[object]]) -> Iterator[Row]:
-    """The full product."""
     for values in product(*factors.values()):
         yield dict(zip(factors, values, strict=True))
 
 
 def covering_pairs(factors: Mapping[str, Sequence[object]]) -> list[Row]:
-    """Greedy: always the row of the product that covers most uncovered pairs, the first of equals."""
+    """Greedy: the row of the product that covers most uncovered pairs, the first of equals."""
     rows = list(everything(factors))
     missing: Pairs = set().union(*map(pairs_of, rows))
     chosen: list[Row] = []
@@ -40,7 +38,7 @@ def parameter_design(
 ) -> list[SamplingParameters]:
     """Sampling parameters in which every two kinds of restriction meet.
 
-    `words` are the sequences that may be banned, `allowed` the tokens that may be kept, `stops` the stop ids.
+    `words` are sequences to ban, `allowed` tokens to keep, `stops` stop ids.
     """
     kinds: dict[str, dict[str, dict[str, object]]] = {
         "temperature": {str(heat): {"temperature": heat} for heat in (0.0, 0.7, 1.5)},

@@ -1,5 +1,4 @@
-"""A random target and every kind of draft for it, and requests of several parameters whose prompts begin
-alike."""
+"""A random target, every kind of draft for it, and requests of several parameters that share prefixes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +46,7 @@ DRAFTS = {
 
 
 def requests() -> list[Submit]:
-    """Each set of parameters with two prompts that begin alike, and some of them a second time."""
+    """Each set of parameters with two prompts that share a prefix, and some of them twice."""
     alike = tuple(60 + mix(1, place) % 20 for place in range(20))
     prompts = [(*alike, *(60 + mix(text, place) % 20 for place in range(6 + text))) for text in range(2)]
     kinds = [(prompt, each) for prompt in prompts for each in PARAMETERS]
@@ -58,7 +57,7 @@ def requests() -> list[Submit]:
 
 
 class EverySource:
-    """A random target, its plain texts, and whatever can draft for it, loaded when it is asked for."""
+    """A random target, its plain outputs, and all its drafts, loaded on demand."""
 
     def __init__(self, folder: Path) -> None:
         self._target, self._draft = write_pair(folder, layers=LAYERS)
@@ -69,7 +68,6 @@ class EverySource:
         self.plain = run_case(self.of("ngram"), Case("ar", 1), self.requests)
 
     def of(self, name: str) -> LoadedTarget:
-        """The target with these drafts."""
         if name not in self._loaded:
             settings = Settings(
                 target=str(self._target),
@@ -82,7 +80,8 @@ class EverySource:
         return self._loaded[name]
 
     def check(self, name: str, case: Case, beside: MakeDrafter = MemoryDrafter, count: int = 100) -> Outputs:
-        """The case gives the plain texts of the first requests; `beside` makes those who draft beside it."""
+        """Assert that the case gives the plain outputs of the first `count` requests. `beside` makes
+        drafters."""
         found = run_case(self.of(name), case, self.requests[:count], beside)
         assert found.tokens == {number: self.plain.tokens[number] for number in found.tokens}
         return found

@@ -1,4 +1,4 @@
-"""A value for every field of every API that generates, and what to say beside it."""
+"""A value for every field of every generating API, with the fields that it needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,22 +123,21 @@ _MESSAGES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Api:
-    """One of the paths that generate."""
+    """An API path that generates."""
 
     path: str
     kind: type[BaseModel]
     asked: Mapping[str, Any]
-    """What every request says."""
+    """Fields of every request."""
     values: Mapping[str, Any]
-    """By field; a pair is what to say beside it, and the value."""
+    """Value by field; a pair holds other fields that it needs, and the value."""
 
     @property
     def not_built(self) -> set[str]:
-        """Fields that are known and mean nothing."""
+        """Known fields that are not built."""
         return {name for name, field in self.kind.model_fields.items() if field.annotation is object}
 
     def body(self, field: str) -> dict[str, Any]:
-        """A request that has this field."""
         value = self.values[field]
         beside, value = value if isinstance(value, tuple) else ({}, value)
         return {**self.asked, **beside, field: value}

@@ -1,4 +1,4 @@
-"""In bf16 too: where a row does not depend on its batch, every mode and batch gives the plain text."""
+"""bf16: where a row does not depend on its batch, every mode and batch gives the plain output."""
 
 import pytest
 

@@ -11,16 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.lossless.answer_contents import contents_of_choices, contents_of_message, contents_of_response
 from tests.lossless.field_cases import APIS, Api
-from tests.lossless.told_answers import of_choices, of_message, of_response
 from tests.servers import free_port, running
 
 pytestmark = pytest.mark.slow
-TELL: Mapping[str, Callable[[str, bool], Any]] = {
-    "/v1/completions": of_choices,
-    "/v1/chat/completions": of_choices,
-    "/v1/responses": of_response,
-    "/v1/messages": of_message,
+CONTENTS: Mapping[str, Callable[[str, bool], Any]] = {
+    "/v1/completions": contents_of_choices,
+    "/v1/chat/completions": contents_of_choices,
+    "/v1/responses": contents_of_response,
+    "/v1/messages": contents_of_message,
 }
 AT_ONCE, OF_PLAIN = 16, 6
 WHOLE_ONLY = {"prompt_logprobs"}
@@ -35,7 +35,6 @@ CASES = [
 
 @contextmanager
 def serving(mode: str, folder: Path) -> Generator[httpx.Client, None, None]:
-    """A client of a server of this mode."""
     port = free_port()
     command = [sys.executable, "-m", "ssd_serve", "serve", "--mode", mode, "--port", str(port)]
     # A target on all cores would wait for the one that other tests use.
@@ -48,14 +47,13 @@ def serving(mode: str, folder: Path) -> Generator[httpx.Client, None, None]:
 
 
 Answers = Mapping[tuple[str, str, bool], "Future[Any]"]
-"""By path, field, and whether streamed."""
+"""Answers by path, field, and streamed or not."""
 
 
 def answers(mode: str, folder: Path, at_once: int = AT_ONCE) -> Answers:
-    """All cases, so many at once."""
     with serving(mode, folder) as client, ThreadPoolExecutor(at_once) as pool:
         return {
-            (api.path, field, stream): pool.submit(said, client, api, field, stream)
+            (api.path, field, stream): pool.submit(contents, client, api, field, stream)
             for api in APIS
             for field in api.values
             for stream in (False, True)
@@ -65,7 +63,7 @@ def answers(mode: str, folder: Path, at_once: int = AT_ONCE) -> Answers:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Of a server that speculates nothing, among fewer others."""
+    """Answers of a server without speculation, with fewer requests at once."""
     return answers("ar", tmp_path_factory.mktemp("plain"), OF_PLAIN)
 
 
@@ -75,13 +73,13 @@ def of_mode(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return answers(mode, tmp_path_factory.mktemp(mode))
 
 
-def said(client: httpx.Client, api: Api, field: str, stream: bool) -> Any:
-    told = {"stream_options": {"include_usage": True}, **api.body(field)}
+def contents(client: httpx.Client, api: Api, field: str, stream: bool) -> Any:
+    body = {"stream_options": {"include_usage": True}, **api.body(field)}
     if not stream:
-        del told["stream_options"]
-    answer = client.post(api.path, json={**told, "stream": stream})
+        del body["stream_options"]
+    answer = client.post(api.path, json={**body, "stream": stream})
     assert answer.status_code == 200, answer.text
-    return TELL[api.path](answer.text, stream)
+    return CONTENTS[api.path](answer.text, stream)
 
 
 @pytest.mark.parametrize(("api", "field", "stream"), CASES)

@@ -1,7 +1,9 @@
-"""A real drafter process, killed with SIGKILL amid running requests: no wrong, lost or double token."""
+"""A real drafter process, killed with SIGKILL while requests run: no wrong, lost or duplicate token."""
 
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,49 +14,20 @@ from ssd_serve.base.messages import Committed, SamplingParameters, Submit
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.named import load_named
-from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
-from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.bench.lossless.rig import Case, run_case
+from ssd_serve.cluster.local import make_run_dir
+from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
+from ssd_serve.transport.listener import Listener
+from ssd_serve.verifier.engine import Engine
 from tests.end_to_end.tiny_pair import write_head, write_pair
-from tests.lossless.drafter_process import drafter_process
 
 pytestmark = pytest.mark.slow
 
 FEW_TOKENS = SamplingParameters(max_tokens=400, ignore_eos=True, allowed_token_ids=tuple(range(60, 80)))
 
 
-def test_killed_drafter_process_is_lossless(tmp_path: Path) -> None:
-    folders = write_pair(tmp_path / "pair")
-    pair = LoadedPair("tiny", *folders)
-    pair.hello = replace(pair.hello, tokenizer=Tokenizer(folders[0]).vocabulary_hash())
-    submits = [
-        Submit(number, (40 + number, 50, 60), SamplingParameters(temperature=heat, max_tokens=400), number)
-        for number, heat in enumerate((0.0, 0.7, 1.0, 1.5))
-    ]
-    expected = run_case(pair, Case("ar", 1), submits).tokens
-    engine = pair.engine(Case("ssd", 4, 8))
-    tokens: dict[int, list[int]] = {submit.request: [] for submit in submits}
-    settings = Settings(
-        target=str(folders[0]), draft=str(folders[1]), mode=Mode.SSD, dtype="fp32", log_level="warning"
-    )
-    with drafter_process(settings, engine, tmp_path / "run") as worker:
-        for submit in submits:
-            assert engine.submit(submit) is None
-        accepted_before = 0
-        while engine.busy:
-            for report in engine.step():
-                if isinstance(report, Committed):
-                    tokens[report.request].extend(report.tokens)
-            if not accepted_before and engine.totals.figures.accepted > 5:
-                accepted_before = engine.totals.figures.accepted
-                worker.popen.send_signal(signal.SIGKILL)
-                assert worker.popen.wait(10) == -signal.SIGKILL
-    assert accepted_before > 0
-    assert engine.drafters.num_joined == 0
-    assert {number: tuple(each) for number, each in tokens.items()} == expected
-
-
 def memory_maps(process: int | str) -> int:
-    """How often a process has memory that is shared for features."""
+    """Number of shared-memory mappings for features in a process."""
     return Path(f"/proc/{process}/maps").read_text().count("memfd:ssd-features")
 
 
@@ -103,3 +76,30 @@ def test_killed_eagle_drafter_rejoins_and_is_lossless(tmp_path: Path) -> None:
     assert engine.drafters.rejoins == 2
     assert accepted[1] < accepted[2] < accepted[3]
     assert {number: tuple(each) for number, each in tokens.items()} == expected
+
+
+_JOIN_S = 90.0
+
+
+@contextmanager
+def drafter_process(settings: Settings, engine: Engine, run_dir: Path) -> Generator[WorkerProcess]:
+    """Start a drafter process, wait until it has joined, and stop it at the end."""
+    place = make_run_dir(run_dir)
+    listener = Listener.unix(place.drafter_socket)
+    command = worker_command("drafter", "drafter-0", place.drafter_socket)
+    worker = start_worker(WorkerPlan("drafter-0", command), settings.engine_config())
+    try:
+        deadline = time.monotonic() + _JOIN_S
+        while not engine.drafters.num_joined:
+            assert worker.exit_code is None
+            assert time.monotonic() < deadline
+            channel = listener.accept()
+            if channel is not None:
+                engine.drafters.connect(channel)
+            engine.drain()
+            time.sleep(0.02)
+        yield worker
+    finally:
+        worker.stop()
+        listener.close()
+        place.remove()

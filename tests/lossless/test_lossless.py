@@ -40,7 +40,7 @@ def design() -> list[tuple[str, Case]]:
 
 
 def slow_unless_quick(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """One pair is enough for the specification."""
+    """Quick runs use a single pair."""
     return () if name == QUICK else (pytest.mark.slow,)
 
 

@@ -1,7 +1,6 @@
-"""A target on several ranks gives the tokens of one rank in fp32: alone, with drafts inline and beside it.
+"""A target on several ranks gives the tokens of one rank in fp32: plain, sync and async.
 
-Greedy and sampled requests with penalties, stops and truncation, as the other proofs run them. A difference
-must be a near-tie that float64 shows.
+Greedy and sampled requests with penalties, stops and truncation.
 """
 
 from pathlib import Path

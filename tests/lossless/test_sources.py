@@ -1,6 +1,6 @@
-"""Losslessness of every kind of draft, alone and beside others, in both modes that draft: the plain text.
+"""Losslessness of every draft source, alone and combined, in both modes that draft.
 
-Inline the engine has room, beside it so few KV slots that some requests wait for others and begin again.
+In mode sync the engine has memory to spare; in mode async so few KV slots that some requests are preempted.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,6 @@ BESIDE = {"first head", "ngram", "model and lookup", "head and lookup"}
 
 
 def names(quick: set[str]) -> list[object]:
-    """All, but only these in the quick suite."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in DRAFTS]
 
 

@@ -14,7 +14,7 @@ from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.processors import TokenCounts, process
 from ssd_serve.sampling.rows import SamplingRows
 from tests.examples import examples
-from tests.sampling.test_native_choosing import VOCABULARY, awkward_logits, requests
+from tests.sampling.test_native_choice import VOCABULARY, awkward_logits, requests
 
 
 def one_by_one(logits: torch.Tensor, rows: list[SamplingRows]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ssd_serve.sampling.noise import log_exponential
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.processors import TokenCounts, process
 from ssd_serve.sampling.rows import SamplingRows
-from tests.sampling.test_native_choosing import awkward_logits
+from tests.sampling.test_native_choice import awkward_logits
 
 VOCABULARY = 37
 MIXED = [

@@ -52,7 +52,7 @@ def grammar_of_rules(count: int) -> str:
 
 
 def grammar_of_references(count: int) -> str:
-    """Likewise."""
+    """A chain of references that ends the process of a compiler which follows it."""
     chain = {f"a{n}": {"items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(count)}
     return LLMatcher.grammar_from_json_schema(
         {"$ref": "#/$defs/a0", "$defs": {**chain, f"a{count}": {"type": "null"}}}
@@ -64,7 +64,7 @@ def allowed(mask: Masks) -> set[int]:
 
 
 def fresh(output: list[int]) -> set[int] | None:
-    """What may come behind this output, read from the beginning; None where it does not match."""
+    """Tokens allowed after this output by a fresh matcher; None if it does not match."""
     try:
         return allowed(GRAMMARS.start(PERSON, output).masks())
     except GrammarError:
@@ -122,7 +122,7 @@ OPTIONAL = LLMatcher.grammar_from_json_schema(
 
 
 def behind(output: list[int]) -> set[int]:
-    """What may come there, read from the beginning."""
+    """Tokens allowed after this output, which must match."""
     return allowed(GRAMMARS.start(OPTIONAL, output).masks())
 
 
@@ -152,8 +152,8 @@ def test_earlier_trees_do_not_change_grammar_masks(random: Random) -> None:
 
 
 def test_equal_last_tokens_of_different_paths_have_different_masks() -> None:
-    """A matcher that goes back and another way, to where as many tokens end with the same one, must not say
-    what could come there on the first way."""
+    """Paths of equal length with equal last tokens keep masks of their own; a matcher that was rolled back
+    would mix them up."""
     text = '{"a": {"b": 1'
     begun = TOKENIZER.encode(text, add_special_tokens=False)
     (brace,), (comma,), (space,) = (

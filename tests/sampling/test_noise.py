@@ -1,14 +1,17 @@
-"""Shared noise: known vectors, equal integers in numpy, torch and plain Python, and the cache of rows."""
+"""Shared noise: known vectors, equal words in numpy, torch and C, distribution of choices, cache of rows."""
 
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.noise import (
+    Float32Array,
     log_exponential,
     log_exponential_of_words,
     log_exponential_torch,
@@ -16,7 +19,7 @@ from ssd_serve.sampling.noise import (
     random_words,
     random_words_torch,
 )
-from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.noise_rows import NativeNoise, NoiseRows
 from tests.examples import examples
 
 WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
@@ -137,3 +140,124 @@ def test_noise_cache_refuses_empty_sizes() -> None:
         NoiseRows(0, 4)
     with pytest.raises(ValueError, match="at least 1"):
         NoiseRows(4, 0)
+
+
+WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
+WORD_32 = st.integers(min_value=0, max_value=2**32 - 1)
+
+
+def rows(
+    native: NativeLibrary, seeds: list[int], positions: list[int], vocabulary: int, stream: int = 0
+) -> Float32Array:
+    table = torch.full((len(seeds) + 1, vocabulary), torch.nan)
+    NativeNoise(native).fill(
+        table, range(1, len(seeds) + 1), list(zip(seeds, positions, strict=True)), stream
+    )
+    assert bool(torch.isnan(table[0]).all()), "a line that was not asked for must not change"
+    return table[1:].numpy()
+
+
+def steps_apart(ours: Float32Array, theirs: Float32Array) -> np.ndarray:
+    """Distance in float32 steps between numbers of equal sign; 0: the same bits."""
+    return np.abs(ours.view(np.int32).astype(np.int64) - theirs.view(np.int32))
+
+
+@given(WORD_64, WORD_32, st.integers(1, 140), st.integers(0, 3))
+@settings(max_examples=examples(100))
+def test_native_noise_equals_the_reference(
+    native: NativeLibrary, seed: int, position: int, vocabulary: int, stream: int
+) -> None:
+    ours = rows(native, [seed], [position], vocabulary, stream)
+    assert steps_apart(ours, log_exponential([seed], [position], vocabulary, stream)).max() <= 1
+
+
+@pytest.mark.parametrize("vocabulary", [4096, 32001, 128256])
+def test_native_logarithms_equal_numpy_but_for_rare_last_bits(native: NativeLibrary, vocabulary: int) -> None:
+    number = 2**22 // vocabulary + 1
+    seeds, positions = [2**63 + vocabulary] * number, list(range(number))
+    apart = steps_apart(
+        rows(native, seeds, positions, vocabulary), log_exponential(seeds, positions, vocabulary)
+    )
+    assert apart.max() <= 1
+    assert np.count_nonzero(apart) <= 4
+
+
+def test_native_noise_row_is_independent_of_the_batch(native: NativeLibrary) -> None:
+    seeds, positions = [3, 3, 9, 2**64 - 1], [1, 2, 1, 2**32 - 1]
+    together = rows(native, seeds, positions, 333)
+    for row, seed, position in zip(together, seeds, positions, strict=True):
+        assert np.array_equal(row, rows(native, [seed], [position], 333)[0])
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(1, 3)), max_size=4)),
+    st.integers(1, 9),
+    st.booleans(),
+)
+@settings(max_examples=examples(100))
+def test_noise_cache_returns_requested_rows(
+    native: NativeLibrary, calls: list[list[tuple[int, int, int]]], capacity: int, compiled: bool
+) -> None:
+    noise = NoiseRows(9, capacity, native=native if compiled else None)
+    for spans in calls:
+        keys = {(seed, first + index) for seed, first, count in spans for index in range(count)}
+        lines = noise.lines(spans)
+        assert (lines is None) == (len(keys) > capacity)
+        for (seed, first, count), found in zip(spans, lines or [], strict=lines is not None):
+            for index, line in enumerate(found):
+                expected = log_exponential([seed], [first + index], 9)[0]
+                assert steps_apart(noise.table[line].numpy(), expected).max() <= 1
+            assert len(found) == count
+    assert not noise.table[0].any()
+
+
+DRAWS = 100_000
+PROBABILITIES = np.array([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005])
+Floats = npt.NDArray[np.floating]
+
+
+def chi_square_bound(freedom: int) -> float:
+    """About the 0.9999 quantile (Wilson and Hilferty's approximation)."""
+    spread = 2.0 / (9.0 * freedom)
+    return freedom * (1.0 - spread + 3.719 * math.sqrt(spread)) ** 3
+
+
+def chi_square(observed: Floats, expected: Floats) -> float:
+    return float((((observed - expected) ** 2) / expected).sum())
+
+
+def draws(seeds: list[int], positions: list[int]) -> npt.NDArray[np.int64]:
+    """Choices among 8 tokens: int64 [draws]."""
+    scores = np.log(PROBABILITIES) - log_exponential(seeds, positions, 8)
+    choices: npt.NDArray[np.int64] = scores.argmax(axis=1)
+    return choices
+
+
+@pytest.mark.parametrize("along", ["positions", "seeds"])
+def test_choices_follow_the_softmax_along_seeds_and_positions(along: str) -> None:
+    many, one = list(range(DRAWS)), [12345] * DRAWS
+    choices = draws(one, many) if along == "positions" else draws(many, one)
+    counts = np.bincount(choices, minlength=8).astype(np.float64)
+    assert chi_square(counts, PROBABILITIES * DRAWS) < chi_square_bound(7)
+
+
+def test_choices_at_adjacent_positions_are_independent() -> None:
+    positions = list(range(DRAWS))
+    by_seed = [draws([seed] * DRAWS, positions) for seed in (40, 41)]
+    joint = np.outer(PROBABILITIES, PROBABILITIES).ravel()
+    for first, second in ((by_seed[0][:-1], by_seed[0][1:]), (by_seed[0], by_seed[1])):
+        counts = np.bincount(first * 8 + second, minlength=64).astype(np.float64)
+        assert chi_square(counts, joint * len(first)) < chi_square_bound(63)
+
+
+@pytest.mark.parametrize("probability", [1e-5, 1e-7, 1e-8, 2e-9])
+def test_improbable_token_has_its_probability(probability: float) -> None:
+    """Exact, not sampled: over all equally likely words, how probably does the token beat all others?
+
+    The others' race ends at an exponential time of rate 1 - p; the token wins if E / p comes before that.
+    """
+    words = np.arange(min(2**32, int(40 * probability * 2**32) + 4000), dtype=np.uint32)
+    times = np.exp(log_exponential_of_words(words).astype(np.float64)) / probability
+    wins = float(np.exp(-(1.0 - probability) * times).sum()) / 2**32
+    # At 2e-9 a token has only 8 words to win with; the midpoint rule leaves 0.06 % there.
+    assert wins == pytest.approx(probability, rel=1e-3)

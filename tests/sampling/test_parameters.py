@@ -1,4 +1,4 @@
-"""Every parameter of the table: what is derived says that it is on, and no path passes it over."""
+"""Every parameter of the table: derived predicates see it, and no path ignores it."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from ssd_serve.sampling.parameters import (
 )
 from ssd_serve.sampling.processors import TokenCounts, edit, process, processor_function
 from ssd_serve.sampling.rows import SamplingRows
-from tests.sampling.test_sampling_processors import reference
+from tests.sampling.test_processors import reference
 
 VOCABULARY = 12
 PROMPT, OUTPUT, ENDS = (1, 2, 3, 4), (5, 5, 6), (0,)
@@ -154,7 +154,6 @@ def test_batched_parameter_equals_the_reference(parameter: Parameter, value: obj
 def test_unsupported_parameter_falls_back_to_the_reference(
     parameter: Parameter, value: object, unsupported: str | None
 ) -> None:
-    """Also beside rows that need nothing."""
     rows = [*tree(SamplingParameters()).split(), *tree(given(parameter, value)).split()]
     rest, before = UnsupportedParameters(BATCHED - {unsupported}), logits(len(rows))
     assert not (unsupported and rest.none)

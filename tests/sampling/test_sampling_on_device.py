@@ -61,7 +61,6 @@ def test_device_choices_and_logprobs_equal_cpu(kinds: list[str]) -> None:
 
 
 def test_device_sampling_reads_back_once() -> None:
-    """Whatever is processed; log-probabilities are read one by one."""
     told = [each for each in KINDS.values() if each.logprobs is None]
     requests = [rows_of(each, seed) for seed, each in enumerate(told)]
     with pretended_device() as reads:

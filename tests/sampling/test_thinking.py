@@ -1,4 +1,4 @@
-"""How long a model may think, against a reading of each path from its beginning."""
+"""Thinking budget, compared with an evaluation of each path from its beginning."""
 
 from collections.abc import Sequence
 

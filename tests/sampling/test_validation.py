@@ -1,4 +1,4 @@
-"""What is asked, held against the model: over HTTP and in Python the same ranges, checks and sentences."""
+"""Validation of requests: over HTTP and in Python the same ranges, checks and messages."""
 
 import json
 import os
@@ -32,12 +32,11 @@ from tests.server.fakes import READY, ByteTokenizer
 
 RANGED = [pytest.param(each, each.range, id=each.name) for each in PARAMETERS if each.range is not None]
 OUT_OF_REACH = {"prompt_logprobs", "grammar", "thinking_budget"}
-"""Asked by `echo` with `logprobs` only, and made of what people say of an output."""
+"""Parameters that are set indirectly: by `echo` with `logprobs`, or from structured output."""
 MODEL = msgspec.structs.replace(READY, vocabulary=100, context=50)
 
 
 def asked(name: str, value: object) -> dict[str, object]:
-    """As a field of a request."""
     return {name: {3: value} if name == "logit_bias" else value}
 
 
@@ -217,7 +216,7 @@ def defaults(folder: Path, **keys: object) -> dict[str, int | float]:
 
 
 def test_generation_config_sets_defaults(tmp_path: Path) -> None:
-    """As Qwen's and Llama's files have them; what is no parameter is left alone."""
+    """Keys of Qwen's and Llama's files; keys that are no parameters are ignored."""
     said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
     others = {"bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "4.51.0", "do_sample": True}
     found = defaults(tmp_path, **said, **others, max_new_tokens=2048)

@@ -1,5 +1,5 @@
-"""A head that computes nonsense, and features that are late, missing, given twice, in pieces or wrong: the
-plain text, nothing raises, and nobody is hung up on."""
+"""Wrong EAGLE heads, and features that are late, missing, duplicated, in pieces or wrong: plain outputs, no
+exception, no closed connection."""
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -24,7 +24,7 @@ INLINE, BESIDE = Case("sd", 4, 12), Case("ssd", 4, 12)
 REQUESTS = 3
 
 Said = tuple[torch.Tensor, torch.Tensor]
-"""Logits [rows, vocabulary] and the head's own vectors [rows, hidden]."""
+"""Logits [rows, vocabulary] and the head's own features [rows, hidden]."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> EverySource:
 
 
 class Witnessed(MemoryDrafter):
-    """It must not be hung up on."""
+    """A drafter whose connection must stay open."""
 
     def work(self) -> None:
         assert not self.hung_up
@@ -57,7 +57,7 @@ def infinities(logits: torch.Tensor, own: torch.Tensor) -> Said:
 
 
 def hardly_anything(logits: torch.Tensor, own: torch.Tensor) -> Said:
-    """Fewer tokens than a node has candidates."""
+    """Two tokens with a finite logit: fewer than a node has candidates."""
     few = torch.full_like(logits, -torch.inf)
     few[:, 65:67] = logits[:, 65:67]
     return few, own
@@ -106,7 +106,7 @@ fates = st.lists(st.integers(KEPT, NO_NUMBERS), min_size=1, max_size=24)
 
 
 class BadlyTold(Witnessed):
-    """A drafter to which features come as `fates` say, in turn. All else comes as it was said."""
+    """A drafter that receives features as `fates` define, in turn, and everything else unchanged."""
 
     def __init__(self, fates: Sequence[int], draft: RigDraft, engine: Engine) -> None:
         self._fates = cycle(fates)
@@ -155,7 +155,6 @@ def test_lost_or_duplicate_features_are_lossless(sources: EverySource, fates: li
 
 @pytest.mark.parametrize("fate", [LOST, PIECES])
 def test_drafting_with_and_without_features(sources: EverySource, fate: int) -> None:
-    """Nothing without features, and as much as ever when they come in pieces."""
     found = sources.check("head", BESIDE, lambda *args: BadlyTold([fate], *args), REQUESTS)
     usual = sources.check("head", BESIDE, count=REQUESTS)
     assert usual.drafted > 0

@@ -94,7 +94,7 @@ def test_native_choice_equals_torch_alone_and_in_batches(
 
 
 def chosen_path(tree: SamplingRows, choices: list[int]) -> list[int]:
-    """The rows of a request that its choices lead to: the first, then each whose token was chosen above."""
+    """Rows along the path of the choices, the first row included."""
     path = [0]
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if parent + 1 == path[-1] and choices[path[-1]] == token:
@@ -196,17 +196,6 @@ def test_native_choice_is_independent_of_thread_count(native: NativeLibrary) -> 
         torch.set_num_threads(before)
 
 
-def test_native_tree_equals_single_rows(native: NativeLibrary) -> None:
-    tree = SamplingRows(
-        REAL[6], 5, 9, TokenCounts([1], [2]), (3,), 2, (), None, [4, 5, 6], [-1, 0, -1], [1, 2, 1]
-    )
-    single = tree.split()
-    assert [row.path for row in single] == [(3,), (3, 4), (3, 4, 5), (3, 6)]
-    assert [row.position for row in single] == [9, 10, 11, 10]
-    assert [row.generated for row in single] == [2, 3, 4, 3]
-    assert single[0] == tree._replace(tokens=(), parents=(), depths=())
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_native_nodes_at_one_position_share_noise(native: NativeLibrary, temperature: float) -> None:
     depths = [1] * 20 + [2] * 3
@@ -228,7 +217,7 @@ def test_native_nodes_at_one_position_share_noise(native: NativeLibrary, tempera
 @pytest.mark.parametrize("temperature", [1e-4, 0.1, 0.8, 1.0, 30.0, 1e6])
 @pytest.mark.parametrize("kind", ["flat", "equal", "steep", "huge", "one infinite", "masked"])
 def test_native_choice_skips_no_possible_winner(native: NativeLibrary, temperature: float, kind: str) -> None:
-    """The kernel takes logarithms only where the words say that they could matter: 200 rows of each kind."""
+    """The kernel computes logarithms only for words that could matter: 200 rows of each kind."""
     number, vocabulary = 200, 1003
     logits = torch.randn(number, vocabulary, generator=torch.Generator().manual_seed(9))
     if kind == "equal":

@@ -1,8 +1,4 @@
-"""What a head is told of a place is what the target has computed there.
-
-The head of this test repeats what it reads: where that is what the target's head reads, it guesses the
-token that the target has chosen there, which is the one that it stands on.
-"""
+"""Features that an EAGLE head reads at a position are those that the target computed there."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +21,7 @@ GREEDY = SamplingParameters(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 def write_parrot(folder: Path, target: Path) -> Path:
-    """An EAGLE-1 head whose layer adds nothing, and whose `fc` takes the second of its two vectors."""
+    """An EAGLE-1 head that passes on its second input vector: its layer adds nothing, its `fc` selects."""
     weights = load_file(write_first_head(folder, target) / "model.safetensors")
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         weights[f"layers.0.{name}.weight"].zero_()

@@ -1,4 +1,4 @@
-"""A source that says whatever the contract's types allow: the plain text, and nothing raises."""
+"""A source with any output that the contract's types allow: plain outputs, no exception."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ VALUES = [-0.1, -1.0, -1.0, -90.0, 0.0, 3.0, -3e38, float("inf"), -float("inf"),
 
 
 class WildSource:
-    """Forgets everything, and draws what it says."""
+    """A stateless source with random output."""
 
     is_warmup_step = False
 
@@ -46,7 +46,7 @@ class WildSource:
         return Candidates(tokens, values, values, self._random.choice(VALUES))
 
     def _subtree(self) -> ExpandResult:
-        """Some of its paths lead somewhere: they are of tokens that were said before."""
+        """Random branches; some paths continue earlier tokens."""
         branches: list[Branch] = []
         paths: list[tuple[int, ...]] = [()]
         for _ in range(self._random.randrange(6)):
@@ -56,7 +56,7 @@ class WildSource:
         return Subtree(branches)
 
     def _tokens(self, most: int) -> list[int]:
-        """Some of them twice, and seldom one that the target does not have."""
+        """Random tokens with duplicates, rarely one outside the vocabulary."""
         few = [self._random.randrange(60, 80) for _ in range(self._random.randrange(most))]
         return [*few, self._random.choice((-1, VOCABULARY))] if self._random.random() < 0.05 else few
 

@@ -1,23 +1,23 @@
-"""What an answer says, whole or put together from its stream, in one form for each API."""
+"""Contents of an answer, whole or joined from its stream, in one form for each API."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-_CHANCE = {
+_VOLATILE = {
     *("id", "created", "created_at", "completed_at", "system_fingerprint", "metrics", "timings", "object"),
     *("obfuscation", "call_id", "item_id"),
 }
-"""What may differ between two answers to one request."""
+"""Fields that may differ between two answers to one request."""
 
 
 def plain(value: Any) -> Any:
-    """Without what is chance, and log-probabilities to three places."""
+    """Drop volatile fields, and round log-probabilities to three places."""
     if isinstance(value, dict):
         return {
             name: plain(each)
             for name, each in value.items()
-            if name not in _CHANCE and each not in (None, "")
+            if name not in _VOLATILE and each not in (None, "")
         }
     if isinstance(value, list):
         return [plain(each) for each in value]
@@ -25,14 +25,13 @@ def plain(value: Any) -> Any:
 
 
 def events(text: str) -> Iterator[dict[str, Any]]:
-    """Of a stream."""
     for line in text.splitlines():
         if line.startswith("data: {"):
             yield json.loads(line[6:])
 
 
-def of_choices(text: str, stream: bool) -> Any:
-    """Of completions and chat completions: choices and usage."""
+def contents_of_choices(text: str, stream: bool) -> Any:
+    """Choices and usage of completions and chat completions."""
     if not stream:
         whole = json.loads(text)
         for choice in whole["choices"]:
@@ -76,13 +75,12 @@ def _join_calls(calls: list[dict[str, Any]], parts: list[dict[str, Any]]) -> Non
             calls[part["index"]]["function"][name] += text
 
 
-def of_response(text: str, stream: bool) -> Any:
-    """Of responses: the last event has all of it."""
+def contents_of_response(text: str, stream: bool) -> Any:
+    """Contents of a response; the last event of a stream has all of it."""
     return plain([*events(text)][-1]["response"] if stream else json.loads(text))
 
 
-def of_message(text: str, stream: bool) -> Any:
-    """Of Anthropic's messages."""
+def contents_of_message(text: str, stream: bool) -> Any:
     if not stream:
         whole = json.loads(text)
         blocks = [{name: block[name] for name in block if name != "id"} for block in whole["content"]]
@@ -98,13 +96,13 @@ def of_message(text: str, stream: bool) -> Any:
         elif event["type"] == "message_delta":
             ended = {**event["delta"], "output_tokens": event["usage"]["output_tokens"]}
     for block in found:
-        if "told" in block:
-            block["input"] = json.loads(block.pop("told") or "{}")
+        if "partial" in block:
+            block["input"] = json.loads(block.pop("partial") or "{}")
     return plain({"content": found, **ended})
 
 
 def _grow(block: dict[str, Any], delta: dict[str, str]) -> None:
     names = {"text_delta": ("text", "text"), "thinking_delta": ("thinking", "thinking")}
-    names |= {"input_json_delta": ("partial_json", "told"), "signature_delta": ("signature", "signature")}
+    names |= {"input_json_delta": ("partial_json", "partial"), "signature_delta": ("signature", "signature")}
     given, kept = names[delta["type"]]
     block[kept] = block.get(kept, "") + delta[given]
