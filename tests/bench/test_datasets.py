@@ -26,11 +26,11 @@ def written(folder: Path, text: str, name: str = "file.jsonl") -> Path:
 @pytest.mark.parametrize(
     ("text", "question"),
     [
-        (HUMAN_EVAL, Question("HumanEval/0", "def f():\n", asks=False)),
-        (GSM8K, Question("line 1", "How many ducks?", asks=True)),
-        (MT_BENCH, Question("81", "Compose a post.", asks=True)),
-        ('{"prompt": "mine"}\n', Question("line 1", "mine", asks=False)),
-        ('{"text": "mine", "more": [1]}\n', Question("line 1", "mine", asks=False)),
+        (HUMAN_EVAL, Question("HumanEval/0", "def f():\n", is_chat=False)),
+        (GSM8K, Question("line 1", "How many ducks?", is_chat=True)),
+        (MT_BENCH, Question("81", "Compose a post.", is_chat=True)),
+        ('{"prompt": "mine"}\n', Question("line 1", "mine", is_chat=False)),
+        ('{"text": "mine", "more": [1]}\n', Question("line 1", "mine", is_chat=False)),
     ],
 )
 def test_records_are_known_by_their_fields(tmp_path: Path, text: str, question: Question) -> None:
@@ -89,7 +89,7 @@ def chatting(tmp_path: Path) -> Tokenizer:
     return Tokenizer(tmp_path / "chat")
 
 
-QUESTIONS = [Question("a", "how", asks=True), Question("b", "def f", asks=False)]
+QUESTIONS = [Question("a", "how", is_chat=True), Question("b", "def f", is_chat=False)]
 
 
 def test_questions_are_asked_by_the_template_and_texts_are_continued(chatting: Tokenizer) -> None:

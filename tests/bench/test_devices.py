@@ -17,15 +17,15 @@ from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench import commands
-from ssd_serve.bench.devices import Devices, chosen_devices
 from ssd_serve.bench.lossless import rig as lossless_rig
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
+from ssd_serve.bench.modes import CORES
+from ssd_serve.bench.options import Devices, chosen_devices
 from ssd_serve.bench.prompts import Prompt
-from ssd_serve.bench.rig import EngineWay, Rig
-from ssd_serve.bench.stage import CORES
-from ssd_serve.bench.timed_request import Runner
+from ssd_serve.bench.rig import EngineMode, Rig
+from ssd_serve.bench.runner import Runner
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
@@ -38,7 +38,7 @@ from ssd_serve.models.load import ModelOptions, load_model
 FIRST, SECOND = Device("cuda", (0,)), Device("cuda", (1,))
 SAMPLED = SamplingParameters(temperature=0.8, max_tokens=8)
 READ_BACK = "Cannot copy out of meta tensor"
-COMMANDS = (["modes"], ["lossless", "--quick"], ["conformance"], ["kernels"])
+COMMANDS = (["modes"], ["lossless", "--quick"], ["kernels", "--conformance"], ["kernels"])
 
 
 def machine(gpus: int) -> Machine:
@@ -108,26 +108,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_sampled_round_stays_on_the_gpu_until_tokens_are_read(gpu: str) -> None:
     rig = Rig(Settings(target=EMBEDDED, draft=EMBEDDED), gpu)
     assert rig.real.facts.kernels == "torch"
-    engine = rig.engine(EngineWay("ar"))
+    engine = rig.engine(EngineMode("ar"))
     assert engine.submit(Submit(1, (5, 6, 7), SAMPLED, 3)) is None
     with pytest.raises(NotImplementedError, match=READ_BACK):
         engine.step()
-    grow(rig.core(EngineWay("sd-chain", 3)))
+    grow(rig.core(EngineMode("sd-chain", 3)))
 
 
-@pytest.mark.parametrize("way", [EngineWay("sd-chain", 2), EngineWay("sd-tree", 2, 4, 4, lookup=True)])
-def test_a_synchronous_draft_may_compute_elsewhere_than_its_target(way: EngineWay) -> None:
+@pytest.mark.parametrize("mode", [EngineMode("sd-chain", 2), EngineMode("sd-tree", 2, 4, 4, lookup=True)])
+def test_a_synchronous_draft_may_compute_elsewhere_than_its_target(mode: EngineMode) -> None:
     rig, runner = Rig(Settings(target=EMBEDDED, draft=EMBEDDED)), Runner(12)
     prompt = Prompt("def", tuple(rig.tokenizer.encode("def main(")), 3)
-    plain = runner.run(rig.engine(EngineWay("ar")), prompt, 0.8)
-    engine = rig.engine(way, draft_device="cpu")
+    plain = runner.run(rig.engine(EngineMode("ar")), prompt, 0.8)
+    engine = rig.engine(mode, draft_device="cpu")
     assert runner.run(engine, prompt, 0.8).tokens == plain.tokens
     assert engine.drafters.expansions > 0  # whether they pay to be verified is a matter of the moment
 
 
 def test_beside_a_gpu_it_computes_on_cores(gpu: str) -> None:
     rig = Rig(Settings(target=EMBEDDED, draft=EMBEDDED), gpu)
-    assert rig.engine(EngineWay("sd-tree", 2, 4, 4), draft_device="cpu").drafters.step_s > 0
+    assert rig.engine(EngineMode("sd-tree", 2, 4, 4), draft_device="cpu").drafters.step_s > 0
 
 
 def test_the_drafter_grows_on_the_gpu_until_children_are_read(gpu: str) -> None:

@@ -11,9 +11,9 @@ import torch
 from ssd_serve.app.cli.main import build_parser, main
 from ssd_serve.app.plan.roof import Roof
 from ssd_serve.base.errors import SettingsError, UserError
-from ssd_serve.bench.kernels import timing
-from ssd_serve.bench.kernels.conformance import ConformanceRow
-from ssd_serve.bench.kernels.timing import KernelPlan, check_conformance, layers_for, run_kernels, table
+from ssd_serve.bench.kernels import conformance, timing
+from ssd_serve.bench.kernels.conformance import ConformanceRow, check_conformance
+from ssd_serve.bench.kernels.timing import KernelPlan, layers_for, run_kernels
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.backends import Candidate
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
@@ -45,12 +45,13 @@ def small_suite(make: Maker, device: str, dtypes: Sequence[torch.dtype]) -> Iter
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(timing, "conformance", small_suite)
+    monkeypatch.setattr(conformance, "conformance", small_suite)
     return monkeypatch
 
 
 def use(patch: pytest.MonkeyPatch, *found: Candidate) -> None:
-    patch.setattr(timing, "candidates", lambda *_: list(found))
+    for module in (timing, conformance):
+        patch.setattr(module, "candidates", lambda *_: list(found))
 
 
 @pytest.mark.slow
@@ -126,8 +127,8 @@ def test_layers_are_more_than_a_gpu_caches() -> None:
 def test_quartiles_need_two_values() -> None:
     parser = build_parser()
     assert parser.parse_args(["bench", "kernels", "--repeats", "2"]).repeats == 2
-    with pytest.raises(SettingsError, match="give 2 or more"):
-        parser.parse_args(["bench", "kernels", "--repeats", "1"])
+    with pytest.raises(SettingsError, match="must be at least 1"):
+        parser.parse_args(["bench", "kernels", "--repeats", "0"])
 
 
 def test_every_backend_and_shape_has_a_line(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,14 +140,14 @@ def test_every_backend_and_shape_has_a_line(native: NativeLibrary, monkeypatch: 
         {"a": (RequestShape(20, 5),), "b": (RequestShape(3, 1), RequestShape(0, 9, depth=0))},
     )
     result = run_kernels(KernelPlan(heads=4, kv_heads=2, head_dim=64, repeats=3), native, lambda text: None)
-    lines = table(result).splitlines()
-    assert [line.split(" | ")[:2] for line in lines[2:6]] == [
-        ["| a", "native"],
-        ["| a", "sdpa"],
-        ["| b", "native"],
-        ["| b", "sdpa"],
+    rows: Any = result["results"]
+    assert [(row["shape"], row["backend"]) for row in rows] == [
+        ("a", "native"),
+        ("a", "sdpa"),
+        ("b", "native"),
+        ("b", "sdpa"),
     ]
-    assert "4 query heads, 2 KV heads of 64, float32" in lines[-1]
+    assert result["heads"] == [4, 2, 64]
 
 
 def test_the_roof_is_reading_once_or_computing() -> None:
@@ -166,8 +167,9 @@ def test_the_roof_is_reading_once_or_computing() -> None:
     ("arguments", "word"),
     [
         (["kernels", "--device", "cuda:9"], "--device is cuda:9, but this machine has"),
-        (["conformance", "--device", "cuda:9"], "--device is cuda:9, but this machine has"),
+        (["kernels", "--conformance", "--device", "cuda:9"], "--device is cuda:9, but this machine has"),
         (["kernels", "--heads", "7", "3", "64"], "must be a multiple of KV heads"),
+        (["kernels", "--repeats", "1"], "quartiles need at least 2"),
     ],
 )
 def test_what_cannot_be_measured_is_a_clear_error(

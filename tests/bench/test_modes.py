@@ -4,21 +4,31 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
-import msgspec
 import pytest
 
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.messages import Figures
-from ssd_serve.bench.modes import PLAIN, SSD, Entry, Share, neighbours, run_modes, shapes
-from ssd_serve.bench.modes_result import ModesRow, modes_tables
-from ssd_serve.bench.prompts import NEW_TOKENS, Chosen, Prompt
-from ssd_serve.bench.rig import EngineWay
-from ssd_serve.bench.statistics import Verdict
-from ssd_serve.bench.timed_request import TimedRequest
+from ssd_serve.bench.modes import (
+    ASYNC_MODES,
+    COLUMNS,
+    PLAIN,
+    DeviceShare,
+    Entry,
+    initial_shapes,
+    neighbours,
+    run_modes,
+)
+from ssd_serve.bench.prompts import NEW_TOKENS, ChosenPrompts, Prompt
+from ssd_serve.bench.report import Report, report_text
+from ssd_serve.bench.rig import EngineMode
+from ssd_serve.bench.runner import TimedRequest, token_hash
+from ssd_serve.bench.statistics import ratio_interval
 
 PROMPTS = tuple(Prompt(f"file {number}", (number,), number) for number in range(72))
-CHOSEN = Chosen(PROMPTS[8:], PROMPTS[:8], 0.1)
+CHOSEN = ChosenPrompts(PROMPTS[8:], PROMPTS[:8], 0.1)
 BEST_STEPS = {"sd-chain": 5, "sd-tree": 6, "ngram": 4}
 SPEEDS = {"ar": 50.0, "ngram": 70.0, "sd-chain": 80.0, "sd-tree": 100.0, "ssd": 150.0}
 LOOKUP = 1.1
@@ -37,8 +47,8 @@ class FakeStage:
     `wider`. Prompts are of different worth to all, the machine drifts, and each run has its noise."""
 
     setting, fan_out = "real", 16
-    beside = Share("cpu:0", "cpu:1", 2)
-    alone: Sequence[Share] = (Share("cpu:0", "", 1), Share("cpu:0-1", "", 2))
+    async_share = DeviceShare("cpu:0", "cpu:1", 2)
+    baseline_shares: Sequence[DeviceShare] = (DeviceShare("cpu:0", "", 1), DeviceShare("cpu:0-1", "", 2))
 
     def __init__(
         self, wider: float = 1.2, noise: float = 0.05, loops: str = "", after: Sequence[Prompt] = ()
@@ -51,15 +61,15 @@ class FakeStage:
 
     def run(self, entry: Entry, prompt: Prompt, temperature: float) -> TimedRequest:
         self.runs.append((entry, prompt))
-        way = entry.way
+        mode = entry.mode
         self._drift *= 0.9995
-        speed = SPEEDS[way.mode] * self._drift * (1 + prompt.seed % 7 / 10)
-        speed *= LOOKUP if way.lookup else 1.0
+        speed = SPEEDS[mode.mode] * self._drift * (1 + prompt.seed % 7 / 10)
+        speed *= LOOKUP if mode.lookup else 1.0
         speed *= math.exp(self._chance.gauss(0, self._noise))
-        speed *= worth(way.mode, way.fan_out if way.mode == "ngram" else way.steps)
+        speed *= worth(mode.mode, mode.fan_out if mode.mode == "ngram" else mode.steps)
         if entry.share.target == "cpu:0-1":
             speed *= self._wider
-        loops = way.mode == self._loops and (not self._after or prompt in self._after)
+        loops = mode.mode == self._loops and (not self._after or prompt in self._after)
         tokens = [1] * NEW_TOKENS if loops else list(range(NEW_TOKENS))
         seconds = NEW_TOKENS / speed
         figures = Figures(tokens=NEW_TOKENS, rounds=16, drafted=64, accepted=32, hits=12, misses=4)
@@ -68,8 +78,9 @@ class FakeStage:
         )
 
 
-def run(stage: FakeStage) -> list[ModesRow]:
-    return run_modes(stage, {0.6: CHOSEN}, lambda _text: None)
+def run(stage: FakeStage) -> list[SimpleNamespace]:
+    found = run_modes(stage, {0.6: CHOSEN}, lambda _text: None)
+    return [SimpleNamespace(**row) for row in found.results]
 
 
 def test_all_ways_on_all_shares_run_every_prompt_once_and_tuning_has_its_own() -> None:
@@ -105,54 +116,73 @@ def test_ratios_are_true_whatever_prompts_drift_and_noise_do() -> None:
             assert row.shape == "ssd + lookup"
             continue
         truth = LOOKUP * SPEEDS["ssd"] / theirs / (1.2 if row.target == "cpu:0-1" else 1)
-        assert row.ssd.low * 0.98 < truth < row.ssd.high * 1.02
-        assert row.ssd.verdict is Verdict.BETTER
+        assert row.ssd["low"] * 0.98 < truth < row.ssd["high"] * 1.02
+        assert row.verdict == "better"
 
 
 def test_a_tie_is_as_good_and_with_much_noise_it_is_not_shown() -> None:
-    def against_the_wide_tree(stage: FakeStage) -> Verdict:
+    def against_the_wide_tree(stage: FakeStage) -> str:
         (row,) = (row for row in run(stage) if row.shape.endswith("+ lookup") and row.target == "cpu:0-1")
-        assert row.ssd is not None
-        return row.ssd.verdict
+        verdict: str = row.verdict
+        return verdict
 
-    assert against_the_wide_tree(FakeStage(wider=1.5, noise=0.03)) in (Verdict.AS_GOOD, Verdict.BETTER)
-    assert against_the_wide_tree(FakeStage(wider=1.5, noise=0.8)) is Verdict.NOT_SHOWN
-    assert against_the_wide_tree(FakeStage(wider=2.0)) is Verdict.WORSE
+    assert against_the_wide_tree(FakeStage(wider=1.5, noise=0.03)) in ("as good", "better")
+    assert against_the_wide_tree(FakeStage(wider=1.5, noise=0.8)) == "not shown"
+    assert against_the_wide_tree(FakeStage(wider=2.0)) == "worse"
 
 
 def test_texts_that_loop_are_an_error() -> None:
-    with pytest.raises(SsdError, match=r"ssd on cpu:0 and cpu:1: the text after .* is a loop"):
+    with pytest.raises(SsdError, match=r"ssd .*on cpu:0 and cpu:1: the text after .* is a loop"):
         run(FakeStage(loops="ssd"))
 
 
 def test_beside_a_gpu_synchronous_drafts_are_made_on_cores_too() -> None:
     stage = FakeStage(noise=0.01)
-    stage.beside = Share("cuda:0", "cpu:2", 2)
-    stage.alone = (Share("cuda:0", "", 1), stage.beside)
+    stage.async_share = DeviceShare("cuda:0", "cpu:2", 2)
+    stage.baseline_shares = (DeviceShare("cuda:0", "", 1), stage.async_share)
     rows = run(stage)
     assert [(row.mode, row.devices) for row in rows if row.draft] == [
         *(("sd-chain", 2), ("sd-tree", 2), ("sd-tree", 2)),
         *(("ssd", 2), ("ssd", 2)),
     ]
     assert {row.shape for row in rows if row.mode == "sd-chain"} == {"sd-chain 5"}
-    assert "with 2 devices each" in modes_tables(
-        {
-            "results": msgspec.to_builtins(rows),
-            "pairs": {"real": "a pair"},
-            "prompts": "made up",
-            "notes": {},
-            "hardware": {},
-            "versions": {},
+
+
+def test_intervals_can_be_recomputed_from_the_single_answers() -> None:
+    found = run_modes(FakeStage(), {0.6: CHOSEN}, lambda _text: None)
+    assert len(found.answers) == 12 * 64
+    assert {answer["order"] for answer in found.answers} == set(range(12))
+    assert {answer["tokens"] for answer in found.answers} == {token_hash(range(NEW_TOKENS))}
+
+    def speeds(shape: object, target: object) -> dict[Any, float]:
+        return {
+            answer["prompt"]: float(answer["decoded"]) / float(answer["seconds"])  # type: ignore[arg-type]
+            for answer in found.answers
+            if (answer["shape"], answer["target"]) == (shape, target)
         }
-    )
+
+    ours = speeds("ssd + lookup", "cpu:0")
+    for row in found.results[:-1]:
+        theirs = speeds(row["shape"], row["target"])
+        interval = ratio_interval([ours[prompt] / theirs[prompt] for prompt in ours])
+        assert interval is not None
+        assert row["ssd"]["mean"] == pytest.approx(interval.mean, rel=1e-3)  # type: ignore[index]
+
+
+def test_report_prints_a_line_for_every_mode() -> None:
+    found = run_modes(FakeStage(), {0.6: CHOSEN}, lambda _text: None)
+    lines = report_text(Report({"results": found.results}, {"results": COLUMNS}, ["a note"])).splitlines()
+    assert lines[0].split()[:3] == ["setting", "shape", "temperature"]
+    assert len([line for line in lines if line.startswith("real")]) == 12
+    assert lines[-1] == "a note"
 
 
 def test_where_one_way_loops_no_way_is_counted() -> None:
     """On a GPU a way may write another text than the one by which its prompt was chosen."""
     said: list[str] = []
     stage = FakeStage(loops="sd-chain", after=CHOSEN.prompts[3:4])
-    rows = run_modes(stage, {0.6: CHOSEN}, said.append)
-    assert {row.requests for row in rows} == {len(CHOSEN.prompts) - 1}
+    rows = run_modes(stage, {0.6: CHOSEN}, said.append).results
+    assert {row["requests"] for row in rows} == {len(CHOSEN.prompts) - 1}
     assert any(f"{len(CHOSEN.prompts) - 1} prompts are counted" in line for line in said)
     with pytest.raises(SsdError, match="is a loop"):
         run(FakeStage(loops="sd-chain", after=CHOSEN.prompts[: len(CHOSEN.prompts) // 10 + 2]))
@@ -160,10 +190,10 @@ def test_where_one_way_loops_no_way_is_counted() -> None:
 
 @pytest.mark.parametrize("mode", ["ngram", "sd-chain", "sd-tree"])
 def test_shapes_have_neighbours_in_every_direction(mode: str) -> None:
-    for way in shapes(mode, 16):
-        around = list(neighbours(way))
-        assert way not in around
+    for shape in initial_shapes(mode, 16):
+        around = list(neighbours(shape))
+        assert shape not in around
         assert {each.mode for each in around} == {mode}
-        assert bool({each.steps for each in around} - {way.steps}) == bool(way.steps)
-    assert list(neighbours(EngineWay("sd-chain", 1))) == [EngineWay("sd-chain", 2)]
-    assert list(neighbours(PLAIN)) == list(neighbours(SSD)) == []
+        assert bool({each.steps for each in around} - {shape.steps}) == bool(shape.steps)
+    assert list(neighbours(EngineMode("sd-chain", 1))) == [EngineMode("sd-chain", 2)]
+    assert list(neighbours(PLAIN)) == list(neighbours(ASYNC_MODES[0])) == []

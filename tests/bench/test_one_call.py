@@ -4,7 +4,7 @@ from ssd_serve.base.draft_messages import Growth, Open
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.bench.device_tables import Flat
 from ssd_serve.bench.emulated import EmulatedModel
-from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
+from ssd_serve.bench.rig import OneCallChannel, QueuedModel
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from tests.bench.test_emulated import SpentTime, one_row

@@ -1,58 +1,39 @@
-"""Percentiles, intervals of ratios and their verdicts, on numbers known from elsewhere."""
+"""Percentiles, intervals of ratios, verdicts, interleaving and tuning."""
 
+import itertools
 import math
-import statistics
+import random
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.bench.statistics import Interval, Verdict, percentile, quartiles, ratio_interval
+from ssd_serve.bench.statistics import (
+    Interval,
+    adjacent,
+    interleave,
+    percentile,
+    quartiles,
+    random_order,
+    ratio_interval,
+    tune,
+)
 
 
 @pytest.mark.parametrize(
     ("percent", "value"), [(0, 1.0), (25, 2.0), (50, 3.0), (90, 4.6), (99, 4.96), (100, 5.0)]
 )
-def test_percentiles_are_interpolated(percent: float, value: float) -> None:
+def test_percentile_is_interpolated(percent: float, value: float) -> None:
     assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(value)
 
 
-def test_the_percentile_of_one_value() -> None:
+def test_percentile_of_one_value() -> None:
     assert percentile([7.0], 99) == 7.0
 
 
-@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=40), st.floats(0.0, 100.0))
-def test_percentiles_are_those_of_the_sorted_values(values: list[float], percent: float) -> None:
-    ordered, place = sorted(values), (len(values) - 1) * percent / 100
-    below = ordered[math.floor(place)]
-    above = ordered[math.ceil(place)]
-    slow = below + (above - below) * (place - math.floor(place))
-    assert percentile(values, percent) == pytest.approx(slow, rel=1e-9, abs=1e-9)
-
-
-def density(t: float, freedom: int) -> float:
-    """Student's distribution, as in books."""
-    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
-    return float(scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2))
-
-
-@pytest.mark.parametrize("count", [2, 3, 6, 12, 24])
-def test_the_interval_holds_95_of_100_parts_of_students_distribution(count: int) -> None:
-    ratios = [1.0 + 0.01 * place for place in range(count)]
-    found = ratio_interval(ratios)
-    assert found is not None
-    logs = [math.log(ratio) for ratio in ratios]
-    error = statistics.stdev(logs) / math.sqrt(count)
-    reach = (math.log(found.high) - statistics.fmean(logs)) / error
-    steps = 20_000
-    inside = (
-        sum(density(reach * (step + 0.5) / steps, count - 1) for step in range(steps)) * 2 * reach / steps
-    )
-    assert inside == pytest.approx(0.95, abs=1e-4)
-
-
-def test_the_interval_of_ratios_is_students_on_the_logarithms() -> None:
+def test_ratio_interval_is_students_t_of_the_logarithms() -> None:
     interval = ratio_interval([1.0, math.e**2, math.e**4])
     assert interval is not None
     assert interval.median == pytest.approx(math.e**2)
@@ -62,7 +43,7 @@ def test_the_interval_of_ratios_is_students_on_the_logarithms() -> None:
     assert math.log(interval.low) == pytest.approx(2 - half, rel=1e-4)
 
 
-def test_the_interval_of_inverse_ratios_is_the_inverse_interval() -> None:
+def test_ratio_interval_of_inverse_ratios_is_the_inverse() -> None:
     ratios = [0.8, 1.1, 1.3, 0.95]
     there, back = ratio_interval(ratios), ratio_interval([1 / ratio for ratio in ratios])
     assert there is not None
@@ -70,16 +51,15 @@ def test_the_interval_of_inverse_ratios_is_the_inverse_interval() -> None:
     assert (1 / back.high, 1 / back.mean, 1 / back.low) == pytest.approx((there.low, there.mean, there.high))
 
 
-def test_one_pair_has_no_interval() -> None:
+def test_ratio_interval_of_one_pair_is_none() -> None:
     assert ratio_interval([1.0]) is None
 
 
-def test_an_interval_of_many_pairs_is_drawn_and_needs_no_normal_ratios() -> None:
-    """It holds the true mean of a skewed distribution in about 95 of 100 cases, and the same every time."""
-    random = np.random.default_rng(7)
+def test_ratio_interval_of_many_pairs_covers_a_skewed_mean() -> None:
+    source = np.random.default_rng(7)
     held = 0
     for _ in range(200):
-        interval = ratio_interval(np.exp(random.exponential(0.2, 64)).tolist())
+        interval = ratio_interval(np.exp(source.exponential(0.2, 64)).tolist())
         assert interval is not None
         held += interval.low <= math.exp(0.2) <= interval.high
     assert 0.88 <= held / 200 <= 0.99
@@ -90,29 +70,148 @@ def test_an_interval_of_many_pairs_is_drawn_and_needs_no_normal_ratios() -> None
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
-        (1.01, 1.5, Verdict.BETTER),
-        (1.0, 1.5, Verdict.AS_GOOD),
-        (0.97, 0.99, Verdict.AS_GOOD),
-        (0.969, 1.2, Verdict.NOT_SHOWN),
-        (0.5, 1.0, Verdict.NOT_SHOWN),
-        (0.96, 0.999, Verdict.WORSE),
-        (0.5, 0.6, Verdict.WORSE),
+        (1.01, 1.5, "better"),
+        (1.0, 1.5, "as good"),
+        (0.97, 0.99, "as good"),
+        (0.969, 1.2, "not shown"),
+        (0.5, 1.0, "not shown"),
+        (0.96, 0.999, "worse"),
+        (0.5, 0.6, "worse"),
     ],
 )
-def test_verdicts(low: float, high: float, expected: Verdict) -> None:
-    assert Interval(low, low, low, high).verdict is expected
+def test_verdicts(low: float, high: float, expected: str) -> None:
+    assert Interval(low, low, low, high).verdict == expected
 
 
-def test_noise_shows_nothing_and_more_pairs_show_what_is_true() -> None:
-    random = np.random.default_rng(3)
-    noisy = np.exp(random.normal(0.0, 0.2, 400)).tolist()
+def test_few_noisy_pairs_have_the_verdict_not_shown() -> None:
+    source = np.random.default_rng(3)
+    noisy = np.exp(source.normal(0.0, 0.2, 400)).tolist()
     few, many = ratio_interval(noisy[:8]), ratio_interval(noisy)
     assert few is not None
     assert many is not None
-    assert (few.verdict, many.verdict) == (Verdict.NOT_SHOWN, Verdict.AS_GOOD)
-    assert many.scaled(0.8).verdict is Verdict.WORSE
-    assert str(many.scaled(2)).startswith("2.0")
+    assert (few.verdict, many.verdict) == ("not shown", "as good")
 
 
 def test_quartiles() -> None:
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 3.0, 4.0]
+
+
+@given(st.integers(1, 9), st.integers(0, 30))
+def test_random_order_is_a_permutation_that_depends_on_the_index(count: int, index: int) -> None:
+    names = list(range(count))
+    assert sorted(random_order(names, index)) == names
+    assert random_order(names, index) == random_order(names, index)
+
+
+def test_random_order_gives_every_entry_every_predecessor() -> None:
+    pairs = {
+        pair
+        for index in range(200)
+        for order in [random_order(["a", "b", "c"], index)]
+        for pair in itertools.pairwise(order)
+    }
+    assert len(pairs) == 6
+
+
+def test_interleave_runs_every_item_once_on_every_entry() -> None:
+    log: list[tuple[str, int, int]] = []
+
+    def run(entry: str, item: int, place: int) -> int:
+        log.append((entry, item, place))
+        return 10 * item + place
+
+    found = interleave(["a", "b", "c", "a"], [7, 8], run)
+    assert [item for _, item, _ in log] == [7] * 3 + [8] * 3
+    assert [place for _, _, place in log] == [0, 1, 2, 0, 1, 2]
+    assert {entry: [value // 10 for value in values] for entry, values in found.items()} == {
+        name: [7, 8] for name in "abc"
+    }
+
+
+LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
+
+
+def around(value: int) -> list[int]:
+    return adjacent(LADDER, value)
+
+
+def speeds_by(truth: Callable[[int], float], noise: float = 0.0) -> Callable[..., dict[int, float]]:
+    chance = random.Random(5)
+
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        return {
+            value: sum(truth(value) * math.exp(chance.gauss(0, noise)) for _ in items) / len(items)
+            for value in values
+        }
+
+    return speeds
+
+
+@pytest.mark.parametrize("best", LADDER)
+def test_tune_finds_the_best_and_tries_its_neighbours(best: int) -> None:
+    found, tried = tune((2, 4), around, speeds_by(lambda value: 9 - abs(math.log(value / best))), range(8))
+    assert found == best
+    assert {best, *around(best)} <= set(tried)
+
+
+def near(best: float) -> Callable[[int], float]:
+    return lambda value: 100 - abs(value - best)
+
+
+def test_tune_compares_a_challenger_again_on_all_items_twice() -> None:
+    asked: list[tuple[list[int], int]] = []
+
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        asked.append((sorted(values), len(items)))
+        return {value: near(6)(value) for value in values}
+
+    assert tune((1, 2, 4, 8), around, speeds, range(8))[0] == 6
+    assert asked == [([1, 2, 4, 8], 8), ([3, 4, 5], 8), ([4, 5], 16), ([5, 6], 8), ([5, 6], 16), ([6, 8], 8)]
+
+
+def test_tune_rejects_a_neighbour_that_was_fast_by_chance() -> None:
+    luck = {3: 2.0}
+
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        lucky = len(values) > 2
+        return {value: near(4)(value) + (luck.get(value, 0) if lucky else 0) for value in values}
+
+    best, tried = tune((4,), around, speeds, range(8))
+    assert best == 4
+    assert tried[3] == 99, "the second comparison counts"
+
+
+def test_tune_finds_the_second_neighbour_if_the_first_was_lucky() -> None:
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        return {value: near(5)(value) + (3.0 if value == 3 and len(values) > 2 else 0) for value in values}
+
+    assert tune((4,), around, speeds, range(8))[0] == 5
+
+
+def test_tune_scales_the_speeds_of_a_slow_comparison() -> None:
+    pace = iter([1.0, 0.5, 0.25])
+
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        now = next(pace)
+        return {value: now * near(4)(value) for value in values}
+
+    best, tried = tune((2, 4), around, speeds, range(8))
+    assert best == 4
+    assert tried == pytest.approx({2: 98, 3: 99, 4: 100, 5: 99})
+
+
+def test_tune_ignores_the_scale_of_a_failed_entry() -> None:
+    def speeds(values: Sequence[int], items: Sequence[int]) -> dict[int, float]:
+        return {value: 0.0 if value == 2 else float(value) for value in values}
+
+    assert tune((2,), around, speeds, range(8)) == (24, {value: value for value in LADDER} | {2: 0})
+
+
+def test_tune_ends_with_noise_and_loses_little_speed() -> None:
+    def truth(value: int) -> float:
+        return 100 - 2 * abs(LADDER.index(value) - 6)
+
+    speeds = speeds_by(truth, 0.05)
+    found = [truth(tune((2, 4, 8), around, speeds, range(8))[0]) for _ in range(50)]
+    assert min(found) >= 94
+    assert sum(found) / len(found) >= 99.5

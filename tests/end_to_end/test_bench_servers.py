@@ -1,4 +1,4 @@
-"""The benchmarks that measure whole servers, on real ones."""
+"""`ssd bench serve` against a real server."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import pytest
 
 from ssd_serve.app.cli.main import main
 from ssd_serve.bench.emulated import emulating
-from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import free_port, running
 
 pytestmark = pytest.mark.slow
@@ -49,16 +48,3 @@ def test_the_embedded_pair_is_loaded_as_any_endpoint_is(tmp_path: Path) -> None:
     assert told["spec_decode_draft_tokens"] > 0
     assert told["mean_ttft_ms"] < told["mean_e2el_ms"]
     assert (asked["completed"], asked["model_id"]) == (3, told["model_id"])
-
-
-def test_anybodys_pair_has_its_table_by_ranks(tmp_path: Path) -> None:
-    target, draft = write_pair(tmp_path / "pair")
-    words = ["ssd-table", str(target), str(draft), "--ranks", "1", "4", "--num-prompts", "2"]
-    words += ["--tokens", "48", "--ignore-eos", "--launches", "1", "--dtype", "fp32", "--kv-memory-mb", "64"]
-    told = result_of(words, tmp_path)
-    rows = {(row["ranks"], row["mode"]): row for row in told["results"]}
-    assert set(rows) == {(1, mode) for mode in ("ar", "sd", "ssd")}
-    assert all(row["failed"] == 0 and row["requests"] == 2 for row in rows.values())
-    refused = {each["way"]: each["why"] for each in told["refused"]}
-    assert set(refused) == {"ar-tp4", "sd-tp4", "ssd-tp4"}
-    assert all("4 ranks cannot share 2 attention heads" in why for why in refused.values())

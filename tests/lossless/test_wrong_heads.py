@@ -36,7 +36,7 @@ class Witnessed(MemoryDrafter):
     """A drafter whose connection must stay open."""
 
     def work(self) -> None:
-        assert not self.hung_up
+        assert not self.disconnected
         super().work()
 
 
@@ -114,11 +114,11 @@ class BadlyTold(Witnessed):
         self._heard = 0
         super().__init__(draft, engine)
 
-    def heard(self) -> Sequence[Message]:
+    def received(self) -> Sequence[Message]:
         self._heard += 1
         told: list[Message] = [message for when, message in self._late if when <= self._heard]
         self._late = [each for each in self._late if each[0] > self._heard]
-        for message in super().heard():
+        for message in super().received():
             told += self._told(message) if isinstance(message, Features) else [message]
         return told
 

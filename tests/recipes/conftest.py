@@ -1,17 +1,16 @@
-"""A tiny library to train on and the workspace made of it."""
+"""A tiny library of Python files, a tiny target, and the workspace made of both."""
 
 from pathlib import Path
 
 import pytest
 
-from ssd_serve.recipes.workspace import Workspace
-
-ENTRIES = 300
+from ssd_serve.recipes.corpus import read_sources, split_texts
+from ssd_serve.recipes.data import Workspace, load_tokenizer, text_summary
+from tests.end_to_end.tiny_pair import write_model
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty small modules that differ."""
     folder = tmp_path_factory.mktemp("library")
     for index in range(40):
         lines = [f"def function_{index}_{line}(x):\n    return x + {index * line}\n\n" for line in range(12)]
@@ -19,9 +18,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "target"
+    write_model(folder, seed=1, noise=0.0, layers=2)
+    return folder
+
+
 @pytest.fixture
-def workspace(tmp_path: Path, library: Path) -> Workspace:
-    """A prepared workspace with a tokenizer of `ENTRIES` entries."""
-    workspace = Workspace(tmp_path / "work")
-    workspace.prepare(library, ENTRIES, context=256, held_out_share=0.15)
+def workspace(tmp_path: Path, library: Path, target: Path) -> Workspace:
+    workspace, files = Workspace(tmp_path / "work"), read_sources(library)
+    workspace.prepare(split_texts(files), load_tokenizer(target), 100, text_summary(files))
     return workspace

@@ -14,9 +14,8 @@ from ssd_serve.models.heads.eagle import OWN
 from ssd_serve.models.heads.load import head_config
 from ssd_serve.models.interface import feature_name
 from ssd_serve.models.load import ModelOptions, load_model
-from ssd_serve.recipes.ballast import add_ballast
+from ssd_serve.recipes.ballast import add_ballast, add_head_ballast, is_head
 from ssd_serve.recipes.commands import run_ballast
-from ssd_serve.recipes.head_ballast import add_head_ballast, is_head
 from tests.models.heads import FLAT, NESTED, VOCABULARY, FirstOracle, Oracle
 from tests.models.test_decoder import chunk
 from tests.models.test_heads import loaded, target

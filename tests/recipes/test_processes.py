@@ -14,29 +14,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.recipes.decoder import Decoder, Shape, initialise
+from ssd_serve.recipes.decoder import Decoder, Shape
+from ssd_serve.recipes.optimiser import Rates
 from ssd_serve.recipes.processes import ALONE, TrainingProcess, joined_processes
-from ssd_serve.recipes.training import Phase, Recipe, Training, run
+from ssd_serve.recipes.training import Recipe, Training, run
 from tests.end_to_end.tiny_pair import write_model
 
-RECIPE = Recipe(
-    Shape(50, 16, layers=1, heads=2, kv_heads=1, head=8, intermediate=32, context=64),
-    tokens=600,
-    phases=(Phase(0.0, 4, 10),),
-    compiled=False,
-)
+SHAPE = Shape(50, 16, layers=1, heads=2, kv_heads=1, head=8, intermediate=32, context=64)
+RECIPE = Recipe(tokens=600, rows=4, length=10, seed=0, compiled=False)
 
 
-def plain_loss(model: Decoder, inputs: Tensor, wanted: Tensor) -> Tensor:
-    """Without autocast, so that only the order of sums differs."""
-    return functional.cross_entropy(model(inputs).flatten(0, 1), wanted.flatten())
+def plain_loss(model: Decoder, inputs: Tensor) -> Tensor:
+    """Compute without autocast, so that only the order of sums differs."""
+    logits = model(inputs[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten())
 
 
 def trained(folder: Path, process: TrainingProcess) -> Training[Decoder]:
     stream = np.random.default_rng(3).integers(0, 50, 400).astype(np.uint16)
-    model = Decoder(RECIPE.shape)
-    initialise(model, 1)
-    training = Training(RECIPE, model, stream, folder / "model.pt", plain_loss, process)
+    torch.manual_seed(1)
+    model = Decoder(SHAPE)
+    training = Training(RECIPE, Rates(), model, stream, folder / "model.pt", plain_loss, process)
     run(training, lambda _model: {}, say=lambda _line: None)
     return training
 

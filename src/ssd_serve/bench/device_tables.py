@@ -67,21 +67,6 @@ class DeviceTable:
         the target."""
         return self.target_devices + (self.draft_devices if drafter_beside else 0)
 
-    def told(self) -> dict[str, object]:
-        """For result files: milliseconds of some forwards after 512 tokens, and of a prompt's chunk."""
-        decoding = {rows: Forward.of_one(rows, 512) for rows in (1, 8, 16, 32, 64)}
-        return {
-            "name": self.name,
-            "devices": {"target": self.target_devices, "draft": self.draft_devices},
-            **{
-                f"{role}_ms": {
-                    **{str(rows): _ms(times, each) for rows, each in decoding.items()},
-                    "prompt 256": _ms(times, Forward(256, 256)),
-                }
-                for role, times in (("target", self.target), ("draft", self.draft))
-            },
-        }
-
 
 def device_table(name: str) -> DeviceTable:
     """The table of this name; `NAME*F` is the same device F times slower, for drafts that this machine
@@ -123,7 +108,3 @@ def _shape(name: str) -> PlannedModel:
     if description is None:
         raise SettingsError(f"no shape of {name} is known")
     return sized(name, description, Computing("cuda:0", torch.bfloat16))
-
-
-def _ms(times: ForwardTimes, forward: Forward) -> float:
-    return round(1e3 * times.seconds(forward), 3)

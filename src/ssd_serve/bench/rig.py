@@ -1,8 +1,7 @@
-"""The bench's rig: one target model, and an engine for each way to speculate, all in this process.
+"""One loaded target and an engine for each decoding mode, all in this process.
 
-The engines share the target, its kernels and its measured cost table, so that only the way of drafting
-differs. The drafter of `ssd` is the real process on its own device. Knows how things are put together, not
-what is measured.
+The engines share the target, its kernels and its measured cost table, so that only drafting differs. The
+drafter of `ssd` is a real process on its own device.
 """
 
 import contextlib
@@ -16,14 +15,12 @@ from msgspec import structs
 
 from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.base.devices import parse_device
-from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
-from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Growth, Hello
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.hub_id import pinned
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.one_call import OneCallChannel, QueuedModel
 from ssd_serve.cluster.local import make_run_dir
 from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.drafter.core import DrafterCore
@@ -31,13 +28,15 @@ from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.lookup_channel import lookup_channel
 from ssd_serve.drafter.sources.whole_model import DraftModel
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.kernels.device import Done, ForwardEnd
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.hub import find_model
-from ssd_serve.models.interface import Model
+from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import SHORT_CONTEXT, measure_steps
-from ssd_serve.models.wrapped import wrap_model
+from ssd_serve.models.wrapped import WrappedModel, wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
 from ssd_serve.transport.listener import Listener
@@ -52,15 +51,15 @@ from ssd_serve.verifier.engine import Engine
 
 _SLOTS = 20480
 _JOIN_S = 600.0
-"""A GPU's kernels may be compiled at the drafter's first start."""
+"""Timeout for a drafter to join; on a GPU its first start may compile kernels."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineWay:
-    """One way to run: `mode`, and for synchronous drafts their shape. `steps` 0: as many as pay.
+class EngineMode:
+    """A decoding mode, and the shape of synchronous drafts: `mode` is ar, ngram, sd-chain, sd-tree or ssd.
 
-    `sd-chain` drafts all its steps in one call, so that no Python between them is measured. `lookup`: n-gram
-    lookup drafts beside the model.
+    `steps` 0 drafts as many steps as pay. `sd-chain` drafts all its steps in one call, so that no Python
+    between them is measured. `lookup` adds n-gram lookup to the draft model.
     """
 
     mode: str
@@ -71,47 +70,75 @@ class EngineWay:
 
     @property
     def label(self) -> str:
-        """For tables and result files."""
-        beside = " + lookup" if self.lookup else ""
+        """Name for tables and result files."""
+        lookup = " + lookup" if self.lookup else ""
         if self.mode in ("ar", "ssd"):
-            return f"{self.mode}{beside}"
+            return f"{self.mode}{lookup}"
         if self.mode == "ngram":
             return f"ngram {self.fan_out}"
         shape = "" if self.mode == "sd-chain" else f" {self.width}x{self.fan_out}"
-        return f"{self.mode}{shape} {self.steps or 'adaptive'}{beside}"
-
-    @property
-    def in_one_call(self) -> bool:
-        """Whether nothing is planned between its draft steps."""
-        return self.mode == "sd-chain"
+        return f"{self.mode}{shape} {self.steps or 'adaptive'}{lookup}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Inline:
-    """The draft model in this process, on some device."""
+class _LoadedDraft:
+    """A draft model in this process, and the seconds of one step."""
 
     model: Model
     noise: NoiseRows
     step_s: float
 
 
-class _Free(CostTable):
-    """Rows cost nothing, whatever is seen."""
+class _FreeRows(CostTable):
+    """A cost table in which more rows cost nothing."""
 
     def __init__(self) -> None:
         super().__init__([Timing(1, 0, 1.0)])
 
     def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
-        """Not at all."""
+        """Ignore the measurement."""
+
+
+class QueuedModel(WrappedModel):
+    """A model whose results count as ready at once: each forward is queued behind the one before."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._last: ForwardEnd = Done()
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        result = self._model.forward(batch)
+        self._last = result.completion
+        return replace(result, completion=Done())
+
+    def wait(self) -> None:
+        """Wait until the last forward is over."""
+        self._last.wait()
+
+
+class OneCallChannel(InlineChannel):
+    """An inline drafter that runs `steps` draft steps a call on the `queued` model."""
+
+    def __init__(self, core: DrafterCore, hello: Hello, steps: int, queued: QueuedModel) -> None:
+        super().__init__(core, hello)
+        self._steps_per_call = steps
+        self._queued = queued
+
+    def draft(self) -> list[Growth]:
+        growth: list[Growth] = []
+        for _ in range(self._steps_per_call):
+            growth += super().draft()
+        self._queued.wait()
+        return growth
 
 
 class Rig:
-    """A loaded pair on one device, by torch's name; a GPU must be the current one."""
+    """A loaded pair on one device (torch's name); a GPU must be the current device."""
 
     def __init__(self, settings: Settings, device: str = "cpu") -> None:
         target = find_model(settings.engine_config(), settings.target, "target")
         draft = find_model(settings.engine_config(), settings.draft_model or "", "draft")
-        # Drafters of other processes take the same files, and get no token to look for others.
+        # Drafter processes load the same files, and get no hub token to look for others.
         names = {"target": (settings.target, target), "draft": (settings.draft_model or "", draft)}
         self.settings = settings.model_copy(update={role: pinned(*each) for role, each in names.items()})
         self.tokenizer = Tokenizer(target)
@@ -126,7 +153,7 @@ class Rig:
         self._noise = self._noise_on(facts.device)
         self._draft_folder = draft
         self._inline = self._loaded(device)
-        self._beside: dict[str, _Inline] = {}
+        self._drafts: dict[str, _LoadedDraft] = {}
         self.draft, self.draft_step_s = self._inline.model, self._inline.step_s
         self.hello = Hello(
             protocol=PROTOCOL_VERSION,
@@ -140,27 +167,27 @@ class Rig:
 
     def engine(
         self,
-        way: EngineWay,
+        mode: EngineMode,
         cost: CostTable | None = None,
         model: Model | None = None,
         verified: int | None = None,
         draft_device: str = "",
     ) -> Engine:
-        """A fresh engine over the shared target. `ssd` still needs its drafter connected.
+        """Build an engine over the shared target. `ssd` still needs its drafter connected.
 
-        `verified`: as many nodes in every round, whatever they cost, and no waiting. `draft_device`: where a
-        synchronous draft computes, by torch's name; empty: where the target does.
+        `verified` fixes the number of nodes of every round and disables waiting. `draft_device` is torch's
+        name of a synchronous draft's device; empty: the target's.
         """
         settings, target = self.settings, model or self.target
-        policy: WaitPolicy = FixedSteps(1 if way.in_one_call else way.steps)
-        if not way.steps:
-            policy = CostBasedWait(way.mode == "ssd")
-        if way.mode == "ar" or (way.mode == "ssd" and not settings.grow_first):
+        policy: WaitPolicy = FixedSteps(1 if mode.mode == "sd-chain" else mode.steps)
+        if not mode.steps:
+            policy = CostBasedWait(mode.mode == "ssd")
+        if mode.mode == "ar" or (mode.mode == "ssd" and not settings.grow_first):
             policy = NoWait()
         if verified is not None:
-            policy, cost = NoWait(), _Free()
+            policy, cost = NoWait(), _FreeRows()
         budget = settings.budget if verified is None else verified
-        governed = way.mode == "ssd" and verified is None
+        governed = mode.mode == "ssd" and verified is None
         engine = build_engine(
             EngineParts(
                 model=target,
@@ -172,8 +199,8 @@ class Rig:
                     max_waiting=1024,
                     prefill_chunk=settings.prefill_chunk,
                     prefix_cache=False,
-                    budget=0 if way.mode == "ar" else budget,
-                    draft_width=settings.draft_width if way.mode == "ssd" else way.width,
+                    budget=0 if mode.mode == "ar" else budget,
+                    draft_width=settings.draft_width if mode.mode == "ssd" else mode.width,
                     tree_nodes=settings.tree_nodes,
                 ),
                 policy=policy,
@@ -182,39 +209,39 @@ class Rig:
                 native=self.native,
             )
         )
-        if way.mode not in ("ar", "ssd"):
-            engine.drafters.connect(self._channel(way, draft_device), synchronous=True)
-        if way.lookup:
+        if mode.mode not in ("ar", "ssd"):
+            engine.drafters.connect(self._channel(mode, draft_device), synchronous=True)
+        if mode.lookup:
             engine.drafters.connect(self._lookup(self.settings), synchronous=True)
         engine.drafters.drain({})
         return engine
 
-    def _channel(self, way: EngineWay, device: str) -> Channel:
-        if way.mode == "ngram":
-            return self._lookup(self.settings.model_copy(update={"draft_fan_out": way.fan_out}))
+    def _channel(self, mode: EngineMode, device: str) -> Channel:
+        if mode.mode == "ngram":
+            return self._lookup(self.settings.model_copy(update={"draft_fan_out": mode.fan_out}))
         inline = self._inline_on(device)
         hello = structs.replace(self.hello, step_ms=1e3 * inline.step_s)
-        if not way.in_one_call:
-            return InlineChannel(self._core(way, inline), hello)
+        if mode.mode != "sd-chain":
+            return InlineChannel(self._core(mode, inline), hello)
         queued = QueuedModel(inline.model)
-        return OneCallChannel(self._core(way, replace(inline, model=queued)), hello, way.steps, queued)
+        return OneCallChannel(self._core(mode, replace(inline, model=queued)), hello, mode.steps, queued)
 
-    def _inline_on(self, device: str) -> _Inline:
-        """Loaded when it is first asked for; this thread's cores are those that it will compute on."""
+    def _inline_on(self, device: str) -> _LoadedDraft:
+        """Load the draft on first use; it will compute on this thread's cores."""
         if not device:
             return self._inline
-        if device not in self._beside:
-            self._beside[device] = self._loaded(device)
-        return self._beside[device]
+        if device not in self._drafts:
+            self._drafts[device] = self._loaded(device)
+        return self._drafts[device]
 
-    def _loaded(self, device: str) -> _Inline:
+    def _loaded(self, device: str) -> _LoadedDraft:
         draft = load_served(
             self.settings.engine_config(), self._draft_folder, device, 2 * _SLOTS, self.native
         )
         model = wrap_model(draft, "draft", self.settings.model_wrapper)
         width = self.settings.draft_width
         step_s = min(measure_steps(model, (width,))[width, SHORT_CONTEXT])
-        return _Inline(model, self._noise_on(draft.facts.device), step_s)
+        return _LoadedDraft(model, self._noise_on(draft.facts.device), step_s)
 
     def _noise_on(self, device: str) -> NoiseRows:
         vocabulary = self.real.facts.vocabulary
@@ -224,7 +251,7 @@ class Rig:
         return lookup_channel("ngram", settings.engine_config(), self.hello, self.real.facts.eos_token_ids)
 
     def _governing(self, policy: WaitPolicy, cost: CostTable) -> ModeConfig | None:
-        """As in serving, on a device of the target's own."""
+        """Configure mode control as in serving with a separate target device."""
         if not self.settings.speculation_may_stop:
             return None
         policies: dict[SpeculationMode, WaitPolicy] = {
@@ -238,13 +265,13 @@ class Rig:
             policies,
         )
 
-    def core(self, way: EngineWay) -> DrafterCore:
-        """A fresh drafter in this process, on the target's device."""
-        return self._core(way, self._inline)
+    def core(self, mode: EngineMode) -> DrafterCore:
+        """Build a drafter in this process, on the target's device."""
+        return self._core(mode, self._inline)
 
-    def _core(self, way: EngineWay, inline: _Inline) -> DrafterCore:
-        depth = way.steps if way.mode == "sd-chain" and way.steps else self.settings.draft_depth
-        limits = GrowthLimits(way.width, way.fan_out, depth, self.settings.tree_nodes)
+    def _core(self, mode: EngineMode, inline: _LoadedDraft) -> DrafterCore:
+        depth = mode.steps if mode.mode == "sd-chain" and mode.steps else self.settings.draft_depth
+        limits = GrowthLimits(mode.width, mode.fan_out, depth, self.settings.tree_nodes)
         guesses = DraftModel(inline.model, 2 * _SLOTS, inline.noise, self.native)
         ends = self.real.facts.eos_token_ids
         return DrafterCore(guesses.source(limits.fan_out), limits, ends, "bench")
@@ -252,7 +279,7 @@ class Rig:
 
 @contextlib.contextmanager
 def remote_drafter(rig: Rig, engine: Engine, device: str, count: int = 1) -> Generator[None]:
-    """Start `count` drafter processes on their device, and let them join `engine`."""
+    """Start `count` drafter processes on a device, and wait until they have joined `engine`."""
     run_dir = make_run_dir(None)
     listener = Listener.unix(run_dir.drafter_socket)
     config = rig.settings.engine_config(
@@ -282,7 +309,7 @@ def remote_drafter(rig: Rig, engine: Engine, device: str, count: int = 1) -> Gen
 
 
 def use_cores(device: str) -> None:
-    """Compute on these cores from now on, with as many threads."""
+    """Bind this process to the cores of a device name, with one thread a core."""
     cores = parse_device(device).indices
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

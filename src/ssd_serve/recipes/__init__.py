@@ -1,4 +1,1 @@
-"""Recipes: how draft models and the embedded pair are made.
-
-Knows corpora, training and checkpoints in Hugging Face layout; does not know requests, servers or drafting.
-"""
+"""Recipes that make draft models: EAGLE-3 heads, distilled drafts, and copies with ballast."""

@@ -1,12 +1,12 @@
-"""Ballast: a copy of a Llama checkpoint that computes the same function at a larger cost.
+"""Ballast: a copy of a Llama checkpoint or EAGLE head that computes the same function at a larger cost.
 
-Widened by zero padding of the residual stream, by heads and MLP units whose outputs are multiplied by zero,
-and deepened by layers whose output projections are zero. It lets a small trained pair stand in for a large
-one when step times are measured: the acceptance is that of the small pair, the cost that of the large.
+The copy has a zero-padded residual stream, heads and MLP units whose outputs are multiplied by zero, and
+layers whose output projections are zero. It lets a small trained pair stand in for a large one when step
+times are measured: the acceptance is that of the small pair, the cost that of the large one.
 
 With hidden size H padded to H', the mean square of a row shrinks by H / H'. Hence every norm's weight is
 multiplied by sqrt(H / H') and epsilon by H / H'. Weights that cannot influence the result are small random
-numbers, so that no engine can take a short cut. This module knows weights and shapes only, not engines.
+numbers, so that no engine can take a short cut.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ssd_serve.base.errors import UserError
+from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.recipes.checkpoint import (
     TOKENIZER_FILES,
     LlamaCheckpoint,
@@ -30,7 +31,10 @@ from ssd_serve.recipes.checkpoint import (
 FILLER = 0.02
 """Standard deviation of weights that do not influence the result."""
 _READING = frozenset(f"self_attn.{each}_proj.weight" for each in "qkv")
-"""Matrices that read what the attention reads."""
+"""Matrices of a layer that read its input."""
+_QUERIES = "self_attn.q_proj.weight"
+_HEAD_NORMS = ("hidden_norm.weight", "norm.weight", "layernorm.weight", "fc_norm")
+_TOKEN_MAPS = ("d2t", "t2d")
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
@@ -47,7 +51,7 @@ class BallastSizes:
 
     @staticmethod
     def of(config: dict[str, Any]) -> "BallastSizes":
-        """The sizes that a `config.json` declares."""
+        """Read the sizes that a `config.json` declares."""
         heads = int(config["num_attention_heads"])
         return BallastSizes(
             hidden=int(config["hidden_size"]),
@@ -62,10 +66,10 @@ class BallastSizes:
 def enlarged(
     old: BallastSizes, hidden: int, layers: int, heads: int | None, intermediate: int | None
 ) -> BallastSizes:
-    """The sizes of the copy; each KV head keeps its query heads and may get more that do nothing.
+    """Return the sizes of the copy; each KV head keeps its query heads and may get idle ones.
 
     By default heads fill `hidden`, and their number divides it, which some loaders demand; `intermediate` is
-    2.75 times `hidden`; nothing is smaller than in the source.
+    2.75 times `hidden`. Raises `UserError` for a size below that of the source.
     """
     wanted = range(max(old.heads, -(-hidden // old.head)), hidden + 1) if heads is None else (heads,)
     layout = next((found for count in wanted if (found := head_layout(old, hidden, count))), None)
@@ -83,7 +87,7 @@ def enlarged(
 
 
 def head_layout(old: BallastSizes, hidden: int, heads: int) -> tuple[int, int] | None:
-    """Query heads and KV heads with `heads` query heads, in the smallest groups that hold the source's."""
+    """Return query and KV heads of the copy, in the smallest groups that hold the source's, or None."""
     if hidden % heads:
         return None
     groups = (group for group in range(old.heads // old.kv_heads, heads + 1) if heads % group == 0)
@@ -123,13 +127,13 @@ def add_ballast(
 
 
 def refuse_biases(config: Mapping[str, Any]) -> None:
-    """Raise `UserError` where a `config.json` declares some."""
+    """Raise `UserError` if a `config.json` declares biases."""
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise UserError("Ballast supports no biases in attention or MLP.")
 
 
 def enlarged_config(config: dict[str, Any], old: BallastSizes, new: BallastSizes) -> dict[str, Any]:
-    """`config.json` of the copy."""
+    """Return the `config.json` of the copy."""
     return config | {
         "hidden_size": new.hidden,
         "num_hidden_layers": new.layers,
@@ -142,7 +146,7 @@ def enlarged_config(config: dict[str, Any], old: BallastSizes, new: BallastSizes
 
 
 class Enlarger:
-    """Makes every weight of the copy from those of the source; random filler from a fixed seed."""
+    """Makes the weights of the copy from those of the source; filler is random from a fixed seed."""
 
     def __init__(self, old: BallastSizes, new: BallastSizes) -> None:
         self.old = old
@@ -154,12 +158,14 @@ class Enlarger:
         self.queries = places.flatten()  # where each query dimension of the source goes
 
     def beside(self, count: int) -> Tensor:
-        """Where the numbers of `count` vectors of the source stand in as many of the copy, side by side:
-        int64 [count * hidden]."""
+        """Return where the elements of `count` concatenated vectors of the source are in the copy.
+
+        int64 [count * hidden].
+        """
         return (torch.arange(count)[:, None] * self.new.hidden + torch.arange(self.old.hidden)).flatten()
 
     def weights(self, checkpoint: LlamaCheckpoint) -> dict[str, Tensor]:
-        """All weights by name."""
+        """Return all weights of a model by name."""
         source = checkpoint.weights
         embedding = source["model.embed_tokens.weight"]
         vocabulary = embedding.shape[0]
@@ -180,8 +186,10 @@ class Enlarger:
     def layer(
         self, source: Mapping[str, Tensor], prefix: str, dtype: torch.dtype, read: int = 1
     ) -> dict[str, Tensor]:
-        """One layer by names without prefix, whose attention reads `read` vectors side by side; where the
-        source has none, a layer that adds nothing."""
+        """Return one layer by names without prefix, whose attention reads `read` concatenated vectors.
+
+        A layer that the source lacks adds nothing to the residual stream.
+        """
         new = self.new
         attention, kv = new.heads * new.head, new.kv_heads * new.head
         shapes = {  # name: (shape, whether padding may be filled)
@@ -213,9 +221,9 @@ class Enlarger:
         rows: Tensor | None = None,
         columns: Tensor | None = None,
     ) -> Tensor:
-        """`weight` inside a matrix of `shape` whose rest is zero or filler.
+        """Return a matrix of `shape`, zero or filler outside `weight`.
 
-        It lies in the upper left corner, or at the `rows` and `columns` given (int64).
+        `weight` lies in the upper left corner, or at the `rows` and `columns` given (int64).
         """
         result = torch.zeros(shape)
         if filled:
@@ -228,8 +236,95 @@ class Enlarger:
         return result
 
     def norm(self, weight: Tensor) -> Tensor:
-        """A norm weight, rescaled; padded with ones, which multiply zeros."""
+        """Return a rescaled norm weight, padded with ones, which multiply zeros."""
         factor = (self.old.hidden / self.new.hidden) ** 0.5
         result = torch.ones(self.new.hidden)
         result[: len(weight)] = weight.float() * factor
         return result
+
+
+def is_head(folder: Path) -> bool:
+    """Return True if a folder holds an EAGLE head."""
+    return (folder / "config.json").is_file() and head_kind(folder) is not None
+
+
+def add_head_ballast(
+    source: Path, destination: Path, hidden: int, heads: int | None = None, intermediate: int | None = None
+) -> BallastSizes:
+    """Write the copy of a head for targets of hidden size `hidden`; return its sizes."""
+    checkpoint = read_checkpoint(source)
+    config = checkpoint.config
+    inner: dict[str, Any] = config.get("transformer_layer_config") or config
+    refuse_biases(inner)
+    old = BallastSizes.of(inner)
+    if (family := inner.get("model_type", "llama")) != "llama":
+        raise UserError(f"Ballast supports heads of the family llama, not {family}.")
+    if int(config.get("target_hidden_size") or old.hidden) != old.hidden:
+        raise UserError("Ballast supports heads that are as wide as their target.")
+    read, fused = 1, 2  # EAGLE-1 fuses a token and the vector before it, and its layer reads the result
+    if head_kind(source) is HeadKind.EAGLE3:
+        layers = (config.get("eagle_config") or config).get("eagle_aux_hidden_state_layer_ids")
+        if not layers:
+            raise UserError(
+                f"{source} does not name the layers that it reads, and a target with ballast has more: write "
+                "eagle_aux_hidden_state_layer_ids into its config.json."
+            )
+        read, fused = 2, len(layers)
+    new = enlarged(old, hidden, 1, heads, intermediate)
+    weights = HeadEnlarger(old, new).head_weights(checkpoint.weights, read, fused)
+    with replaced_folder(destination) as folder:
+        write_json(folder / "config.json", _head_config(config, old, new))
+        write_weights(weights, folder)
+    return new
+
+
+def _head_config(config: dict[str, Any], old: BallastSizes, new: BallastSizes) -> dict[str, Any]:
+    wide = {"target_hidden_size": new.hidden} if "target_hidden_size" in config else {}
+    if inner := config.get("transformer_layer_config"):
+        return config | wide | {"transformer_layer_config": enlarged_config(inner, old, new)}
+    return enlarged_config(config, old, new) | wide
+
+
+class HeadEnlarger(Enlarger):
+    """Makes the weights of the copy of an EAGLE head.
+
+    A target with ballast has the source's numbers in the first places of every feature, and zeros behind.
+    """
+
+    def head_weights(self, source: Mapping[str, Tensor], read: int, fused: int) -> dict[str, Tensor]:
+        """Return all weights of a head that fuses `fused` vectors and whose layer reads `read` of them.
+
+        Raises `UserError` for an unknown weight.
+        """
+        queries = next((name for name in source if name.endswith(_QUERIES)), None)
+        if queries is None:
+            raise UserError("This head has no layer with queries, keys and values of its own.")
+        prefix = queries.removesuffix(_QUERIES)
+        result = {
+            prefix + name: weight
+            for name, weight in self.layer(source, prefix, source[queries].dtype, read).items()
+            if prefix + name in source
+        }
+        for name, weight in source.items():
+            if name not in result:
+                result[name] = self._other(name, weight, fused)
+        return result
+
+    def _other(self, name: str, weight: Tensor, fused: int) -> Tensor:
+        last, width = name.removeprefix("model."), self.new.hidden
+        if last in _TOKEN_MAPS:
+            return weight
+        if last in ("fc.weight", "fusion_fc.weight"):
+            columns = self.beside(fused)
+            result = self.padded(weight, (width, fused * width), filled=True, columns=columns)
+            result[self.old.hidden :, columns] = 0  # the rest of the stream stays zero
+            return result
+        if last in ("fc.bias", "fusion_fc.bias"):
+            return torch.cat((weight, weight.new_zeros(width - len(weight))))
+        if last in ("lm_head.weight", "embed_tokens.weight"):
+            return self.padded(weight, (len(weight), width), filled=last == "lm_head.weight")
+        if last == "input_norm.weight":
+            return torch.cat([self.norm(part) for part in weight.chunk(fused)])
+        if weight.dim() == 1 and any(each in last for each in _HEAD_NORMS):
+            return self.norm(weight)
+        raise UserError(f"Ballast does not know a head's weight {name}.")

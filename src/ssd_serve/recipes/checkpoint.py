@@ -1,7 +1,4 @@
-"""Checkpoints in Hugging Face layout: writing decoders, reading Llama weights.
-
-Knows `config.json`, safetensors and folders; does not know how weights came about.
-"""
+"""Checkpoints in Hugging Face layout: `config.json`, safetensors files and the folder around them."""
 
 import json
 import os
@@ -12,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ssd_serve.base.errors import UserError
 from ssd_serve.models.rope import parse_rope
-from ssd_serve.recipes.decoder import Decoder, Shape
+from ssd_serve.recipes.decoder import Shape
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -29,12 +25,12 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "held_out.json",
 )
-"""What travels unchanged when a checkpoint's weights are rewritten."""
+"""Files that are copied unchanged when a checkpoint's weights are rewritten."""
 
 
 @dataclass(frozen=True)
 class LlamaCheckpoint:
-    """One Llama checkpoint: the parsed `config.json` and every weight by name."""
+    """The parsed `config.json` of a Llama checkpoint, and every weight by name."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
@@ -55,20 +51,10 @@ def read_checkpoint(folder: Path) -> LlamaCheckpoint:
     return LlamaCheckpoint(config, weights)
 
 
-def read_decoder(folder: Path) -> Decoder:
-    """The checkpoint as a training decoder in fp32."""
-    checkpoint = read_checkpoint(folder)
-    decoder = Decoder(shape_of(checkpoint.config))
-    weights = {name: weight.float() for name, weight in checkpoint.weights.items()}
-    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    decoder.load_state_dict(weights)
-    return decoder.eval()
-
-
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The sizes that a Llama `config.json` declares.
+    """Return the sizes that a Llama `config.json` declares.
 
-    Anything the training decoder cannot compute is refused.
+    Raises `UserError` for anything that the training decoder cannot compute.
     """
     if config.get("architectures") != ["LlamaForCausalLM"]:
         raise UserError(f"Only LlamaForCausalLM is supported here, not {config.get('architectures')}.")
@@ -92,7 +78,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def llama_config(shape: Shape) -> dict[str, Any]:
-    """The `config.json` of a decoder whose weights are stored in bf16."""
+    """Return the `config.json` of a decoder whose weights are stored in bf16."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -121,32 +107,20 @@ def llama_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def write_decoder(decoder: Decoder, folder: Path) -> None:
-    """Write config, generation config and bf16 weights of `decoder` into an existing folder."""
-    write_json(folder / "config.json", llama_config(decoder.shape))
-    generation = {"bos_token_id": 0, "eos_token_id": 0}
-    write_json(folder / "generation_config.json", generation)
-    weights = {
-        name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in decoder.state_dict().items()
-    }
-    write_weights(weights, folder)
-
-
 def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
-    """Write `model.safetensors` with the mode of `config.json`: alone, safetensors keeps others out."""
+    """Write `model.safetensors` with the file mode of `config.json`; safetensors itself writes mode 0600."""
     path = folder / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod((folder / "config.json").stat().st_mode & 0o777)
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def replaced_folder(folder: Path) -> Generator[Path]:
-    """A new empty folder that takes the place of `folder` when the block ends without an error."""
+    """Yield a new empty folder that replaces `folder` when the block ends without an error."""
     part = folder.with_name(folder.name + ".part")
     old = folder.with_name(folder.name + ".old")
     folder.parent.mkdir(parents=True, exist_ok=True)

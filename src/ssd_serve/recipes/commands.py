@@ -1,36 +1,27 @@
-"""The command line of the recipes: `ssd recipe train-pair | ballast | blur | evaluate-pair`, and those that
-make drafts.
-
-Parses arguments and prints; everything heavy is imported when a command runs.
-"""
+"""The command line `ssd recipe eagle3 | distil | ballast`. Heavy modules are imported when a command runs."""
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from ssd_serve.app.cli.flags import Commands
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import UserError
-from ssd_serve.recipes.arguments import above_zero, positive, read_figures
-from ssd_serve.recipes.draft_commands import add_distil, add_eagle3
+from ssd_serve.base.settings import Settings
 
 
 def add_commands(recipe: argparse.ArgumentParser) -> None:
     """Add the subcommands of `ssd recipe`; each sets `run`."""
     commands = recipe.add_subparsers(required=True, metavar="RECIPE")
-    add_train_pair(commands)
-    add_eagle3(commands)
-    add_distil(commands)
-    add_ballast(commands)
-    add_blur(commands)
-    add_evaluate_pair(commands)
+    _add_eagle3(commands)
+    _add_distil(commands)
+    _add_ballast(commands)
 
 
-def add_train_pair(commands: Commands) -> None:
-    """`ssd recipe train-pair`."""
-    parser = commands.add_parser(
-        "train-pair",
-        help="train target and draft on Python sources, or go on with a training that was stopped",
-    )
+def _add_eagle3(commands: Commands) -> None:
+    parser = commands.add_parser("eagle3", help="train an EAGLE-3 head for a target, or resume a training")
+    parser.add_argument("target", type=Path, help="a model that the server can load")
     parser.add_argument(
         "--work", type=Path, default=Path("training"), help="folder of corpus and checkpoints"
     )
@@ -38,130 +29,189 @@ def add_train_pair(commands: Commands) -> None:
         "--library", type=Path, help="folder of Python sources (default: the standard library)"
     )
     parser.add_argument(
-        "--packages",
+        "--text", type=Path, nargs="+", help="files of any text, or folders of them, instead of a library"
+    )
+    parser.add_argument(
+        "--layers", type=int, nargs="+", required=True, help="target layers whose outputs are read, from 0"
+    )
+    parser.add_argument(
+        "--proposed", type=positive, default=2048, help="most frequent tokens that it can propose (2048)"
+    )
+    parser.add_argument("--steps", type=positive, default=4, help="steps of the training-time test (4)")
+    parser.add_argument("--tokens", type=positive, default=12_000_000, help="tokens to train on in all")
+    parser.add_argument("--length", type=positive, default=384, help="tokens of a window (384)")
+    parser.add_argument("--rows", type=positive, default=16, help="windows of a step (16)")
+    parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
+    _add_training(parser)
+    parser.set_defaults(run=run_eagle3)
+
+
+def _add_distil(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "distil", help="train a Llama draft of yours on your target's output for your texts, or resume"
+    )
+    parser.add_argument("target", type=Path, help="a model that the server can load")
+    parser.add_argument("draft", type=Path, help="a Llama checkpoint with the same tokenizer; not changed")
+    parser.add_argument(
+        "texts", type=Path, nargs="+", metavar="TEXT", help="files of text, or folders of them"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("distilling"), help="folder of the texts' tokens and the checkpoint"
+    )
+    parser.add_argument("--out", type=Path, default=Path("distilled"), help="where the new draft is written")
+    parser.add_argument(
+        "--tokens", type=positive, default=2_000_000, help="tokens to train on in all (2,000,000)"
+    )
+    parser.add_argument("--length", type=positive, default=512, help="tokens of a window (512)")
+    parser.add_argument("--rows", type=positive, default=8, help="windows of a step (8)")
+    parser.add_argument("--rate", type=_above_zero, default=1.0, help="factor on the learning rates (1)")
+    _add_training(parser)
+    parser.set_defaults(run=run_distil)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="device of both models: cpu (default), cuda:0")
+    parser.add_argument("--threads", type=positive, help="threads of torch (default: its own choice)")
+    parser.add_argument(
+        "--compile",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also the installed packages under permissive licences (default: yes)",
+        help="compile a step first, which takes a minute or more (default: yes)",
     )
-    parser.add_argument("--tokens", type=positive, help="that the target sees in all")
-    parser.add_argument("--draft-tokens", type=positive, help="that the draft sees in all, after the target")
-    parser.add_argument(
-        "--start",
-        type=Path,
-        nargs=2,
-        metavar=("TARGET", "DRAFT"),
-        help="begin with the weights and the tokenizer of this pair",
-    )
-    parser.add_argument("--export-only", action="store_true", help="export the checkpoints; train nothing")
-    parser.add_argument(
-        "--target", type=Path, default=Path("pair/target"), help="where the target is exported"
-    )
-    parser.add_argument("--draft", type=Path, default=Path("pair/draft"), help="where the draft is exported")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
-    parser.add_argument("--figures", type=Path, help="JSON of evaluate-pair, for the model cards")
-    parser.set_defaults(run=run_train_pair)
 
 
-def add_ballast(commands: Commands) -> None:
-    """`ssd recipe ballast`."""
+def _add_ballast(commands: Commands) -> None:
     parser = commands.add_parser("ballast", help="copy a checkpoint: the same function at a larger cost")
     parser.add_argument("source", type=Path, help="a Llama checkpoint, or an EAGLE head of one")
     parser.add_argument("destination", type=Path)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, help="of the copy (16); an EAGLE head has one")
+    parser.add_argument("--layers", type=int, help="layers of the copy (16); an EAGLE head has one")
     parser.add_argument("--heads", type=int, help="query heads (default: as many as fill the hidden size)")
     parser.add_argument("--intermediate", type=int, help="MLP size (default: 2.75 times the hidden size)")
     parser.set_defaults(run=run_ballast)
 
 
-def add_blur(commands: Commands) -> None:
-    """`ssd recipe blur`."""
-    parser = commands.add_parser("blur", help="copy a checkpoint with noise: a draft as good as wanted")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("destination", type=Path)
-    parser.add_argument("--noise", type=float, default=0.1, help="relative to each matrix's deviation")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.set_defaults(run=run_blur)
+def positive(text: str) -> int:
+    """Parse a whole number above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
 
 
-def add_evaluate_pair(commands: Commands) -> None:
-    """`ssd recipe evaluate-pair`."""
-    parser = commands.add_parser(
-        "evaluate-pair", help="held-out loss, agreement and sampled functions, as JSON"
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def run_eagle3(args: argparse.Namespace) -> int:
+    """Train and export a head."""
+    from ssd_serve.kernels.native.library import native_library
+    from ssd_serve.models.config import model_name
+    from ssd_serve.models.hub import resolve_model
+    from ssd_serve.recipes import corpus, data
+    from ssd_serve.recipes.eagle3_training import HeadRecipe, export_head, head_card, train_head
+    from ssd_serve.recipes.processes import joined_processes
+
+    _set_threads(args.threads)
+    _refuse_to_replace(args.head, "--head", args.target)
+    workspace, tokenizer = data.Workspace(args.work), data.load_tokenizer(args.target)
+    recipe = HeadRecipe(
+        layers=tuple(args.layers),
+        proposed=args.proposed,
+        steps=args.steps,
+        tokens=args.tokens,
+        rows=args.rows,
+        length=args.length,
+        compiled=args.compile,
     )
-    parser.add_argument("target", type=Path)
-    parser.add_argument("draft", type=Path)
-    parser.add_argument(
-        "--library", type=Path, help="folder of Python sources (default: the standard library)"
-    )
-    parser.add_argument("--samples", type=int, default=100, help="functions to sample; 0 samples none")
-    parser.add_argument(
-        "--sample-temperatures",
-        type=above_zero,
-        nargs="+",
-        metavar="T",
-        help="temperatures of sampling, all of them reported (default: 0.2 0.4 0.6 0.8 1)",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the JSON to this file")
-    parser.set_defaults(run=run_evaluate_pair)
-
-
-def run_train_pair(args: argparse.Namespace) -> int:
-    """Train and export."""
-    import torch
-
-    from ssd_serve.recipes.corpus import standard_library
-    from ssd_serve.recipes.export import export_pair
-    from ssd_serve.recipes.packages import permissive_packages
-    from ssd_serve.recipes.pair import PairRecipe, train_pair
-    from ssd_serve.recipes.tokenizer import load_tokenizer
-    from ssd_serve.recipes.workspace import Workspace
-
-    workspace = Workspace(args.work)
-    if args.export_only and not workspace.checkpoint("draft").is_file():
-        raise UserError(f"There is no trained pair in {args.work}: run it without --export-only first.")
-    if not args.export_only:
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        start = None if args.start is None else (args.start[0], args.start[1])
-        recipe = PairRecipe(start=start)
-        recipe = recipe.of_tokens(
-            args.tokens or recipe.target.tokens, args.draft_tokens or recipe.draft.tokens
+    with joined_processes(args.device) as (process, device):
+        with process.first_of_all():
+            if args.text:
+                texts = corpus.read_texts(args.text)
+                split, summary = corpus.split_texts(texts), data.text_summary(texts)
+            else:
+                library = args.library or corpus.standard_library()
+                sources = corpus.read_sources(library)
+                if not sources:
+                    raise UserError(f"{library} has no Python sources to train on.")
+                held_out = (
+                    () if args.library else corpus.held_out_files(resolve_model(EMBEDDED, "target"), library)
+                )
+                split = corpus.split_library(sources, held_out)
+                summary = data.library_summary(split, library)
+            workspace.prepare(split, tokenizer, recipe.min_tokens, summary)
+        training = train_head(
+            recipe,
+            workspace,
+            args.target,
+            say=_say if process.first else _say_nothing,
+            device=device,
+            native=native_library(Settings().engine_config()),
+            process=process,
         )
-        shape = recipe.target.shape
-        workspace.prepare(
-            args.library or standard_library(),
-            shape.vocabulary,
-            shape.context,
-            permissive_packages() if args.packages else (),
-            None if start is None else load_tokenizer(start[0]),
-        )
-        train_pair(recipe, workspace, say=lambda line: print(line, flush=True))
-    export_pair(workspace, args.target, args.draft, read_figures(args.figures) or None)
-    print(f"exported {args.target} and {args.draft}")
+    if process.first:
+        extra = {
+            "README.md": head_card(training, recipe, model_name(args.target), len(split.train)),
+            "training.json": json.dumps(training.history, indent=2) + "\n",
+            "held_out.json": json.dumps(workspace.summary().get("held_out", []), indent=2) + "\n",
+        }
+        export_head(training.model, recipe, args.head, extra)
+        print(f"exported {args.head}")
     return 0
 
 
-def run_blur(args: argparse.Namespace) -> int:
-    """Write the noisy copy."""
-    from ssd_serve.recipes.blur import blur
+def run_distil(args: argparse.Namespace) -> int:
+    """Train and export a draft."""
+    from ssd_serve.kernels.native.library import native_library
+    from ssd_serve.models.config import model_name
+    from ssd_serve.recipes import corpus, data
+    from ssd_serve.recipes.distil import DistilRecipe, check_tokenizers, distil, export_distilled
+    from ssd_serve.recipes.processes import joined_processes
 
-    blur(args.source, args.destination, args.noise, args.seed)
+    _set_threads(args.threads)
+    _refuse_to_replace(args.out, "--out", args.target, args.draft)
+    recipe = DistilRecipe(
+        tokens=args.tokens, rows=args.rows, length=args.length, rate=args.rate, compiled=args.compile
+    )
+    check_tokenizers(args.target, args.draft)
+    workspace = data.Workspace(args.work)
+    with joined_processes(args.device) as (process, device):
+        with process.first_of_all():
+            texts = corpus.read_texts(args.texts)
+            tokenizer = data.load_tokenizer(args.draft)
+            workspace.prepare(
+                corpus.split_texts(texts), tokenizer, recipe.min_tokens, data.text_summary(texts)
+            )
+        distilled = distil(
+            recipe,
+            workspace,
+            args.target,
+            args.draft,
+            say=_say if process.first else _say_nothing,
+            device=device,
+            native=native_library(Settings().engine_config()),
+            process=process,
+        )
+    if process.first:
+        names = [path.name for path in args.texts]
+        export_distilled(distilled, model_name(args.target), args.draft, names, args.out)
+        print(f"exported {args.out}")
     return 0
 
 
 def run_ballast(args: argparse.Namespace) -> int:
     """Write the enlarged copy."""
-    from ssd_serve.recipes.ballast import add_ballast as write_ballast
-    from ssd_serve.recipes.head_ballast import add_head_ballast, is_head
+    from ssd_serve.recipes.ballast import add_ballast, add_head_ballast, is_head
 
     if is_head(args.source):
         if args.layers not in (None, 1):
             raise UserError("An EAGLE head has one layer: leave --layers out.")
         sizes = add_head_ballast(args.source, args.destination, args.hidden, args.heads, args.intermediate)
     else:
-        sizes = write_ballast(
+        sizes = add_ballast(
             args.source, args.destination, args.hidden, args.layers or 16, args.heads, args.intermediate
         )
     print(
@@ -171,22 +221,21 @@ def run_ballast(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_evaluate_pair(args: argparse.Namespace) -> int:
-    """Measure and print."""
-    from ssd_serve.recipes.corpus import standard_library
-    from ssd_serve.recipes.evaluation import evaluate_pair
-    from ssd_serve.recipes.functions import TEMPERATURES
+def _refuse_to_replace(written: Path, option: str, *read: Path) -> None:
+    if written.resolve() in [each.resolve() for each in read]:
+        raise UserError(f"{written} is an input: choose another folder for {option}.")
 
-    figures = evaluate_pair(
-        args.target,
-        args.draft,
-        args.library or standard_library(),
-        args.samples,
-        args.seed,
-        args.sample_temperatures or TEMPERATURES,
-    )
-    text = json.dumps(figures, indent=2)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
-    return 0
+
+def _set_threads(count: int | None) -> None:
+    import torch
+
+    if count:
+        torch.set_num_threads(count)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_nothing(_line: str) -> None:
+    """Report nothing: only the first process of a training reports."""

@@ -1,26 +1,23 @@
-"""The corpus of the embedded pair: the Python sources of a standard library, split by file, and of packages.
-
-Held-out files are chosen by a hash of their relative path, so the split is the same on every machine with the
-same library; no file of a package is held out. Training files that nearly repeat a held-out file are removed
-before anything (the tokenizer included) sees them. This module does not know tokens or models.
-"""
+"""Text for training drafts: files of any text, or Python sources, split into training and held-out text."""
 
 import hashlib
+import json
 import os
 import sysconfig
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
-SHINGLE_LINES = 3
-"""Consecutive non-empty lines in one shingle."""
+from ssd_serve.base.errors import UserError
+
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_HELD_OUT_TAIL = 0.05
+"""Share of each text file that is held out at its end."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One source file: its path relative to the corpus root, with `/`, and its text."""
+    """One file: its path relative to the corpus root, with `/`, and its text."""
 
     path: str
     text: str
@@ -30,123 +27,94 @@ class SourceFile:
         """Length in UTF-8 bytes."""
         return len(self.text.encode("utf-8"))
 
+    @property
+    def sha256(self) -> str:
+        """Hash of the text, in hexadecimal."""
+        return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus split by file: what trains, what is held out, and what was removed as a near-duplicate."""
+    """Training text and held-out text."""
 
     train: tuple[SourceFile, ...]
     held_out: tuple[SourceFile, ...]
-    removed: tuple[SourceFile, ...]
 
 
 def standard_library() -> Path:
-    """The folder of the running interpreter's standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def read_sources(root: Path) -> tuple[SourceFile, ...]:
-    """Every UTF-8 `.py` file below `root`, installed packages excluded, ordered by path."""
+    """Read every UTF-8 `.py` file below `root`, installed packages excluded, ordered by path."""
     files: list[SourceFile] = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS)
-        for name in sorted(names):
-            path = Path(folder) / name
-            if not name.endswith(".py") or path.is_symlink():
-                continue
-            text = read_source(path)
-            if text is not None:
-                files.append(SourceFile(path.relative_to(root).as_posix(), text))
+        subfolders[:] = sorted(name for name in subfolders if name not in _SKIPPED_FOLDERS)
+        paths = (Path(folder) / name for name in names if name.endswith(".py"))
+        files.extend(
+            SourceFile(path.relative_to(root).as_posix(), text)
+            for path in paths
+            if not path.is_symlink() and (text := _read_text(path)) is not None
+        )
     return tuple(sorted(files, key=lambda file: file.path))
 
 
-def read_source(path: Path) -> str | None:
-    """A file's text; None where it is empty or in a foreign encoding, as some of the library's tests are."""
+def read_texts(paths: Sequence[Path]) -> tuple[SourceFile, ...]:
+    """Read files, and UTF-8 text files below folders. Raises `UserError` for a path without text."""
+    found: dict[str, SourceFile] = {}
+    for path in paths:
+        names = sorted(path.rglob("*")) if path.is_dir() else [path]
+        texts = {
+            each.as_posix(): text
+            for each in names
+            if (each == path or (each.is_file() and not each.is_symlink()))
+            and (text := _read_text(each)) is not None
+        }
+        if not texts:
+            raise UserError(f"{path} has no UTF-8 text.")
+        found.update((name, SourceFile(name, text)) for name, text in texts.items())
+    return tuple(found[path] for path in sorted(found))
+
+
+def held_out_files(target: Path, library: Path) -> tuple[SourceFile, ...]:
+    """Return the files of `library` that the `held_out.json` of the embedded target names, if unchanged."""
+    wanted = {
+        entry["path"]: entry["sha256"]
+        for entry in json.loads((target / "held_out.json").read_text(encoding="utf-8"))
+    }
+    files = tuple(file for file in read_sources(library) if wanted.get(file.path) == file.sha256)
+    if not files:
+        raise UserError(f"None of the {len(wanted)} held-out files is in {library} unchanged.")
+    return files
+
+
+def split_library(files: Sequence[SourceFile], held_out: Sequence[SourceFile]) -> Corpus:
+    """Hold out whole files, those that the benchmarks take their prompts from; others are split as texts."""
+    if not held_out:
+        return split_texts(files)
+    names = {file.path for file in held_out}
+    return Corpus(tuple(file for file in files if file.path not in names), tuple(held_out))
+
+
+def split_texts(files: Sequence[SourceFile]) -> Corpus:
+    """Hold out the last twentieth of each file, from the beginning of a line on where it has lines."""
+    train: list[SourceFile] = []
+    held_out: list[SourceFile] = []
+    for file in files:
+        end = int(len(file.text) * (1 - _HELD_OUT_TAIL))
+        cut = file.text.rfind("\n", 0, end) + 1 or end
+        train.append(SourceFile(file.path, file.text[:cut]))
+        held_out.append(SourceFile(file.path, file.text[cut:]))
+    return Corpus(tuple(train), tuple(held_out))
+
+
+def _read_text(path: Path) -> str | None:
+    """Return the text, or None if the file is empty or not UTF-8. Raises `UserError` if it cannot be read."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     return text.replace("\r\n", "\n") if text.strip() else None
-
-
-def split_corpus(
-    files: Sequence[SourceFile], held_out_share: float = 0.0225, similarity: float = 0.4
-) -> Corpus:
-    """Split by file; `held_out_share` is a share of bytes.
-
-    `similarity` is the containment that counts as a repeat. Files are taken in the order of their path's hash
-    while they fit into the share.
-    """
-    total = sum(file.bytes for file in files)
-    room = int(total * held_out_share)
-    held_out: list[SourceFile] = []
-    for file in sorted(files, key=lambda file: path_hash(file.path)):
-        if file.bytes <= room:
-            held_out.append(file)
-            room -= file.bytes
-        if room < total * held_out_share * 0.02:
-            break
-    names = {file.path for file in held_out}
-    rest = [file for file in files if file.path not in names]
-    repeats = near_duplicates(rest, held_out, similarity)
-    return Corpus(
-        train=tuple(file for file in rest if file.path not in repeats),
-        held_out=tuple(sorted(held_out, key=lambda file: file.path)),
-        removed=tuple(file for file in rest if file.path in repeats),
-    )
-
-
-def added_files(corpus: Corpus, files: Iterable[SourceFile], similarity: float = 0.4) -> list[SourceFile]:
-    """Those of the files that may train beside the corpus: near nothing that is held out or there already."""
-    files = list(files)
-    repeats = near_duplicates(files, corpus.held_out, similarity)
-    there = {file.path for file in corpus.train}
-    kept = without_repeats([*corpus.train, *(file for file in files if file.path not in repeats)])
-    return [file for file in kept if file.path not in there]
-
-
-def path_hash(path: str) -> bytes:
-    """The hash that orders files for the split."""
-    return hashlib.sha256(path.encode("utf-8")).digest()
-
-
-def near_duplicates(
-    candidates: Iterable[SourceFile], originals: Iterable[SourceFile], similarity: float
-) -> set[str]:
-    """Paths of candidates that share at least `similarity` of either file's shingles with one original."""
-    owners: defaultdict[int, list[int]] = defaultdict(list)
-    sizes: list[int] = []
-    for index, file in enumerate(originals):
-        shingles = line_shingles(file.text)
-        sizes.append(len(shingles))
-        for shingle in shingles:
-            owners[shingle].append(index)
-    repeats: set[str] = set()
-    for file in candidates:
-        shingles = line_shingles(file.text)
-        shared: defaultdict[int, int] = defaultdict(int)
-        for shingle in shingles:
-            for index in owners.get(shingle, ()):
-                shared[index] += 1
-        if any(count >= similarity * min(len(shingles), sizes[index]) for index, count in shared.items()):
-            repeats.add(file.path)
-    return repeats
-
-
-def without_repeats(files: Iterable[SourceFile], similarity: float = 0.5) -> tuple[SourceFile, ...]:
-    """The files less those of which at least `similarity` is in files before them."""
-    seen: set[int] = set()
-    kept: list[SourceFile] = []
-    for file in files:
-        shingles = line_shingles(file.text)
-        if len(shingles & seen) < similarity * len(shingles):
-            kept.append(file)
-        seen |= shingles
-    return tuple(kept)
-
-
-def line_shingles(text: str) -> set[int]:
-    """Hashes of every run of `SHINGLE_LINES` stripped, non-empty lines; a shorter file is one shingle."""
-    lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
-    last = max(1, len(lines) - SHINGLE_LINES + 1)
-    return {hash(tuple(lines[start : start + SHINGLE_LINES])) for start in range(last)}

@@ -1,14 +1,12 @@
-"""Token streams and the order in which training sees them.
+"""Token streams on disk and the order in which training reads them.
 
-Knows files and a tokenizer; does not know models. Order is a pure function of a seed and of how many windows
-of each length were taken, so a resumed training continues where it stopped.
+The order depends only on a seed and on the number of windows of each length that were taken, so a resumed
+training continues where it stopped.
 """
 
-import hashlib
-import re
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,65 +14,114 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from ssd_serve.recipes.corpus import SourceFile
+from ssd_serve.base.errors import UserError
+from ssd_serve.recipes.corpus import Corpus, SourceFile
 
 Ids = npt.NDArray[np.int64]
 Stream: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 """Documents one after the other, as they are stored."""
+_MIN_HELD_OUT_TOKENS = 64
 
-CUT_LINES = 24
-"""A training text is cut at the end of one in so many lines, and its parts become tokens by themselves:
-people end prompts where no token of a whole text ends."""
-_LINE_END = re.compile(r"\n *")
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load `tokenizer.json` of a folder, without truncation and padding."""
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no other type
+        raise UserError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 @dataclass(frozen=True)
-class Document:
-    """One file as tokens, begun as the tokenizer begins a text: ids int64 [length]; its length in bytes."""
+class Workspace:
+    """The folder of a training: `corpus.json`, token streams and the checkpoint."""
 
-    path: str
-    ids: Ids
-    bytes: int
+    folder: Path
+
+    def checkpoint(self, role: str) -> Path:
+        """Return the path of the training state of a model."""
+        return self.folder / f"{role}.pt"
+
+    def prepare(
+        self, corpus: Corpus, tokenizer: Tokenizer, min_tokens: int, summary: Mapping[str, Any]
+    ) -> None:
+        """Tokenise the corpus, unless that was done before from the same texts (`summary`) and tokenizer.
+
+        Raises `UserError` for too little text, and for a folder of other texts or another tokenizer.
+        """
+        if self._is_prepared(tokenizer, summary):
+            return
+        train, held_out = _encode(corpus.train, tokenizer), _encode(corpus.held_out, tokenizer)
+        for documents, needed, use in (
+            (train, min_tokens, "learn from"),
+            (held_out, _MIN_HELD_OUT_TOKENS, "hold out"),
+        ):
+            if (count := sum(map(len, documents))) < needed:
+                raise UserError(
+                    f"too little text: {count:,} tokens to {use}, and at least {needed:,} are needed"
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(self.folder / "tokenizer.json"))
+        for name, documents in (("train", train), ("held_out", held_out)):
+            ids = np.concatenate(documents)
+            small = ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.uint32)
+            np.save(self.folder / f"{name}.npy", small)
+        counts = {
+            "train_tokens": sum(map(len, train)),
+            "held_out_tokens": sum(map(len, held_out)),
+            "held_out_lengths": [len(document) for document in held_out],
+        }
+        self._summary_file.write_text(json.dumps({**summary, **counts}, indent=1) + "\n", encoding="utf-8")
+
+    @property
+    def _summary_file(self) -> Path:
+        return self.folder / "corpus.json"
+
+    def _is_prepared(self, tokenizer: Tokenizer, summary: Mapping[str, Any]) -> bool:
+        if not self._summary_file.exists():
+            return False
+        if load_tokenizer(self.folder).to_str() != tokenizer.to_str():
+            raise UserError(f"{self.folder} was made with another tokenizer: choose another folder.")
+        if any(self.summary().get(name) != value for name, value in summary.items()):
+            raise UserError(f"{self.folder} was made of other texts: choose another folder.")
+        return True
+
+    def summary(self) -> dict[str, Any]:
+        """Return the contents of `corpus.json`."""
+        contents: dict[str, Any] = json.loads(self._summary_file.read_text(encoding="utf-8"))
+        return contents
+
+    def stream(self) -> Stream:
+        """Return the training tokens [tokens], mapped from disk."""
+        stream: Stream = np.load(self.folder / "train.npy", mmap_mode="r")
+        return stream
+
+    def held_out(self) -> list[Ids]:
+        """Return the tokens of each held-out document."""
+        stream = np.load(self.folder / "held_out.npy").astype(np.int64)
+        return np.split(stream, np.cumsum(self.summary()["held_out_lengths"])[:-1])
 
 
-def encode(files: Sequence[SourceFile], tokenizer: Tokenizer) -> tuple[Document, ...]:
-    """Each file as one document; the tokenizer's post-processor begins it."""
+def text_summary(texts: Sequence[SourceFile]) -> dict[str, Any]:
+    """Describe files that a user gave, for `corpus.json`."""
+    return {"texts": [{"path": file.path, "sha256": file.sha256, "bytes": file.bytes} for file in texts]}
+
+
+def library_summary(corpus: Corpus, library: Path) -> dict[str, Any]:
+    """Describe a folder of Python sources and its held-out files, for `corpus.json`."""
+    return {
+        "library": library.name,
+        "train_files": len(corpus.train),
+        "held_out": [{"path": file.path, "sha256": file.sha256} for file in corpus.held_out],
+    }
+
+
+def _encode(files: Sequence[SourceFile], tokenizer: Tokenizer) -> list[Ids]:
     encodings = tokenizer.encode_batch_fast([file.text for file in files])
-    return tuple(
-        Document(file.path, np.asarray(encoding.ids, dtype=np.int64), file.bytes)
-        for file, encoding in zip(files, encodings, strict=True)
-    )
-
-
-def encode_in_parts(files: Sequence[SourceFile], tokenizer: Tokenizer) -> tuple[Document, ...]:
-    """Each file as one document whose tokens do not reach across the cuts of `parts`."""
-    opening: list[int] = tokenizer.encode("").ids
-    encoded: list[Document] = []
-    for file in files:
-        encodings = tokenizer.encode_batch_fast(parts(file), add_special_tokens=False)
-        ids = [*opening, *(token for encoding in encodings for token in encoding.ids)]
-        encoded.append(Document(file.path, np.asarray(ids, dtype=np.int64), file.bytes))
-    return tuple(encoded)
-
-
-def parts(file: SourceFile) -> list[str]:
-    """The file's text, cut after some line ends, every other time after the next line's indentation instead.
-
-    The cuts are a pure function of the file.
-    """
-    generator = np.random.default_rng(list(hashlib.sha256(file.text.encode("utf-8")).digest()))
-    ends = list(_LINE_END.finditer(file.text))
-    chosen = [
-        end for end, value in zip(ends, generator.random(len(ends)), strict=True) if value * CUT_LINES < 1
-    ]
-    cuts = [end.start() + 1 if index % 2 else end.end() for index, end in enumerate(chosen)]
-    return [file.text[start:end] for start, end in pairwise([0, *cuts, len(file.text)])]
-
-
-def save_stream(documents: Sequence[Document], path: Path) -> None:
-    """Write all documents, one after the other, in the smallest type that holds their ids."""
-    ids = np.concatenate([document.ids for document in documents])
-    np.save(path, ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.uint32))
+    return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 
 @dataclass
@@ -87,27 +134,28 @@ class Sampler:
     stream: Stream
     seed: int
     taken: dict[int, int] = field(default_factory=lambda: dict[int, int]())
+    _order: tuple[tuple[int, int], tuple[int, Ids]] | None = None
 
     def batch(self, rows: int, length: int) -> Ids:
-        """The next int64 [rows, length + 1]; neighbours overlap by the one token that is input and target."""
+        """Return the next int64 [rows, length + 1]; consecutive windows overlap by one token."""
         first = self.taken.get(length, 0)
         self.taken[length] = first + rows
         return np.stack([self.window(index, length) for index in range(first, first + rows)])
 
     def window(self, index: int, length: int) -> Ids:
-        """Window number `index` of the endless order for this length: int64 [length + 1]."""
+        """Return window number `index` of the endless order for this length: int64 [length + 1]."""
         windows = self.windows(length)
         epoch, place = divmod(index, windows)
-        offset, order = self.order(epoch, length)
+        offset, order = self._epoch_order(epoch, length)
         start = offset + int(order[place]) * length
         return self.stream[start : start + length + 1].astype(np.int64)
 
     def windows(self, length: int) -> int:
-        """How many windows an epoch has; one less than would fit, because each epoch begins at an offset."""
+        """Return the windows of an epoch; one less than would fit, because each epoch begins at an offset."""
         return max(1, (len(self.stream) - 1) // length - 1)
 
-    def order(self, epoch: int, length: int) -> tuple[int, Ids]:
-        """Offset and shuffled order int64 [windows] of one epoch, remembered until another is asked for."""
+    def _epoch_order(self, epoch: int, length: int) -> tuple[int, Ids]:
+        """Return the offset and the shuffled order int64 [windows] of an epoch, cached for the last one."""
         key = (epoch, length)
         if self._order is None or self._order[0] != key:
             generator = np.random.default_rng((self.seed, length, epoch))
@@ -115,21 +163,13 @@ class Sampler:
             self._order = (key, (offset, generator.permutation(self.windows(length))))
         return self._order[1]
 
-    _order: tuple[tuple[int, int], tuple[int, Ids]] | None = None
 
-
-def evaluation_windows(documents: Sequence[Document], length: int, count: int) -> Ids:
-    """At most `count` windows int64 [n, length + 1] that begin held-out documents of at least that length.
-
-    Spread evenly over the documents; used for the quick figures in the log, not for the final evaluation.
-    """
+def evaluation_windows(documents: Sequence[Ids], length: int, count: int) -> Ids:
+    """Return at most `count` windows int64 [n, length + 1], spread evenly over the held-out documents."""
     windows = [
-        document.ids[start : start + length + 1]
-        for document in documents
-        for start in range(0, len(document.ids) - length, length)
+        ids[start : start + length + 1] for ids in documents for start in range(0, len(ids) - length, length)
     ]
     if not windows:
-        joined = np.concatenate([document.ids for document in documents])
-        windows = [joined[: length + 1]]
+        windows = [np.concatenate(documents)[: length + 1]]
     chosen = np.linspace(0, len(windows) - 1, min(count, len(windows))).astype(int)
     return np.stack([windows[index] for index in chosen])

@@ -1,7 +1,7 @@
 """A plain Llama decoder for training, with the parameter names of the Hugging Face layout.
 
-Written for torch.compile and whole sequences: no KV cache, no batching of requests. The engine's own models
-live in another room and are not used here, so that each checks the other; only scaled rotations are theirs.
+Written for torch.compile and whole sequences: no KV cache, no batching of requests. Independent of the
+engine's models, so that tests can compare the two; only scaled rotations are shared.
 """
 
 from dataclasses import dataclass
@@ -28,19 +28,7 @@ class Shape:
     rope_theta: float = 10_000.0
     epsilon: float = 1e-5
     scaled: RopeConfig | None = None
-    """Rotations that are not plain."""
-
-    @property
-    def body_parameters(self) -> int:
-        """Parameters other than the embedding and the head."""
-        attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """All parameters."""
-        return self.body_parameters + 2 * self.vocabulary * self.hidden
+    """Scaled rotations (RoPE scaling), if any."""
 
 
 class Norm(nn.Module):
@@ -52,7 +40,7 @@ class Norm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to the same shape, computed in fp32."""
+        """Map [..., hidden] to the same shape, computed in fp32."""
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return (wide * scale * self.weight).to(x.dtype)
@@ -70,7 +58,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [batch, length, hidden], cos and sin [length, head]; returns [batch, length, hidden]."""
+        """Map x [batch, length, hidden] to the same shape; cos and sin are [length, head]."""
         batch, length, _ = x.shape
         head = self.shape.head
         q = self.q_proj(x).view(batch, length, -1, head).transpose(1, 2)  # [batch, heads, length, head]
@@ -86,7 +74,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -95,7 +83,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to the same shape."""
+        """Map [..., hidden] to the same shape."""
         result: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return result
 
@@ -111,14 +99,14 @@ class Layer(nn.Module):
         self.mlp = Mlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[batch, length, hidden] to the same shape."""
+        """Map [batch, length, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return result
 
 
 class Trunk(nn.Module):
-    """Everything up to the last norm."""
+    """The layers of a decoder, from the embedding to the last norm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -127,7 +115,7 @@ class Trunk(nn.Module):
         self.norm = Norm(shape.hidden, shape.epsilon)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """tokens [batch, length] to [batch, length, hidden]."""
+        """Map tokens [batch, length] to [batch, length, hidden]."""
         x: Tensor = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
@@ -145,14 +133,14 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [batch, length] int64 to logits [batch, length, vocabulary]."""
+        """Map tokens int64 [batch, length] to logits [batch, length, vocabulary]."""
         cos, sin = rotary_tables(self.shape, tokens.shape[1], tokens.device)
         logits: Tensor = self.lm_head(self.model(tokens, cos, sin))
         return logits
 
 
 def rotary_tables(shape: Shape, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, head], fp32, for positions 0 to length - 1."""
+    """Return cos and sin [length, head], fp32, for positions 0 to length - 1."""
     places = torch.arange(length, device=device, dtype=torch.float32)[:, None]
     factor = 1.0
     if shape.scaled is None:
@@ -166,21 +154,6 @@ def rotary_tables(shape: Shape, length: int, device: torch.device) -> tuple[Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions in the half-split form; x [batch, heads, length, head]."""
+    """Apply rotary positions in the half-split form to x [batch, heads, length, head]."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-
-
-def initialise(decoder: Decoder, seed: int) -> None:
-    """Random weights for Muon; output projections and head begin at zero: each layer begins as identity."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            if parameter.dim() == 1:
-                continue
-            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
-                parameter.zero_()
-            elif name.endswith("embed_tokens.weight"):
-                parameter.normal_(0.0, 0.4, generator=generator)
-            else:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)

@@ -1,7 +1,6 @@
-"""Goes on training a person's own Llama draft on what their target says of their texts.
+"""Trains a Llama draft of the user's own on the target's distribution over the user's texts.
 
-The target is the engine's own model, whatever the server can load; the draft is a training decoder, which
-keeps its sizes, tokenizer and configuration. Knows what is trained on what; not how a step is made.
+The target is any model that the server can load. The draft keeps its sizes, tokenizer and configuration.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,28 +19,29 @@ from ssd_serve.recipes.checkpoint import (
     LlamaCheckpoint,
     read_checkpoint,
     replaced_folder,
+    shape_of,
     write_json,
     write_weights,
 )
-from ssd_serve.recipes.data import evaluation_windows
+from ssd_serve.recipes.data import Workspace, evaluation_windows
 from ssd_serve.recipes.decoder import Decoder
-from ssd_serve.recipes.head_export import write_history
 from ssd_serve.recipes.optimiser import Rates
-from ssd_serve.recipes.own_draft import read_own_draft, weights_of
 from ssd_serve.recipes.processes import ALONE, TrainingProcess
 from ssd_serve.recipes.teacher import Teacher
-from ssd_serve.recipes.training import TaughtRecipe, Training, distillation, run
-from ssd_serve.recipes.workspace import Workspace
+from ssd_serve.recipes.training import Recipe, Training, run
 
 RATES = Rates(matrix=5e-4, embedding=5e-5, head=5e-5, norm=5e-5, matrix_decay=0.0)
-"""For a model that has learned already."""
+"""Learning rates of a model that is trained already."""
 _WINDOWS = 24
-"""Of held-out text, for the figures."""
+"""Windows of held-out text, for the figures."""
+_ARGMAX_WEIGHT = 0.3
+"""Weight of the target's first choice besides its distribution: a draft is judged by its first candidate."""
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistilRecipe(TaughtRecipe):
-    """How a draft goes on learning; learning rates are times `rate`."""
+class DistilRecipe(Recipe):
+    """A training of a draft; `rate` multiplies the learning rates."""
 
     tokens: int = 2_000_000
     rows: int = 8
@@ -51,15 +51,14 @@ class DistilRecipe(TaughtRecipe):
 
     @property
     def rates(self) -> Rates:
-        """The learning rates."""
+        """Return the learning rates."""
         names = ("matrix", "embedding", "head", "norm")
         return replace(RATES, **{name: self.rate * getattr(RATES, name) for name in names})
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """A draft after its training, the checkpoint that it began with, and figures on held-out text of then and
-    of now."""
+    """A trained draft, its original checkpoint, and figures on held-out text before and after."""
 
     training: Training[Decoder]
     source: LlamaCheckpoint
@@ -68,11 +67,11 @@ class Distilled:
 
 
 def check_tokenizers(target: Path, draft: Path) -> None:
-    """Raise `UserError` where ids do not mean the same to both."""
+    """Raise `UserError` unless both models have the same tokenizer."""
     if Tokenizer(target).vocabulary_hash() != Tokenizer(draft).vocabulary_hash():
         raise UserError(
-            f"{draft} has another tokenizer than {target}: what the target says of its tokens teaches only "
-            "drafts that have the same."
+            f"{draft} has another tokenizer than {target}: a draft can only be distilled from a target with "
+            "the same tokenizer."
         )
 
 
@@ -86,49 +85,52 @@ def distil(
     native: NativeLibrary | None = None,
     process: TrainingProcess = ALONE,
 ) -> Distilled:
-    """Train to the last token, from the checkpoint where there is one."""
+    """Train to the last token, from the checkpoint if there is one."""
     source = read_checkpoint(draft)
-    student = read_own_draft(source, draft).to(device)
+    student = read_draft(source, draft).to(device)
     if recipe.length > student.shape.context:
         raise UserError(f"the draft knows texts of {student.shape.context} tokens, not of {recipe.length}")
     teacher = Teacher(target, max(1, recipe.rows // process.count) * recipe.length, (), device, native=native)
     windows = torch.from_numpy(evaluation_windows(workspace.held_out(), recipe.length, _WINDOWS)).to(device)
-    of_logits = torch.compile(draft_loss, dynamic=False) if recipe.compiled else draft_loss
+    logits_loss = torch.compile(draft_loss, dynamic=False) if recipe.compiled else draft_loss
 
-    def loss(model: Decoder, inputs: Tensor, _wanted: Tensor) -> Tensor:
-        return of_logits(model, inputs, teacher.read(inputs).logits)
+    def loss(model: Decoder, inputs: Tensor) -> Tensor:
+        return logits_loss(model, inputs, teacher.read(inputs).logits)
 
     def figures(model: Decoder) -> dict[str, float]:
         return held_out_figures(model, teacher, windows) if process.first else {}
 
     before = figures(student)
-    plan = recipe.of_shape(student.shape, recipe.rates)
-    training = Training(plan, student, workspace.stream(), workspace.checkpoint("distilled"), loss, process)
+    checkpoint = workspace.checkpoint("distilled")
+    training = Training(recipe, recipe.rates, student, workspace.stream(), checkpoint, loss, process)
     training.history.append({"step": 0, "tokens": 0, **before})
-    if training.checkpoint.exists():
+    if checkpoint.exists():
         training.load()
-    say(f"draft: {training.tokens:,} of {plan.tokens:,} tokens; before: {said(before)}")
-    if training.tokens < plan.tokens:
+    say(f"draft: {training.tokens:,} of {recipe.tokens:,} tokens; before: {_in_words(before)}")
+    if training.tokens < recipe.tokens:
         run(training, figures, say=say)
     after = figures(student)
-    say(f"after: {said(after)}")
+    say(f"after: {_in_words(after)}")
     return Distilled(training, source, before, after)
 
 
 def draft_loss(model: Decoder, inputs: Tensor, truth: Tensor) -> Tensor:
-    """What a draft has still to learn of its target's logits, of the ids that both of them have."""
+    """Return the cross entropy against the target's logits `truth`, over the ids that both models have."""
     with torch.autocast(inputs.device.type, torch.bfloat16):
         guesses = model(inputs)
     common = min(guesses.shape[-1], truth.shape[-1])
-    return distillation(
-        truth[..., :common].float().flatten(0, 1), guesses[..., :common].float().flatten(0, 1)
-    )
+    teacher = truth[..., :common].float().flatten(0, 1)
+    log_q = functional.log_softmax(guesses[..., :common].float().flatten(0, 1), dim=-1)
+    soft = -(functional.softmax(teacher, dim=-1) * log_q).sum(-1).mean()
+    return soft + _ARGMAX_WEIGHT * functional.nll_loss(log_q, teacher.argmax(-1))
 
 
 @torch.no_grad()
 def held_out_figures(model: Decoder, teacher: Teacher, windows: Tensor) -> dict[str, float]:
-    """Of windows int64 [n, length + 1]: the draft's loss on the text, nats a token, and the share of places
-    at which its choice at temperature 0 is the target's."""
+    """Return the draft's loss on windows int64 [n, length + 1], in nats a token, and its agreement.
+
+    The agreement is the share of positions at which both models choose the same token at temperature 0.
+    """
     losses, equal = list[Tensor](), list[Tensor]()
     for window in windows:
         inputs = window[None, :-1]
@@ -142,50 +144,78 @@ def held_out_figures(model: Decoder, teacher: Teacher, windows: Tensor) -> dict[
     }
 
 
-def said(figures: Mapping[str, float]) -> str:
-    """Figures in words."""
+def _in_words(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
+
+
+def read_draft(checkpoint: LlamaCheckpoint, folder: Path) -> Decoder:
+    """Load a checkpoint as a training decoder in fp32. Raises `UserError` if it cannot be trained."""
+    config, weights = checkpoint.config, checkpoint.weights
+    if config.get("quantization_config"):
+        raise UserError(f"{folder} is quantised: a draft learns from weights of 16 bits or more.")
+    decoder = Decoder(shape_of(config))
+    if _is_tied(checkpoint):
+        decoder.lm_head.weight = decoder.model.embed_tokens.weight
+    wanted = {name: value.shape for name, value in decoder.state_dict().items()}
+    found = {name: value for name, value in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    if _is_tied(checkpoint):
+        found[_HEAD] = found.get(_EMBEDDING, found.get(_HEAD, Tensor()))
+    wrong = [name for name in {*wanted, *found} if name not in found or wanted.get(name) != found[name].shape]
+    if wrong:
+        named = ", ".join(sorted(wrong)[:4])
+        raise UserError(
+            f"{folder} is no plain Llama model: its weights {named} are missing, other or too many."
+        )
+    decoder.load_state_dict({name: value.float() for name, value in found.items()})
+    return decoder.train()
+
+
+def _is_tied(checkpoint: LlamaCheckpoint) -> bool:
+    return bool(checkpoint.config.get("tie_word_embeddings")) or _HEAD not in checkpoint.weights
 
 
 def export_distilled(
     distilled: Distilled, target: str, draft: Path, texts: Sequence[str], folder: Path
 ) -> None:
-    """Write the draft as it was, with other weights and a card. Its tokenizer's files come along."""
+    """Write the trained draft with the names and dtypes of its checkpoint, its tokenizer and a model card."""
+    source, own = distilled.source, distilled.training.model.state_dict()
+    weights = {
+        name: own[name].detach().to("cpu", value.dtype).contiguous() if name in own else value
+        for name, value in source.weights.items()
+        if not (name == _HEAD and _is_tied(source))
+    }
     with replaced_folder(folder) as inside:
-        write_json(inside / "config.json", distilled.source.config)
-        write_weights(weights_of(distilled.training.model, distilled.source), inside)
+        write_json(inside / "config.json", source.config)
+        write_weights(weights, inside)
+        write_json(inside / "training.json", distilled.training.history)
         for name in TOKENIZER_FILES:
             if (draft / name).is_file():
                 (inside / name).write_bytes((draft / name).read_bytes())
-        drawn = write_history(distilled.training.history, inside)
-        card = distilled_card(distilled, target, draft.name, texts, drawn)
+        card = distilled_card(distilled, target, draft.name, texts)
         (inside / "README.md").write_text(card, encoding="utf-8")
 
 
-def distilled_card(distilled: Distilled, target: str, draft: str, texts: Sequence[str], drawn: bool) -> str:
-    """The README.md beside the weights."""
+def distilled_card(distilled: Distilled, target: str, draft: str, texts: Sequence[str]) -> str:
+    """Return the model card."""
     training, before, after = distilled.training, distilled.before, distilled.after
-    rows = [
-        f"| {label} | {before[name]:.3f} | {after[name]:.3f} |"
-        for name, label in (
-            ("held_out_loss", "loss on the text, nats a token"),
-            ("agreement", "first choice is the target's, temperature 0"),
-        )
-    ]
+    labels = {
+        "held_out_loss": "loss on the text, nats a token",
+        "agreement": "first choice is the target's, temperature 0",
+    }
+    rows = [f"| {label} | {before[name]:.3f} | {after[name]:.3f} |" for name, label in labels.items()]
     return "\n".join(
         [
             f"# {draft}, distilled from {target}",
             "",
-            f"The draft model {draft} after `ssd recipe distil`: it has learned what {target} says of "
+            f"The draft model {draft}, trained by `ssd recipe distil` on the distribution of {target} over "
             f"{', '.join(texts)}. Licence and use are those of {draft}.",
             "",
-            f"{training.step:,} steps, {training.tokens:,} tokens, {training.worked / 60:.0f} minutes. On "
-            f"the last twentieth of each text, which it has not read:",
+            f"{training.step:,} steps, {training.tokens:,} tokens, {training.worked / 60:.0f} minutes. "
+            "Measured on the last twentieth of each text, which was held out:",
             "",
             "| figure | before | after |",
             "|---|---|---|",
             *rows,
             "",
-            *(["![loss and agreement](training.svg)", ""] * drawn),
         ]
     )

@@ -17,10 +17,9 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate over the tokens seen: warm-up, constant, then linear decay to zero at the last of them.
+    """Learning rate over the tokens seen: warm-up, constant, then linear decay to zero at the last token.
 
-    The shares are of all tokens. Because it is constant for long, a training may be cut short: with fewer
-    tokens in all, the decay begins at once.
+    `warm_up` and `decay` are shares of all tokens.
     """
 
     tokens: int
@@ -28,11 +27,11 @@ class Schedule:
     decay: float = 0.35
 
     def progress(self, seen: int) -> float:
-        """The share of the tokens that were seen, 0 to 1."""
+        """Return the share of the tokens that were seen, 0 to 1."""
         return min(1.0, seen / self.tokens)
 
     def rate(self, seen: int) -> float:
-        """The factor on every learning rate, 0 to 1."""
+        """Return the factor on every learning rate, 0 to 1."""
         progress = self.progress(seen)
         return min(1.0, max(progress, 1e-3) / self.warm_up, (1.0 - progress) / self.decay)
 
@@ -64,7 +63,7 @@ class Optimiser:
         self.peaks = [float(group["lr"]) for group in self.adam.param_groups]
 
     def step(self, factor: float, momentum: float) -> None:
-        """One update with every learning rate multiplied by `factor`; clears the gradients."""
+        """Update once with every learning rate multiplied by `factor`, and clear the gradients."""
         self.muon.step(factor, momentum)
         for group, peak in zip(self.adam.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
@@ -72,11 +71,11 @@ class Optimiser:
         self.adam.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Return the state of both optimisers for a checkpoint."""
         return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.muon.load_state_dict(state["muon"])
         self.adam.load_state_dict(state["adam"])
 
@@ -97,7 +96,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, factor: float, momentum: float) -> None:
-        """One Nesterov update; clears the gradients."""
+        """Apply one Nesterov update and clear the gradients."""
         for group, velocity in zip(self.groups, self.momenta, strict=True):
             gradient = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
             velocity.lerp_(gradient, 1.0 - momentum)
@@ -110,17 +109,17 @@ class Muon:
                 matrix.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The momenta."""
+        """Return the momenta."""
         return {"momenta": self.momenta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore what `state_dict` returned."""
         for velocity, stored in zip(self.momenta, state["momenta"], strict=True):
             velocity.copy_(stored)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Roughly the nearest (semi-)orthogonal matrices: [n, rows, columns] fp32 to the same, through bf16."""
+    """Return roughly the nearest (semi-)orthogonal matrices: [n, rows, columns] fp32, computed in bf16."""
     a, b, c = NEWTON_SCHULZ
     x: Tensor = matrices.bfloat16()
     wide = x.shape[-2] <= x.shape[-1]

@@ -1,7 +1,4 @@
-"""One training on several processes: each takes its rows of every batch, and all take the same step.
-
-`torchrun` starts them and says who they are. Knows gradients, not what is learned.
-"""
+"""Data-parallel training: each process of `torchrun` computes its rows of every batch."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,27 +14,27 @@ from ssd_serve.base.errors import UserError
 
 @dataclass(frozen=True)
 class TrainingProcess:
-    """One of `count` processes of a training."""
+    """The rank of this process among `count` processes of a training."""
 
     number: int = 0
     count: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether it is the one that reports, keeps checkpoints and exports."""
+        """True for the process that reports, saves checkpoints and exports."""
         return self.number == 0
 
     def rows(self, whole: Tensor) -> Tensor:
-        """Its rows of a batch [rows, ...]."""
+        """Return this process's rows of a batch [rows, ...]."""
         return whole[self.number :: self.count]
 
     def check(self, rows: int) -> None:
-        """Raise `UserError` where batches of so many rows cannot be shared evenly."""
+        """Raise `UserError` if `rows` cannot be shared evenly."""
         if rows % self.count:
             raise UserError(f"{self.count} processes cannot share {rows} rows evenly: choose other --rows")
 
     def mean(self, model: nn.Module, loss: Tensor) -> Tensor:
-        """Make the gradients of all processes their mean; returns that of the losses."""
+        """Replace the gradients by their mean over all processes; return the mean loss."""
         if self.count == 1:
             return loss
         found = [each.grad for each in model.parameters() if each.grad is not None]
@@ -52,7 +49,7 @@ class TrainingProcess:
 
     @contextmanager
     def first_of_all(self) -> Generator[None]:
-        """A block that the first process goes through before the others do."""
+        """Run a block in the first process before the others run it."""
         if self.count > 1 and not self.first:
             processes.barrier()
         yield
@@ -65,8 +62,10 @@ ALONE = TrainingProcess()
 
 @contextmanager
 def joined_processes(device: str) -> Generator[tuple[TrainingProcess, str]]:
-    """Which process this is, and its device: of GPUs the one of its place on its machine. Alone where
-    `torchrun` has not started it."""
+    """Yield this process and its device; on GPUs, the device of its local rank.
+
+    Yields `ALONE` if `torchrun` has not started this process.
+    """
     if not processes.is_torchelastic_launched():
         yield ALONE, device
         return

@@ -1,8 +1,4 @@
-"""The target as a teacher: what the engine's own model computes of whole texts.
-
-Any model that the server can load teaches, and what is learned from are the numbers that a draft will be
-given. Knows models and batches; not what is learned.
-"""
+"""The target as a teacher: logits and layer outputs of whole texts, computed by the engine's own model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +20,15 @@ from ssd_serve.recipes.decoder import Shape
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a target says of texts: logits [texts, length, vocabulary], and the outputs of the layers that
-    were asked for, side by side [texts, length, layers * hidden], if any."""
+    """A target's output for texts: logits [texts, length, vocabulary], and the concatenated outputs of the
+    layers that were asked for [texts, length, layers * hidden], if any."""
 
     logits: Tensor
     features: Tensor | None = None
 
 
 class Teacher:
-    """A target that reads at most `places` tokens at once, and gives the outputs of `layers`."""
+    """A loaded target with KV slots for `places` tokens; it returns the outputs of `layers`."""
 
     def __init__(
         self,
@@ -51,7 +47,7 @@ class Teacher:
         self._model = load_model(folder, wish)
 
     def read(self, tokens: Tensor) -> Lesson:
-        """What it says of tokens int64 [texts, length]."""
+        """Compute the lesson of tokens int64 [texts, length]."""
         texts, length = tokens.shape
         places = torch.arange(texts * length).view(texts, length).tolist()
         parts = [
@@ -74,7 +70,7 @@ class Teacher:
 
 
 def head_shape(target: Path) -> Shape:
-    """The sizes of a head of this target: those of one of its layers, without scaled rotations."""
+    """Return the sizes of a head for this target: those of one layer, without scaled rotations."""
     config = load_description(target).config
     if not isinstance(config, DecoderConfig):
         raise UserError(f"{target} is no dense decoder: heads of others cannot be trained here.")
@@ -93,5 +89,5 @@ def head_shape(target: Path) -> Shape:
 
 
 def embedding_of(target: Path, shape: Shape, device: torch.device) -> Tensor:
-    """The target's embedding, fp32 [vocabulary, hidden]."""
+    """Load the target's embedding, fp32 [vocabulary, hidden]."""
     return target_embedding(target, shape.vocabulary, shape.hidden).to(device, torch.float32)

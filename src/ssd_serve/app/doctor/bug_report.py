@@ -58,7 +58,7 @@ def steps(device: str, *, quick: bool) -> list[Step]:
     found = [
         Step("settings", ("settings", "--json")),
         Step("doctor", ("doctor", "--json")),
-        Step("conformance", ("bench", "conformance", *where), device),
+        Step("conformance", ("bench", "kernels", "--conformance", *where), device),
         Step("kernels", ("bench", "kernels", *where), device),
         Step("divergence", ("bench", "lossless", "--quick", *where), device),
     ]

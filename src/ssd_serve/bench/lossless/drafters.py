@@ -1,6 +1,6 @@
-"""Drafters of the losslessness proof: some behave, others talk nonsense or die.
+"""Drafters of the losslessness proof: correct ones, one that sends garbage, and ones that die.
 
-They stand behind channels in memory and work when they are waited for, so that nothing depends on time.
+They are behind channels in memory and work while the engine waits, so that nothing depends on time.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,61 +23,63 @@ from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.verifier.engine import Engine
 
-_RULES_HOLD = 64
-"""So many outcomes are answered with nonsense that follows the rules of messages."""
+_VALID_ANSWERS = 64
+"""Number of garbage answers that follow the protocol, before one that does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class RigDraft:
-    """A draft that is loaded: what its drafter says first, and a fresh core of it, one at a time."""
+    """A loaded draft: the `Hello` of its drafter, and a factory of cores, one at a time."""
 
     hello: Hello
     core: Callable[[], DrafterCore]
 
 
 class MemoryDrafter:
-    """A drafter at the other end of a memory channel; it works while it is waited for and once a round."""
+    """A drafter at the other end of a memory channel; it works while the engine waits and once a round."""
 
     def __init__(self, draft: RigDraft, engine: Engine) -> None:
         self._core = draft.core()
-        self._its = connect(engine, draft.hello, self.work)
+        self._channel = connect(engine, draft.hello, self.work)
 
     @property
-    def hung_up(self) -> bool:
-        """Whether the engine does not want it any more."""
-        return self._its.closed
+    def disconnected(self) -> bool:
+        """True if the engine has closed the connection."""
+        return self._channel.closed
 
-    def heard(self) -> Sequence[Message]:
-        """What has come."""
-        return self._its.receive()
+    def received(self) -> Sequence[Message]:
+        """Return the messages that have arrived."""
+        return self._channel.receive()
 
     def work(self) -> None:
-        """Drain, one step, publish."""
-        for message in self.heard():
+        """Handle all messages, run one draft step, and send the expansions."""
+        for message in self.received():
             if isinstance(message, Open | Outcome | Features | Close | Resync | Pause):
                 for reply in self._core.handle(message):
-                    self._its.send(reply)
+                    self._channel.send(reply)
         for growth in self._core.step():
-            self._its.send(growth)
+            self._channel.send(growth)
 
     def die(self) -> None:
-        """Be gone, without a word."""
-        self._its.close()
+        """Close the channel without a message."""
+        self._channel.close()
 
 
 class GarbageDrafter:
-    """Knows the roots and invents the rest: random candidates and impossible tokens. In the end it breaks the
-    rules of messages too, for which it is hung up on."""
+    """A drafter that sends random candidates and impossible tokens for the right roots.
+
+    In the end it also violates the protocol, for which the engine disconnects it.
+    """
 
     def __init__(self, hello: Hello, engine: Engine) -> None:
         self._vocabulary = hello.vocabulary
         self._random = 1
         self._invented = 0
-        self._its = connect(engine, hello, self.work)
+        self._channel = connect(engine, hello, self.work)
 
     def work(self) -> None:
-        """Answer every message with nonsense."""
-        for message in self._its.receive():
+        """Answer every message with garbage."""
+        for message in self._channel.receive():
             if isinstance(message, Outcome | Open):
                 self._invent(message.request, message.epoch, message.root)
 
@@ -91,11 +93,11 @@ class GarbageDrafter:
         impossible = [Expansion(root, ROOT_STEP, [-2, self._vocabulary], [0.0, 0.0])]
         infinite = [Expansion(root, ROOT_STEP, [1, 2], [float("inf"), float("nan")])]
         for sequence, each in enumerate((wild, impossible)):
-            self._its.send(pack(request, epoch, sequence, each, "garbage", snapshot=False))
+            self._channel.send(pack(request, epoch, sequence, each, "garbage", snapshot=False))
         self._invented += 1
-        if self._invented == _RULES_HOLD:
-            self._its.send(pack(request, epoch, 2, infinite, "garbage", snapshot=False))
-            self._its.send(Growth(request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
+        if self._invented == _VALID_ANSWERS:
+            self._channel.send(pack(request, epoch, 2, infinite, "garbage", snapshot=False))
+            self._channel.send(Growth(request, epoch, 99, b"123", b"1", b"", b"xyz", b""))
 
     def _tokens(self) -> list[int]:
         tokens: list[int] = []
@@ -106,9 +108,9 @@ class GarbageDrafter:
 
 
 def connect(engine: Engine, hello: Hello, work: Callable[[], object]) -> MemoryChannel:
-    """Join `engine`; `work` is called when it waits. Returns the drafter's end."""
-    mine, its = memory_pair()
-    its.send(hello)
-    mine.on_wait = work
-    engine.drafters.connect(mine)
-    return its
+    """Connect a drafter; the engine calls `work` while it waits. Return the drafter's end of the channel."""
+    engine_end, drafter_end = memory_pair()
+    drafter_end.send(hello)
+    engine_end.on_wait = work
+    engine.drafters.connect(engine_end)
+    return drafter_end

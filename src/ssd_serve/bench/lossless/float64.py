@@ -1,7 +1,7 @@
-"""A dense decoder in float64, slow and obvious: the judge of first differences between two fp32 runs.
+"""A dense decoder in float64, slow and obvious: the reference for first differences between two runs.
 
 It computes the same function as the engine's decoder from the same weights and the same (float32) rotation
-table, one whole text at a time, without a cache. Knows no requests and no trees.
+table, one whole text at a time, without a cache.
 """
 
 from pathlib import Path
@@ -17,9 +17,12 @@ from ssd_serve.models.rope import rotation_table
 
 
 class Float64Decoder:
-    """A model folder with one safetensors file, in float64. Raises `CheckpointError` where it is in fp8."""
+    """A model folder with one safetensors file, in float64, with weights rounded to `dtype` first.
 
-    def __init__(self, folder: Path) -> None:
+    Raises `CheckpointError` for an fp8 checkpoint and for other architectures.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         description = load_description(folder)
         if not is_dense(description.architecture):
             raise CheckpointError(
@@ -33,7 +36,8 @@ class Float64Decoder:
                 "that is not quantised"
             )
         self._weights = {
-            name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()
+            name: (tensor if dtype is None else tensor.to(dtype)).double()
+            for name, tensor in load_file(folder / "model.safetensors").items()
         }
         self._rotations = rotation_table(
             self._config.rope, self._config.head_dim, self._config.context
@@ -41,7 +45,7 @@ class Float64Decoder:
 
     @torch.inference_mode()
     def last_logits(self, tokens: list[int]) -> torch.Tensor:
-        """Logits after the last of `tokens`: float64 [vocabulary]."""
+        """Return the logits after the last of `tokens`: float64 [vocabulary]."""
         hidden = self._weights["model.embed_tokens.weight"][torch.tensor(tokens)]  # [tokens, hidden]
         for layer, window in enumerate(self._config.windows):
             prefix = f"model.layers.{layer}"

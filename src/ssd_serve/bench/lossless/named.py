@@ -1,15 +1,13 @@
-"""Whatever drafts by name, as the settings say it, for the losslessness proof: models, heads, a target's own
-layers, lookups and installed sources, alone or beside each other. Knows how they are loaded, not what is
-compared."""
+"""Loads a target and its drafts as the settings name them, for the losslessness proof."""
 
 from dataclasses import replace
 from functools import partial
 
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.drafters import RigDraft
 from ssd_serve.bench.lossless.rig import GROWTH, LoadedTarget, load_on, wish
+from ssd_serve.bench.options import Devices
 from ssd_serve.drafter.assembly import greeting, load_draft
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.lookup_channel import lookup_channel
@@ -22,7 +20,7 @@ from ssd_serve.verifier.drafters.admission import check_hello
 
 
 class _Cores:
-    """Fresh cores over one source, one at a time: what the last one had open is closed."""
+    """Makes drafter cores over one source, one at a time; the requests of the last core are closed."""
 
     def __init__(self, loaded: LoadedSource, name: str) -> None:
         self._loaded = loaded
@@ -39,8 +37,10 @@ class _Cores:
 
 
 def load_named(settings: Settings, devices: Devices, native: NativeLibrary | None) -> LoadedTarget:
-    """The target that the settings name, and all their drafts, of whatever kind, on its device. Raises
-    `SettingsError`, `CheckpointError` and `PairMismatchError`."""
+    """Load the target of the settings and all its drafts on the target's device.
+
+    Raises `SettingsError`, `CheckpointError` and `PairMismatchError`.
+    """
     config = settings.engine_config(draft_fan_out=GROWTH.fan_out, draft_width=GROWTH.width)
     folder, log = find_model(config, config.target, "target"), get_logger("bench", "error")
     device = str(devices.target)

@@ -1,30 +1,30 @@
 """`ssd bench lossless`: the same requests in every mode, batch, budget and with every kind of drafter.
 
-In fp32 every output must equal plain decoding token for token; a first difference is judged in float64 and
-counts as a near-tie only where the two tokens' scores are closer than 1e-5. In bf16 the rate of divergence is
-measured. Knows what is compared; the rig knows how it is put together.
+Every output must equal plain decoding token for token. A first difference is judged in float64: it is a
+near-tie only if the scores of the two tokens are closer than the rounding of the dtype, fp32 or bf16.
 """
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from ssd_serve.base.devices import pin
-from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.base.seeds import choice_seed, mix
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.float64 import Float64Decoder
 from ssd_serve.bench.lossless.named import load_named
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, LoadedTarget, Outputs, run_case
+from ssd_serve.bench.options import Devices
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -32,50 +32,59 @@ from ssd_serve.sampling.parameters import is_greedy, needs_counts
 from ssd_serve.sampling.processors import TokenCounts, process
 
 NEAR_TIE = 1e-5
-"""Score gap, in float64, below which a first difference is floating-point noise."""
+"""Score gap, in float64, below which a first difference of fp32 runs is rounding."""
+BF16_ROUNDING = 4 * 2.0**-8
+"""Score gap of bf16 runs, relative to the largest logit: two scores, each two units in the last place off."""
 MAX_NEAR_TIES = 1e-5
-"""Near-ties a compared token that are still called lossless. Cases that meet the same one count it once."""
+"""Distinct near-ties a distinct position that still count as lossless; a single one always does."""
 BATCHES = (1, 4, 16)
 BUDGETS = (0, 1, 4, 8, 32)
 DRAFTERS = ("sane", "garbage", "killed")
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
+Dtype: TypeAlias = Literal["fp32", "bf16"]
 _BASELINE = Case("ar", 1)
 _CPUS = Devices()
 
 
 @dataclass(frozen=True, slots=True)
 class ProofPlan:
-    """How much to run."""
+    """The size of a run.
+
+    `sets` of requests are taken by the cases in turn. `drafts`, each as `SSD_DRAFT` names it, draft for
+    `pairs`, which are then targets; without any, the draft models of the pairs draft.
+    """
 
     pairs: tuple[str, ...] = (EMBEDDED, "random-llama", "random-mistral-window")
     batches: tuple[int, ...] = BATCHES
     budgets: tuple[int, ...] = BUDGETS
     sets: int = 5
-    """Different sets of requests, which the cases take in turn."""
     max_tokens: int = 48
     drafts: tuple[str, ...] = ()
-    """What drafts for `pairs`, which are then targets, each as `SSD_DRAFT` names it; nothing: their own."""
 
 
 QUICK = ProofPlan((EMBEDDED, "random-llama"), batches=(4,), budgets=(0, 8), sets=1, max_tokens=24)
 
 
 @dataclass(frozen=True, slots=True)
-class _Difference:
-    """Where a request first differed from plain decoding, and how close the two tokens' scores are."""
+class Difference:
+    """The first difference of a request from plain decoding, and the gap of the two tokens' scores.
+
+    `limit` is the largest gap that rounding explains.
+    """
 
     request: int
     index: int
     gap: float
+    limit: float
 
     @property
     def near_tie(self) -> bool:
-        """Whether floating-point noise explains it."""
-        return self.gap < NEAR_TIE
+        """True if rounding explains the difference."""
+        return self.gap < self.limit
 
 
 def cases(plan: ProofPlan, draft: str = "") -> Iterator[Case]:
-    """The full product; with a draft that is looked up in this process there is no drafter to be killed."""
+    """Yield the Cartesian product of the plan; lookup sources have no drafter that could be killed."""
     drafters = DRAFTERS if not draft or Settings(draft=draft).draft_models else DRAFTERS[:2]
     for batch in plan.batches:
         yield Case("ar", batch)
@@ -86,7 +95,7 @@ def cases(plan: ProofPlan, draft: str = "") -> Iterator[Case]:
 
 
 def requests(vocabulary: int, max_tokens: int, number: int = 0) -> list[Submit]:
-    """A set of 16: four temperatures, four kinds of parameters, two choices of each prompt."""
+    """Return 16 requests: four temperatures, four kinds of parameters, two choices of each prompt."""
     stops = tuple(range(5, vocabulary, 41))
     kinds: tuple[dict[str, object], ...] = (
         {"ignore_eos": True},
@@ -109,7 +118,7 @@ def requests(vocabulary: int, max_tokens: int, number: int = 0) -> list[Submit]:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs; None for equal texts."""
+    """Return the index of the first token that differs; None for equal texts."""
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index
@@ -117,84 +126,185 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 class Judge:
-    """Tells near-ties from errors."""
+    """Distinguishes near-ties from errors, in float64, for runs in a dtype."""
 
-    def __init__(self, pair: LoadedTarget) -> None:
+    def __init__(self, pair: LoadedTarget, dtype: Dtype = "fp32") -> None:
         self._pair = pair
+        self._dtype: Dtype = dtype
         self._noise = NoiseRows(pair.vocabulary, 8)
         self._decoder: Float64Decoder | None = None
 
-    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[_Difference]:
-        """The first difference of each request that differs."""
-        judged: list[_Difference] = []
+    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[Difference]:
+        """Return the first difference of each request that differs from plain decoding."""
+        judged: list[Difference] = []
         for submit in submits:
             one, other = plain.tokens[submit.request], found.tokens[submit.request]
             index = first_difference(one, other)
             if index is not None:
-                gap = float("inf")
+                gap, limit = float("inf"), 0.0
                 if index < min(len(one), len(other)):
-                    gap = self._gap(submit, one[:index], one[index], other[index])
-                judged.append(_Difference(submit.request, index, gap))
+                    gap, limit = self._gap(submit, one[:index], one[index], other[index])
+                judged.append(Difference(submit.request, index, gap, limit))
         return judged
 
-    def _gap(self, submit: Submit, output: Sequence[int], one: int, other: int) -> float:
-        """Distance of two tokens' scores after `output`, in float64."""
-        self._decoder = self._decoder or Float64Decoder(self._pair.folder)
+    def _gap(self, submit: Submit, output: Sequence[int], one: int, other: int) -> tuple[float, float]:
+        """Return the gap of two tokens' scores after `output`, and the gap that rounding explains."""
+        self._decoder = self._decoder or Float64Decoder(
+            self._pair.folder, torch.bfloat16 if self._dtype == "bf16" else None
+        )
         parameters = submit.parameters
         logits = self._decoder.last_logits([*submit.prompt, *output])
+        limit = NEAR_TIE
+        if self._dtype == "bf16":
+            scale = 1.0 if is_greedy(parameters) else parameters.temperature
+            limit = BF16_ROUNDING * float(logits.abs().max()) / scale
         counts = TokenCounts(submit.prompt, output) if needs_counts(parameters) else None
         eos = () if parameters.ignore_eos else self._pair.eos
         scores = process(logits, parameters, counts, (), len(output), eos)
         if not is_greedy(parameters):
             scores = scores - self._noise.rows([submit.seed], [len(submit.prompt) + len(output)])[0]
-        return abs(float(scores[one]) - float(scores[other]))
+        return abs(float(scores[one]) - float(scores[other])), limit
 
 
-def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[_Difference]) -> int:
-    """Tokens that were compared: those of differing requests count up to the difference."""
+def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[Difference]) -> int:
+    """Return the number of compared tokens; those of differing requests count up to the difference."""
     ends = {each.request: each.index + 1 for each in differences}
     return sum(ends.get(submit.request, len(plain.tokens[submit.request])) for submit in submits)
 
 
+@dataclass(slots=True)
+class Proof:
+    """Results of cases, their totals, and the distinct positions and near-ties behind them.
+
+    A position is one token of a plain text; many cases compare the same one.
+    """
+
+    rows: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
+    totals: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("cases", "tokens", "accepted", "divergences", "near_ties", "idle_cases"), 0
+        )
+    )
+    positions: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    """Tokens of the plain texts of each pair and set that a speculating case was compared with."""
+    near_ties: set[tuple[str, int, int, int]] = field(default_factory=set[tuple[str, int, int, int]])
+
+    @property
+    def distinct(self) -> int:
+        """Number of distinct positions."""
+        return sum(self.positions.values())
+
+    @property
+    def holds(self) -> bool:
+        """True if something was compared, near-ties explain every difference, and no case was idle."""
+        return (
+            self.distinct > 0
+            and self.totals["divergences"] == self.totals["near_ties"]
+            and self.totals["idle_cases"] == 0
+        )
+
+    @property
+    def few_near_ties(self) -> bool:
+        """True if near-ties are rare enough to call fp32 lossless."""
+        return len(self.near_ties) <= max(1.0, MAX_NEAR_TIES * self.distinct)
+
+    def run(self, pair: LoadedTarget, plan: ProofPlan, draft: str, dtype: Dtype = "fp32") -> None:
+        """Run all cases of a pair and add their results."""
+        sets = [requests(pair.vocabulary, plan.max_tokens, number) for number in range(plan.sets)]
+        plains = [run_case(pair, _BASELINE, submits) for submits in sets]
+        judge = Judge(pair, dtype)
+        for index, case in enumerate(cases(plan, draft)):
+            number = index % plan.sets
+            submits, plain = sets[number], plains[number]
+            started = time.monotonic()
+            found = run_case(pair, case, submits)
+            differences = judge.differences(submits, plain, found)
+            near_ties = [each for each in differences if each.near_tie]
+            tokens = compared(submits, plain, differences)
+            self.rows.append(
+                {
+                    "pair": pair.name,
+                    "draft": draft,
+                    **asdict(case),
+                    "requests": number,
+                    "tokens": tokens,
+                    "drafted": found.drafted,
+                    "accepted": found.accepted,
+                    "divergences": len(differences),
+                    "near_ties": len(near_ties),
+                    "gaps": [each.gap for each in differences],
+                    "seconds": round(time.monotonic() - started, 2),
+                }
+            )
+            self.near_ties |= {(pair.name, number, each.request, each.index) for each in near_ties}
+            speculates = bool(case.budget) and case.mode != "ar"
+            if speculates:
+                self.positions[pair.name, number] = sum(map(len, plain.tokens.values()))
+            self.totals["cases"] += 1
+            self.totals["tokens"] += tokens
+            self.totals["accepted"] += found.accepted
+            self.totals["divergences"] += len(differences)
+            self.totals["near_ties"] += len(near_ties)
+            # A case that should speculate and never had a node accepted proves nothing.
+            self.totals["idle_cases"] += speculates and case.drafter != "garbage" and not found.accepted
+
+    def summary(self) -> dict[str, object]:
+        """Return the totals for the result file, with the bound that the distinct positions allow."""
+        return {
+            **self.totals,
+            "distinct_near_ties": len(self.near_ties),
+            "positions": self.distinct,
+            "near_ties_per_token_at_most": upper_bound(len(self.near_ties), self.distinct),
+        }
+
+
+def upper_bound(events: int, trials: int) -> float | None:
+    """Return the 95 % upper bound of a rate after `events` in `trials` (Poisson); None without trials."""
+    low, high = 0.0, 3.0 + 4.0 * (events + 1)
+    for _ in range(50):
+        middle = (low + high) / 2
+        below = sum(middle**k / math.factorial(k) for k in range(events + 1)) * math.exp(-middle)
+        low, high = (middle, high) if below > 0.05 else (low, middle)
+    return min(1.0, round(high / trials, 9)) if trials else None
+
+
 def run_lossless(plan: ProofPlan, say: Callable[[str], None], devices: Devices = _CPUS) -> dict[str, object]:
-    """`{"results", "totals", "bf16", "devices"}`."""
+    """Run the fp32 proof of all pairs and the bf16 proof of the first, and return the result file."""
     if devices.target.kind == "cuda":
         pin(devices.target)
-    torch.set_num_threads(1)  # more would change sums, and tiny products are not worth them
-    rows: list[dict[str, object]] = []
-    totals = _no_totals()
-    distinct: set[tuple[object, ...]] = set()
+    torch.set_num_threads(1)  # more threads would change sums, and the products are tiny
+    proof, bf16 = Proof(), Proof()
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
         for name, draft in product(plan.pairs, plan.drafts or ("",)):
             started = time.monotonic()
-            pair = _load(name, draft, Path(folder) / name, devices)
-            found = list(_run_pair(pair, plan, draft))
-            for row, near_ties in found:
-                rows.append(row)
-                distinct |= near_ties
-                add(totals, row)
-            say(f"{name} {draft}: {len(found)} cases in {time.monotonic() - started:.0f} s; so far {totals}")
-    lossless = (
-        totals["divergences"] == totals["near_ties"]
-        and len(distinct) <= MAX_NEAR_TIES * max(totals["tokens"], 1 / MAX_NEAR_TIES)
-        and totals["idle_cases"] == 0
-    )
-    bf16 = _bf16(plan, devices)
-    say(f"bf16: {bf16}")
+            proof.run(_load(name, draft, Path(folder) / name, devices), plan, draft)
+            seconds = time.monotonic() - started
+            say(f"{name} {draft}: {seconds:.0f} s; so far {proof.summary()}")
+        draft = next(iter(plan.drafts), "")
+        pair = _load(plan.pairs[0], draft, Path(folder) / "bf16", devices, "bf16")
+        bf16.run(pair, plan, draft, "bf16")
+    rate = round(1e3 * bf16.totals["divergences"] / max(1, bf16.totals["tokens"]), 3)
+    say(f"bf16: {bf16.summary()}")
     return {
-        "lossless": lossless,
-        "totals": {**totals, "distinct_near_ties": len(distinct)},
+        "lossless": proof.holds and proof.few_near_ties and bf16.holds,
+        "totals": proof.summary(),
         "near_tie_gap": NEAR_TIE,
-        "bf16": bf16,
-        "results": rows,
+        "bf16": {
+            "pair": pair.name,
+            "kernels": "torch" if pair.target.facts.kernels == "torch" else "compiled",
+            "attention": pair.target.facts.attention,
+            "batch_invariant": pair.target.facts.batch_invariant,
+            **bf16.summary(),
+            "divergences_per_1000_tokens": rate,
+            "results": bf16.rows,
+        },
+        "results": proof.rows,
         "devices": devices.names(),
     }
 
 
-def _load(
-    name: str, draft: str, folder: Path, devices: Devices, dtype: Literal["fp32", "bf16"] = "fp32"
-) -> LoadedTarget:
-    """A pair of this name, or this target with a draft that is named."""
+def _load(name: str, draft: str, folder: Path, devices: Devices, dtype: Dtype = "fp32") -> LoadedTarget:
+    """Load a pair of this name, or this target with a draft as `SSD_DRAFT` names it."""
     settings = Settings()
     if draft:
         settings = Settings(target=name, draft=draft, dtype=dtype)
@@ -205,70 +315,3 @@ def _load(
     else:
         folders = write_random_pair(name, folder)
     return LoadedPair(name, *folders, dtype, native, devices, settings.batch_invariant)
-
-
-def _run_pair(
-    pair: LoadedTarget, plan: ProofPlan, draft: str
-) -> Iterator[tuple[dict[str, object], set[tuple[object, ...]]]]:
-    """The result of each case, and which near-ties it met."""
-    sets = [requests(pair.vocabulary, plan.max_tokens, number) for number in range(plan.sets)]
-    plains = [run_case(pair, _BASELINE, submits) for submits in sets]
-    judge = Judge(pair)
-    for index, case in enumerate(cases(plan, draft)):
-        number = index % plan.sets
-        submits, plain = sets[number], plains[number]
-        started = time.monotonic()
-        found = run_case(pair, case, submits)
-        differences = judge.differences(submits, plain, found)
-        near_ties = [each for each in differences if each.near_tie]
-        row: dict[str, object] = {
-            "pair": pair.name,
-            "draft": draft,
-            **asdict(case),
-            "requests": number,
-            "tokens": compared(submits, plain, differences),
-            "drafted": found.drafted,
-            "accepted": found.accepted,
-            "divergences": len(differences),
-            "near_ties": len(near_ties),
-            "gaps": [each.gap for each in differences],
-            "seconds": round(time.monotonic() - started, 2),
-        }
-        yield row, {(pair.name, number, each.request, each.index) for each in near_ties}
-
-
-def _no_totals() -> dict[str, int]:
-    return dict.fromkeys(("cases", "tokens", "accepted", "divergences", "near_ties", "idle_cases"), 0)
-
-
-def add(totals: dict[str, int], row: dict[str, object]) -> None:
-    """Count one case's result."""
-    for key in ("tokens", "accepted", "divergences", "near_ties"):
-        value = row[key]
-        totals[key] += value if isinstance(value, int) else 0
-    totals["cases"] += 1
-    # A case that should speculate and never had a node accepted proves nothing.
-    speculates = row["budget"] and row["mode"] != "ar" and row["drafter"] != "garbage"
-    totals["idle_cases"] += bool(speculates and not row["accepted"])
-
-
-def _bf16(plan: ProofPlan, devices: Devices) -> dict[str, object]:
-    """How often plain and speculative texts differ in bf16, over all cases of the first pair.
-
-    Kernels whose results for a row do not depend on its batch never let them; others may.
-    """
-    draft = next(iter(plan.drafts), "")
-    with tempfile.TemporaryDirectory(prefix="ssd-bench-") as folder:
-        pair = _load(plan.pairs[0], draft, Path(folder), devices, "bf16")
-    totals = _no_totals()
-    for row, _ in _run_pair(pair, plan, draft):
-        add(totals, row)
-    rate = round(1e3 * totals["divergences"] / max(1, totals["tokens"]), 3)
-    return {
-        "pair": pair.name,
-        "kernels": "torch" if pair.target.facts.kernels == "torch" else "compiled",
-        "attention": pair.target.facts.attention,
-        "batch_invariant": pair.target.facts.batch_invariant,
-        **totals,
-        "divergences_per_1000_tokens": rate,
-    }

@@ -1,7 +1,4 @@
-"""Random tiny checkpoints: a target, and a draft that is the target with a little noise.
-
-Written in the Hugging Face layout, without a tokenizer: what reads them works on token ids. Knows no engine.
-"""
+"""Random tiny checkpoints in Hugging Face layout, without a tokenizer: a target and its noisy copy."""
 
 import json
 from pathlib import Path
@@ -75,7 +72,7 @@ def _shapes(name: str, heads: int) -> dict[str, tuple[int, ...]]:
 
 
 def _weights(shapes: dict[str, tuple[int, ...]], noise: float) -> dict[str, torch.Tensor]:
-    """Weights whose logits are spread enough for sampling to be interesting."""
+    """Return weights whose logits are spread enough for sampling to matter."""
     source, disturbing = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():

@@ -1,7 +1,7 @@
-"""The rig of the losslessness proof: a loaded target with its drafts, and an engine for a case.
+"""The losslessness proof's loaded target with its drafts, and an engine for each case.
 
-Everything runs in this process and does not depend on time: drafters stand behind deterministic channels, a
-round awaits a fixed number of draft steps, and the cost model is a fixed curve.
+Everything runs in this process and does not depend on time: drafters are behind deterministic channels, a
+round waits for a fixed number of draft steps, and the cost model is a fixed curve.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Committed, Finished, Submit
-from ssd_serve.bench.devices import Devices
 from ssd_serve.bench.lossless.drafters import GarbageDrafter, MemoryDrafter, RigDraft
 from ssd_serve.bench.lossless.fixed_costs import FixedCost, FixedHost
+from ssd_serve.bench.options import Devices
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
@@ -44,40 +44,40 @@ GROWTH = GrowthLimits(width=4, fan_out=4, depth=8, nodes=512)
 _STEPS = 3
 _FEATURE_BYTES = 64 << 20
 _TICK_S = 1e-3
-"""What passes between two looks at the engine's clock."""
+"""Step of the engine's clock between two reads."""
 _PREFILL_CHUNK = 48
 _MIN_STEPS = 8
-"""A drafter that is to die lives at least as many rounds, and until a node of it was accepted."""
+"""Rounds before a drafter is killed, at least; one of its nodes must have been accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to run the same requests. `batch`: requests at a time; `budget`: most nodes a round."""
+    """A configuration for the same requests.
+
+    `mode` is ar, sd or ssd; `batch` the maximum of running requests; `budget` the maximum of nodes a round;
+    `drafter` sane, garbage or killed; few `slots` of the KV cache make requests wait.
+    """
 
     mode: str
-    """ar, sd or ssd"""
     batch: int
     budget: int = 0
     drafter: str = "sane"
-    """sane, garbage or killed"""
     slots: int = _SLOTS
-    """KV slots that requests have together; few make some of them wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The tokens of each request, and what speculation did."""
+    """The tokens of each request, and counters; `cached` are prompt tokens from the prefix cache."""
 
     tokens: dict[int, tuple[int, ...]]
     drafted: int
     accepted: int
     preemptions: int = 0
     cached: int = 0
-    """Tokens of prompts that the prefix cache had."""
 
 
 class _OnGpu(WrappedModel):
-    """A model whose GPU is the current one while it computes: that is where kernels start."""
+    """A model whose GPU is the current device during a forward, as Triton requires."""
 
     def forward(self, batch: Batch) -> ForwardResult:
         with torch.cuda.device(self.facts.device):
@@ -85,9 +85,10 @@ class _OnGpu(WrappedModel):
 
 
 class LoadedTarget:
-    """A loaded target in `folder`, and what drafts for it: `drafts`, and `lookups` that need no device.
-    `tokenizer` tells texts from others; `features` are the layers whose outputs some drafts read, which the
-    model gives."""
+    """A loaded target in `folder`, its `drafts`, and `lookups`, which need no device.
+
+    `tokenizer` identifies the vocabulary; `features` are the layers whose outputs some drafts read.
+    """
 
     drafts: Sequence[RigDraft] = ()
     lookups: Sequence[Callable[[], Channel]] = ()
@@ -115,13 +116,13 @@ class LoadedTarget:
         )
 
     def engine(self, case: Case) -> Engine:
-        """A fresh engine of a case, without its drafters."""
+        """Build the engine of a case, without its drafters."""
         plain = case.mode == "ar"
         budget = 0 if plain else case.budget
         return build_engine(
             EngineParts(
                 model=self.target,
-                # Time stands still for the drafters' links: a busy machine must not make one look silent.
+                # A constant clock: a busy machine must not make a drafter look silent.
                 drafters=DrafterPool(self.hello, clock=lambda: 0.0, log=get_logger("bench", "error")),
                 cost=FixedCost(),
                 host=FixedHost(),
@@ -149,7 +150,7 @@ class LoadedTarget:
 
 
 class LoadedPair(LoadedTarget):
-    """A loaded target and draft model, each on its device; which cores of a CPU is left to the caller."""
+    """A loaded target and draft model, each on its device; the caller chooses CPU cores."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ def wish(
     batch_invariant: bool = False,
     features: tuple[int, ...] = (),
 ) -> ModelOptions:
-    """What is asked of a model on the CPU."""
+    """Return the loading options of a model on the CPU."""
     return ModelOptions(
         device="cpu",
         dtype=dtype,
@@ -204,11 +205,11 @@ def run_case(
     target: LoadedTarget,
     case: Case,
     submits: Sequence[Submit],
-    beside: Callable[[RigDraft, Engine], MemoryDrafter] = MemoryDrafter,
+    make_drafter: Callable[[RigDraft, Engine], MemoryDrafter] = MemoryDrafter,
 ) -> Outputs:
-    """All requests to their ends; `beside` makes those who draft beside the engine."""
+    """Run all requests to their end; `make_drafter` makes the asynchronous drafters."""
     engine = target.engine(case)
-    drafters = _connected(target, case, engine, beside)
+    drafters = _connected(target, case, engine, make_drafter)
     for submit in submits:
         refused = engine.submit(submit)
         if refused is not None:
@@ -241,10 +242,15 @@ def run_case(
 
 
 def _connected(
-    target: LoadedTarget, case: Case, engine: Engine, beside: Callable[[RigDraft, Engine], MemoryDrafter]
+    target: LoadedTarget,
+    case: Case,
+    engine: Engine,
+    make_drafter: Callable[[RigDraft, Engine], MemoryDrafter],
 ) -> Sequence[MemoryDrafter | GarbageDrafter]:
-    """The drafters of a case, connected; those that work beside the engine. Lookups do in every mode that
-    drafts; whoever talks nonsense stands in for all others."""
+    """Connect the drafters of a case and return the asynchronous ones.
+
+    A garbage drafter replaces all others.
+    """
     if case.mode == "ar":
         return []
     for lookup in target.lookups:
@@ -252,7 +258,7 @@ def _connected(
     if case.mode == "ssd" and case.drafter == "garbage":
         return [GarbageDrafter(target.hello, engine)]
     if case.mode == "ssd":
-        return [beside(draft, engine) for draft in target.drafts]
+        return [make_drafter(draft, engine) for draft in target.drafts]
     for draft in target.drafts:
         engine.drafters.connect(InlineChannel(draft.core(), draft.hello), synchronous=True)
     return []

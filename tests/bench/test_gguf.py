@@ -1,0 +1,166 @@
+"""The GGUF file is read back: keys, names, shapes, kinds, and numbers near those of the checkpoint."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from ssd_serve.base.errors import UserError
+from ssd_serve.bench.peers.gguf_writer import interleaved, write_gguf
+from ssd_serve.recipes.ballast import add_ballast
+from ssd_serve.recipes.checkpoint import read_checkpoint
+from tests.end_to_end.tiny_pair import END, write_pair
+
+LAYERS = 3
+NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+F32, Q8_0, BF16 = (gguf.GGMLQuantizationType[name] for name in ("F32", "Q8_0", "BF16"))
+
+
+class File:
+    """What the file at a path holds."""
+
+    def __init__(self, path: Path) -> None:
+        reader = gguf.GGUFReader(path)
+        self.keys: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+        self.tensors = {each.name: each for each in reader.tensors}
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The weight of this name in the checkpoint, as llama.cpp computes with it."""
+        found = self.tensors[str(NAMES.get_name(name, (".weight",)))]
+        return torch.from_numpy(gguf.dequantize(np.array(found.data), found.tensor_type))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with ballast, whose heads and KV heads differ in number."""
+    folder = tmp_path_factory.mktemp("gguf")
+    source, _ = write_pair(folder)
+    add_ballast(source, folder / "ballast", 128, LAYERS)
+    return folder / "ballast"
+
+
+@pytest.fixture(scope="module")
+def file(checkpoint: Path) -> File:
+    write_gguf(checkpoint, checkpoint / "model.gguf")
+    return File(checkpoint / "model.gguf")
+
+
+def unmoved(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights whose rows keep their places; the others have a test of their own."""
+    for name, weight in read_checkpoint(checkpoint).weights.items():
+        if "q_proj" not in name and "k_proj" not in name:
+            yield name, weight.float()
+
+
+def test_the_header_describes_the_model(checkpoint: Path, file: File) -> None:
+    config = read_checkpoint(checkpoint).config
+    assert file.keys["general.architecture"] == "llama"
+    assert file.keys["llama.block_count"] == LAYERS
+    assert file.keys["llama.embedding_length"] == 128
+    assert file.keys["llama.attention.head_count"] == config["num_attention_heads"]
+    assert file.keys["llama.attention.head_count_kv"] == config["num_key_value_heads"]
+    assert file.keys["llama.rope.freq_base"] == config["rope_theta"]
+    assert file.keys["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config["rms_norm_eps"])
+
+
+def test_the_header_holds_the_whole_vocabulary(checkpoint: Path, file: File) -> None:
+    size = read_checkpoint(checkpoint).config["vocab_size"]
+    tokens, kinds = file.keys["tokenizer.ggml.tokens"], file.keys["tokenizer.ggml.token_type"]
+    assert len(set(tokens)) == len(kinds) == size
+    assert tokens[0] == END
+
+
+@pytest.fixture
+def edited(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Makes a copy of the checkpoint whose config or tokenizer has other values."""
+
+    def edit(name: str, **values: object) -> Path:
+        for each in ("config.json", "tokenizer.json", "model.safetensors"):
+            (tmp_path / each).write_bytes((checkpoint / each).read_bytes())
+        old = json.loads((tmp_path / name).read_text(encoding="utf-8"))
+        (tmp_path / name).write_text(json.dumps(old | values), encoding="utf-8")
+        return tmp_path
+
+    return edit
+
+
+@pytest.mark.parametrize("merges", [["a b"], [["a", "b"]]])
+def test_special_tokens_are_marked_and_merges_are_pairs(
+    edited: Callable[..., Path], merges: list[object]
+) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 3}, "merges": merges}
+    folder = edited("tokenizer.json", model=model, added_tokens=[{"id": 2, "content": "<|end|>"}])
+    write_gguf(folder, folder / "model.gguf")
+    keys = File(folder / "model.gguf").keys
+    assert keys["tokenizer.ggml.tokens"][:5] == ["a", "b", "<|end|>", "ab", "[unused 4]"]
+    assert keys["tokenizer.ggml.token_type"][:5] == [1, 1, 3, 1, 1]
+    assert keys["tokenizer.ggml.merges"] == ["a b"]
+
+
+def test_every_weight_is_there_once_with_its_shape(checkpoint: Path, file: File) -> None:
+    weights = read_checkpoint(checkpoint).weights
+    assert len(file.tensors) == len(weights)
+    for name, weight in weights.items():
+        assert file.weight(name).shape == weight.shape, name
+        kind = file.tensors[str(NAMES.get_name(name, (".weight",)))].tensor_type
+        assert kind == (F32 if weight.dim() == 1 else BF16), name
+
+
+def test_weights_keep_their_values(checkpoint: Path, file: File) -> None:
+    for name, weight in unmoved(checkpoint):
+        kept = weight if weight.dim() == 1 else weight.to(torch.bfloat16).float()
+        assert torch.equal(file.weight(name), kept), name
+
+
+def test_matrices_can_be_blocks_of_eight_bits(checkpoint: Path, file: File, tmp_path: Path) -> None:
+    write_gguf(checkpoint, tmp_path / "model.gguf", "int8")
+    found = File(tmp_path / "model.gguf")
+    assert (found.keys["general.file_type"], file.keys["general.file_type"]) == (7, 32)
+    assert {each.tensor_type for each in found.tensors.values()} == {F32, Q8_0}
+    for name, exact in unmoved(checkpoint):
+        if exact.dim() > 1:
+            # Half a step of the block's scale, and fp16's rounding of that.
+            step = exact.view(len(exact), -1, 32).abs().amax(2, keepdim=True) / 127
+            bound = (0.5 + 127 * 2**-11) * step + 127 * 2**-25
+            off = (found.weight(name) - exact).view(len(exact), -1, 32).abs()
+            assert (off <= bound).all(), name
+
+
+def test_eight_bits_need_rows_of_whole_blocks(edited: Callable[..., Path]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = edited("config.json")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:, :40].contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="cannot be stored as int8"):
+        write_gguf(folder, folder / "model.gguf", "int8")
+
+
+def test_queries_and_keys_are_interleaved_by_their_own_number_of_heads(checkpoint: Path, file: File) -> None:
+    found = read_checkpoint(checkpoint)
+    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        name = f"model.layers.0.self_attn.{part}.weight"
+        weight, stored = found.weights[name].to(torch.bfloat16).float(), file.weight(name)
+        size = weight.shape[0] // found.config[heads]
+        for head in range(found.config[heads]):
+            for pair in range(size // 2):
+                row = head * size
+                assert torch.equal(stored[row + 2 * pair], weight[row + pair])
+                assert torch.equal(stored[row + 2 * pair + 1], weight[row + size // 2 + pair])
+
+
+def test_interleaving_moves_whole_rows() -> None:
+    rows = torch.arange(8.0)[:, None].expand(8, 3)
+    assert interleaved(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_what_has_no_place_is_refused(edited: Callable[..., Path]) -> None:
+    folder = edited("config.json", architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(UserError, match="no plain Llama"):
+        write_gguf(folder, folder / "model.gguf")
