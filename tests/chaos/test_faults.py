@@ -1,104 +1,143 @@
-"""The fault benchmark's own parts: what counts as lost and wrong, waits, the proxy between two processes."""
+"""Faults of a real server lose no token: killed and hanging processes, lost messages, slow clients."""
 
+import asyncio
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from ssd_serve.base.draft_messages import Close, Hello, Message
-from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.settings import Settings
+from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.memory_channel import FaultRates
 from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.transport.listener import Listener, connect
-from tests.chaos.faults.client import Heard, Wish, over_before
-from tests.chaos.faults.judge import TextVerdict, judge
-from tests.chaos.faults.kinds import faults_of, node_lost
-from tests.chaos.faults.proxy import MessageFaults
-from tests.chaos.faults.report import harmless, table
+from tests.chaos.faults import (
+    MESSAGE_FAULTS,
+    PROCESS_FAULTS,
+    RANK_FAULTS,
+    SERVER_KILLED,
+    ClientStream,
+    Fault,
+    FaultOutcome,
+    client_streams,
+    compare,
+    inject,
+    message_proxy,
+    run_streams,
+)
+from tests.chaos.message_proxy import MessageProxy
+from tests.chaos.processes import served
+from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import HELLO
 
-WISH = Wish((5, 6, 7), seed=3, temperature=1.0, tokens=4)
+
+def server_settings(folder: Path, **changes: object) -> Settings:
+    target, draft = write_pair(folder / "pair")
+    settings = Settings(
+        target=str(target),
+        draft=str(draft),
+        dtype="fp32",
+        budget=2,
+        mode=Mode.SSD,
+        drain_seconds=0,
+        speculation_may_stop=False,
+        model_wrapper=emulating("mi300x-70b-1b*2"),
+    )
+    return settings.model_copy(update=changes)
 
 
-def heard(*tokens: int, every_s: float = 0.1) -> Heard:
+def outcomes_of(settings: Settings, faults: Sequence[Fault], folder: Path) -> dict[str, FaultOutcome]:
+    """Inject the faults into one server, one after the other."""
+    with ExitStack() as stack:
+        server = stack.enter_context(served(settings, folder))
+        proxy = message_proxy(server) if faults is MESSAGE_FAULTS else None
+        if proxy is not None:
+            stack.callback(proxy.close)
+        undisturbed = client_streams(server.url, 2, 150)
+        asyncio.run(run_streams(server.url, undisturbed))
+        return {
+            fault.name: asyncio.run(
+                inject(settings, server, proxy, fault, undisturbed, [each.fresh() for each in undisturbed])
+            )
+            for fault in faults
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "faults", [PROCESS_FAULTS, MESSAGE_FAULTS, RANK_FAULTS], ids=["processes", "messages", "ranks"]
+)
+def test_faults_lose_no_token_and_the_server_recovers(faults: Sequence[Fault], tmp_path: Path) -> None:
+    settings = server_settings(tmp_path, tensor_parallel=2 if faults is RANK_FAULTS else 1)
+    for name, outcome in outcomes_of(settings, faults, tmp_path).items():
+        assert outcome.harmless, (name, outcome)
+        assert outcome.speculates, (name, outcome)
+        assert outcome.longest_wait_s < 60.0, (name, outcome)
+        if faults is MESSAGE_FAULTS:
+            assert outcome.more["messages_changed"] > 0, name
+            assert outcome.longest_wait_s < 10.0, (name, outcome)
+        if name == "clients that read slowly":
+            assert outcome.more == {"clients": 4, "whole_answers": 4}
+
+
+@pytest.mark.slow
+def test_request_continues_on_another_server_after_a_kill(tmp_path: Path) -> None:
+    settings = server_settings(tmp_path)
+    with served(settings, tmp_path) as server:
+        undisturbed = client_streams(server.url, 2, 60)
+        asyncio.run(run_streams(server.url, undisturbed))
+        clients = [each.fresh() for each in undisturbed]
+        killed = asyncio.run(inject(settings, server, None, SERVER_KILLED, undisturbed, clients))
+    assert killed.lost > 0
+    assert all(each.error for each in clients)
+    with served(settings, tmp_path) as server:
+        asyncio.run(run_streams(server.url, clients))
+    again = compare(settings, undisturbed, clients, 0.0)
+    assert (again.lost, again.wrong, again.errors) == (0, 0, ())
+
+
+def received(*tokens: int, every_s: float = 0.1) -> ClientStream:
     times = [10.0 + every_s * index for index in range(len(tokens))]
-    return Heard(WISH, list(tokens), times)
-
-
-def test_a_text_that_was_cut_off_has_lost_tokens_and_is_not_wrong() -> None:
-    settings = Settings(target=EMBEDDED)
-    whole = [heard(1, 2, 3, 4), heard(5, 6, 7, 8)]
-    assert judge(settings, whole, [heard(1, 2, 3, 4), heard(5, 6, 7, 8)]) == TextVerdict(0, 0, 0)
-    assert judge(settings, whole, [heard(1, 2, 3, 4), heard(5)]) == TextVerdict(3, 0, 0)
-    assert judge(settings, whole, [heard(), heard(5, 6, 7, 8)]) == TextVerdict(4, 0, 0)
-
-
-def test_a_token_that_differs_or_is_repeated_is_wrong_unless_it_was_nearly_the_other() -> None:
-    settings = Settings(target=EMBEDDED)
-    whole = [heard(1, 2, 3, 4), heard(5, 6, 7, 8)]
-    verdict = judge(settings, whole, [heard(1, 2, 2, 3), heard(5, 6, 7, 8, 9)])
-    assert verdict == TextVerdict(0, 2, 0)
-
-
-def test_a_wait_counts_from_when_the_fault_struck() -> None:
-    one = Heard(WISH, [1, 2, 3, 4], [10.0, 15.0, 15.5, 17.0])
-    assert one.stall(since=16.0) == (17.0, 1.5)
-    assert one.stall(since=12.0) == (15.0, 5.0), "a wait that had begun before counts whole"
-    assert one.stall(since=20.0) == (20.0, 0.0)
-
-
-def test_streams_that_were_over_before_a_fault_was_noticed_show_nothing_of_it() -> None:
-    streams = [heard(1, 2, every_s=1.0), heard(1, 2, 3, every_s=1.0)]
-    assert over_before(streams, moment=12.5)
-    assert not over_before(streams, moment=11.5)
-
-
-def test_only_what_ends_the_engine_interrupts_streams() -> None:
-    faults = (*faults_of("processes"), *faults_of("messages"))
-    interrupting = {fault.name for fault in faults if fault.interrupts}
-    assert interrupting == {
-        "kill -9 of the verifier",
-        "SIGSTOP of the verifier",
-        "SIGSTOP of the server for 8 s",
-    }
-    assert node_lost(lambda: None).interrupts
+    return ClientStream((5, 6, 7), 3, 1.0, 4, list(tokens), times)
 
 
 @pytest.mark.parametrize(
-    ("change", "good"),
+    ("texts", "lost", "wrong"),
     [
-        ({}, True),
-        ({"wrong": 1}, False),
-        ({"lost": 3}, False),
-        ({"errors": ["status 500"]}, False),
-        ({"errors": ["ReadError"], "whole_s": None}, True),
-        ({"lost": 3, "whole_s": None}, False),
-        ({"more": {"clients": 4, "whole_answers": 4}}, True),
-        ({"more": {"clients": 4, "whole_answers": 3}}, False),
+        ([received(1, 2, 3, 4), received(5, 6, 7, 8)], 0, 0),
+        ([received(1, 2, 3, 4), received(5)], 3, 0),
+        ([received(), received(5, 6, 7, 8)], 4, 0),
+        ([received(1, 2, 2, 3), received(5, 6, 7, 8, 9)], 0, 2),
     ],
 )
-def test_tokens_are_never_lost_and_connections_with_the_server_alone(
-    change: dict[str, object], good: bool
+def test_comparison_counts_lost_tokens_and_wrong_texts(
+    texts: list[ClientStream], lost: int, wrong: int
 ) -> None:
-    outcome: dict[str, object] = {
-        **{"fault": "kill -9", "lost": 0, "wrong": 0, "near_ties": 0, "noticed_s": 0.1, "recovered_s": 3.0},
-        **{"whole_s": 4.0, "stall_s": 3.0, "errors": [], "speculates": True, "more": {}},
-    }
-    result = {"outcomes": [{**outcome, **change}]}
-    assert harmless(result) == good
-    assert table(result).splitlines()[-1].startswith("| kill -9 | ")
+    whole = [received(1, 2, 3, 4), received(5, 6, 7, 8)]
+    outcome = compare(Settings(target=EMBEDDED), whole, texts, 0.0)
+    assert (outcome.lost, outcome.wrong) == (lost, wrong)
+    assert outcome.harmless == (not lost and not wrong)
+
+
+def test_longest_wait_counts_from_before_the_fault_if_it_had_begun() -> None:
+    one = ClientStream((1,), 0, 0.0, 4, [1, 2, 3, 4], [10.0, 15.0, 15.5, 17.0])
+    assert one.longest_wait(16.0) == 1.5
+    assert one.longest_wait(12.0) == 5.0
+    assert one.longest_wait(20.0) == 0.0
 
 
 @contextmanager
-def proxied(folder: Path) -> Generator[tuple[SocketChannel, SocketChannel, MessageFaults]]:
-    """A drafter's end, the verifier's end, and the proxy between them."""
-    address = str(folder / "drafter.sock")
-    listener = Listener.unix(address)
-    proxy = MessageFaults(address)
-    drafter = connect(address)
+def proxied(folder: Path) -> Generator[tuple[SocketChannel, SocketChannel, MessageProxy]]:
+    """Yield a drafter's end, the verifier's end, and the proxy between them."""
+    address = folder / "drafter.sock"
+    listener = Listener.unix(str(address))
+    proxy = MessageProxy(address)
+    drafter = connect(str(address))
     verifier = listener.await_peer(5.0)
     assert verifier is not None
     try:
@@ -119,7 +158,7 @@ def gathered(channel: SocketChannel, enough: Callable[[list[Message]], bool]) ->
     return found
 
 
-def test_the_proxy_passes_everything_on_until_it_is_told_otherwise(tmp_path: Path) -> None:
+def test_proxy_relays_everything_until_faults_are_used(tmp_path: Path) -> None:
     with proxied(tmp_path) as (drafter, verifier, proxy):
         drafter.send(HELLO)
         assert gathered(verifier, lambda found: bool(found)) == [HELLO]
@@ -135,7 +174,7 @@ def test_the_proxy_passes_everything_on_until_it_is_told_otherwise(tmp_path: Pat
         assert proxy.changed > 20
 
 
-def test_what_is_dropped_is_gone_but_never_the_greeting(tmp_path: Path) -> None:
+def test_proxy_drops_messages_except_the_handshake(tmp_path: Path) -> None:
     with proxied(tmp_path) as (drafter, verifier, proxy):
         proxy.use(FaultRates(drop=1.0))
         drafter.send(Close(1, 1))
@@ -144,13 +183,3 @@ def test_what_is_dropped_is_gone_but_never_the_greeting(tmp_path: Path) -> None:
         proxy.use(None)
         drafter.send(Close(2, 1))
         assert gathered(verifier, lambda found: bool(found)) == [Close(2, 1)]
-
-
-def test_without_the_proxy_the_verifier_is_reached_itself(tmp_path: Path) -> None:
-    with proxied(tmp_path) as (drafter, verifier, proxy):
-        proxy.close()
-        assert gathered(drafter, lambda _: drafter.closed) == []
-        again = connect(str(tmp_path / "drafter.sock"))
-        again.send(HELLO)
-        again.close()
-        assert verifier.wait(5.0)

@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from ssd_serve.bench.metrics_page import metric
-from tests.chaos.faults.ray_nodes import two_nodes
+from tests.chaos.ray_nodes import two_nodes
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import Server, free_port, running
 

@@ -60,4 +60,4 @@ with checks.check("what is wrong is told as Anthropic's errors") as seen:
         seen.append(error.body["error"]["message"])
     else:
         raise AssertionError("it was taken")
-sys.exit(checks.tell())
+sys.exit(checks.report())

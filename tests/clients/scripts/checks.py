@@ -1,4 +1,4 @@
-"""What the scripts of this folder share. Each runs in an environment of its own, without our code."""
+"""Checks that the scripts of this folder share; each script runs in an environment of its own."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 BASE_URL = sys.argv[1]
-"""Where the server is, without /v1."""
+"""Address of the server, without /v1."""
 MODEL = "ssd-embedded"
 KEY = "sk-no-key-is-needed-here-0123456789abcdef"
 TOOLS = [
@@ -33,7 +33,6 @@ TOOLS = [
 
 
 def await_program(url: str, seconds: float = 180.0) -> None:
-    """Until a program that was started answers there."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -41,22 +40,20 @@ def await_program(url: str, seconds: float = 180.0) -> None:
                 return
         except OSError as error:
             if time.monotonic() > until:
-                raise TimeoutError(f"nobody answers at {url}") from error
+                raise TimeoutError(f"no answer from {url}") from error
         time.sleep(0.5)
 
 
 class Checks:
-    """The checks of one script, told as JSON at its end."""
+    """The checks of one script, printed as JSON at its end."""
 
     def __init__(self, *packages: str) -> None:
         self._packages = packages
         self._seen: list[dict[str, str]] = []
-        self.asked: list[dict[str, object]] = []
-        """What the software asked the server for, where that was recorded."""
 
     @contextmanager
     def check(self, name: str) -> Generator[list[object]]:
-        """What is appended is told as what was seen. An error is told, and the next check goes on."""
+        """Run a check; an error is reported, and the next check continues."""
         seen: list[object] = []
         try:
             yield seen
@@ -66,9 +63,8 @@ class Checks:
         else:
             self._seen.append({"check": name, "seen": "; ".join(map(str, seen))[:200]})
 
-    def tell(self) -> int:
-        """Print them; the exit code."""
+    def report(self) -> int:
+        """Print the checks and return the exit code."""
         versions = {name: version(name) for name in self._packages}
-        recorded = {"asked": self.asked} if self.asked else {}
-        print(json.dumps({"versions": versions, "checks": self._seen, **recorded}))
+        print(json.dumps({"versions": versions, "checks": self._seen}))
         return int(any("failed" in each for each in self._seen))

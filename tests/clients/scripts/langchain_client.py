@@ -45,4 +45,4 @@ for method in ("json_schema", "function_calling"):
         place = model.with_structured_output(WarmPlace, method=method, strict=True).invoke("A place?")
         assert isinstance(place, WarmPlace)
         seen.append(place)
-sys.exit(checks.tell())
+sys.exit(checks.report())

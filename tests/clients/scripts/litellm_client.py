@@ -47,4 +47,4 @@ with checks.check("through its proxy, whole and streamed") as seen:
     finally:
         proxy.terminate()
         proxy.wait()
-sys.exit(checks.tell())
+sys.exit(checks.report())

@@ -69,4 +69,4 @@ with checks.check("what is wrong is told as OpenAI's errors") as seen:
         seen.append(error.body["message"])
     else:
         raise AssertionError("it was taken")
-sys.exit(checks.tell())
+sys.exit(checks.report())

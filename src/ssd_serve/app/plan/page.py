@@ -190,7 +190,7 @@ def _note(plan: PlanEstimate) -> str:
     if widened := [model.name for model in models if model.fp8 is False]:
         notes.append(f"fp8 weights are widened on this device: {', '.join(widened)}")
     if plan.target.matrix_bytes < plan.platform.cache_bytes:
-        notes.append("the target fits the cache and is faster than this; `ssd bench load` measures it")
+        notes.append("the target fits the cache and is faster than this; `ssd bench modes` measures it")
     if plan.draft is not None and plan.draft.vocabulary != plan.target.vocabulary:
         notes.append(
             f"vocabularies of {plan.target.vocabulary} and {plan.draft.vocabulary} tokens: a pair needs one "

@@ -1,9 +1,7 @@
-"""What memory does over time: a robust slope, how sure it is, and who has grown too much.
+"""The growth of memory over time: a robust slope with its confidence interval.
 
-Samples of one process are averaged into equal stretches; the slope is the median of the slopes of all pairs
-of stretches (Theil-Sen), and its interval comes from drawing the stretches' residuals anew (bootstrap).
-Stretches of some seconds make residuals nearly independent; what cycles more slowly than that makes the
-interval too narrow, and what grows in steps makes it wide. Knows numbers, not processes.
+Samples are averaged into equal stretches, which makes their residuals nearly independent. The slope is the
+median of the slopes of all pairs of stretches (Theil-Sen); its interval resamples the residuals (bootstrap).
 """
 
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Growth in units an hour, with its 95 % interval, over so many hours of samples."""
+    """Growth in units an hour with its 95 % interval, over `hours` of samples."""
 
     value: float
     low: float
@@ -32,7 +30,7 @@ class Slope:
 
 
 def slope(seconds: Sequence[float], values: Sequence[float], seed: int = 1) -> Slope | None:
-    """The slope of samples in the order of time; None where there are too few to say anything."""
+    """Return the slope of samples in the order of time; None for too few samples."""
     if len(seconds) < _MIN_SAMPLES or seconds[-1] <= seconds[0]:
         return None
     hours = (np.asarray(seconds, dtype=np.float64) - seconds[0]) / 3600
@@ -51,11 +49,6 @@ def slope(seconds: Sequence[float], values: Sequence[float], seed: int = 1) -> S
     return Slope(value, float(drawn.low), float(drawn.high), float(hours[-1]))
 
 
-def after_warm_up(seconds: Sequence[float], warm_up_s: float) -> int:
-    """Index of the first sample that counts: caches fill at the beginning of a process."""
-    return next((index for index, each in enumerate(seconds) if each - seconds[0] >= warm_up_s), len(seconds))
-
-
 def _stretches(hours: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
     count = min(STRETCHES, len(hours) // 3)
     parts = zip(np.array_split(hours, count), np.array_split(values, count), strict=True)
@@ -64,8 +57,7 @@ def _stretches(hours: FloatArray, values: FloatArray) -> tuple[FloatArray, Float
 
 
 def _theil_sen(times: FloatArray, values: FloatArray, axis: int = -1) -> FloatArray:
-    """The slope of each series along the last axis. By hand: scipy's takes one series, and a second for all
-    the draws."""
+    """Return the slope of each series along an axis; scipy's function takes one series at a time."""
     first, second = np.triu_indices(len(times), 1)
     slopes = (values[..., second] - values[..., first]) / (times[second] - times[first])
     return np.asarray(np.median(slopes, axis), dtype=np.float64)

@@ -1,7 +1,6 @@
-"""Stands between a verifier and its drafters on this machine: drops, delays, repeats and reorders messages.
+"""A proxy between a verifier and its drafters that drops, delays, duplicates and reorders messages.
 
-Takes the place of the verifier's socket file, so that neither side knows of it. Knows messages as things that
-are late or lost.
+It replaces the verifier's socket file, so that neither side needs a setting.
 """
 
 import contextlib
@@ -18,32 +17,32 @@ from ssd_serve.transport.channel import Channel, Waitable, poll
 from ssd_serve.transport.listener import Listener, connect
 
 TICK_S = 0.01
-_LOOK_EVERY_S = 0.005
+_POLL_S = 0.005
 SPARED = (Hello, Refusal)
-"""A stream loses nothing of its beginning; what comes later may be late, lost or doubled anywhere."""
+"""Messages that always arrive: a handshake is not part of the fault."""
 
 
-class MessageFaults:
-    """Between the drafters that connect from now on and the verifier that listens at `address`."""
+class MessageProxy:
+    """Relays the drafters that connect from now on to the verifier that listens at `address`."""
 
-    def __init__(self, address: str) -> None:
-        self._address = Path(address)
+    def __init__(self, address: Path) -> None:
+        self._address = address
         self._behind = self._address.with_suffix(".behind")
         self._address.rename(self._behind)
         self._listener = Listener.unix(self._address)
         self._schedule: Schedule = faultless
         self.changed = 0
-        """Messages that did not arrive once and at once."""
+        """Number of messages that did not arrive exactly once and in time."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="message faults", daemon=True)
         self._thread.start()
 
     def use(self, rates: FaultRates | None, seed: int = 0) -> None:
-        """From now on these faults happen; None: none."""
+        """Apply these faults from now on; None: no faults."""
         self._schedule = faultless if rates is None else seeded(seed, rates)
 
     def close(self) -> None:
-        """Cut the connections; who connects again reaches the verifier itself. A second call does nothing."""
+        """Close the connections; later ones reach the verifier itself. A second call does nothing."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -56,7 +55,7 @@ class MessageFaults:
         pairs: list[_Relay] = []
         while not self._stopping.is_set():
             sources: list[Waitable] = [self._listener, *(end for pair in pairs for end in pair.ends)]
-            poll(sources, _LOOK_EVERY_S)
+            poll(sources, _POLL_S)
             drafter = self._listener.accept()
             if drafter is not None:
                 with contextlib.suppress(SsdError):
@@ -71,7 +70,7 @@ class MessageFaults:
 
 
 class _Relay:
-    """One drafter's connection, both ways."""
+    """One drafter's connection, in both directions."""
 
     def __init__(self, drafter: Channel, verifier: Channel) -> None:
         self.ends = (drafter, verifier)
@@ -80,11 +79,11 @@ class _Relay:
 
     @property
     def over(self) -> bool:
-        """Whether one side has left."""
+        """True if one side has closed the connection."""
         return any(end.closed for end in self.ends)
 
     def pass_on(self, schedule: Schedule) -> int:
-        """Take what came, send what is due; returns how many messages the schedule has changed."""
+        """Receive, and send what is due; return the number of messages that the schedule has changed."""
         changed, now = 0, time.monotonic()
         for end, other in (self.ends, self.ends[::-1]):
             for message in end.receive():
@@ -99,6 +98,6 @@ class _Relay:
         return changed
 
     def close(self) -> None:
-        """Let both sides know."""
+        """Close both sides."""
         for end in self.ends:
             end.close()

@@ -1,7 +1,6 @@
-"""Faults of other clients: some that never read their answers, and some that read slower than these come.
+"""Clients that never read their answers, and clients that read slower than tokens are generated.
 
-Their receive buffers are small, so that what they do not read waits on the server's side, where the kernel
-takes some megabytes: more than these answers. Knows the completions API, and nothing of who is measured.
+Their receive buffers are small, so that unread data waits on the server's side.
 """
 
 import socket
@@ -17,26 +16,25 @@ from ssd_serve.base.errors import SsdError
 _CLIENTS = 4
 _SMALL_BUFFER = 4096
 _SLOWLY_S = 0.5
-"""Between two reads of as much as the buffer holds: much slower than tokens come."""
+"""Pause between two reads of a full buffer: much slower than tokens are generated."""
 _SILENCE_S = 120.0
 _ACCEPTED, _END = b"HTTP/1.1 200", b"data: [DONE]"
 
 
 def never_read(url: str) -> Callable[[], dict[str, float]]:
-    """Begin some long answers and read nothing of them; call the result to hang up."""
+    """Start some long answers and read nothing of them; call the result to disconnect."""
     clients = _ask_all(url)
 
-    def hang_up() -> dict[str, float]:
+    def disconnect() -> dict[str, float]:
         for client in clients:
             client.close()
         return {"clients": _CLIENTS}
 
-    return hang_up
+    return disconnect
 
 
 def read_slowly(url: str) -> Callable[[], dict[str, float]]:
-    """Begin some long answers and read them slowly; call the result to read what is left, and to be told how
-    many came whole."""
+    """Start some long answers and read them slowly; call the result to read the rest."""
     hurry = threading.Event()
     whole: list[bool] = []
 
@@ -64,7 +62,7 @@ def read_slowly(url: str) -> Callable[[], dict[str, float]]:
 
 
 def _ask_all(url: str) -> list[socket.socket]:
-    """All clients, each with the beginning of its answer."""
+    """Connect all clients and wait for the beginning of each answer."""
     with ExitStack() as stack:
         clients = [stack.enter_context(_ask(url)) for _ in range(_CLIENTS)]
         stack.pop_all()
@@ -87,5 +85,5 @@ def _ask(url: str) -> socket.socket:
     status = client.recv(len(_ACCEPTED), socket.MSG_PEEK)
     if status != _ACCEPTED:
         client.close()
-        raise SsdError(f"a client beside the measured ones was not served: {status!r}")
+        raise SsdError(f"a slow client was not served: {status!r}")
     return client

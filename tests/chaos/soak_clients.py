@@ -1,8 +1,4 @@
-"""The clients of a soak: every kind of request and every bad habit, at random but from a seed.
-
-Each client asks, listens as its kind does, and counts what came. Knows the OpenAI API as any client does, and
-nothing of the server behind it.
-"""
+"""The clients of a soak: random requests of every kind from a seed, and counts of their outcomes."""
 
 import asyncio
 import contextlib
@@ -17,7 +13,7 @@ import httpx
 
 _SLOW_READ_S = 0.05
 _MAX_FAILURES = 20
-_SILENCE_S = 120.0
+_TIMEOUT_S = 120.0
 _WORDS = (
     "def ",
     "return ",
@@ -47,7 +43,7 @@ KINDS: Mapping[str, float] = {
     "slow": 1,
     "bad": 1,
 }
-"""How often each kind of client comes."""
+"""Relative frequency of each kind of request."""
 PROBE: Mapping[str, Any] = {
     "prompt": "def read_lines(path):",
     "max_tokens": 32,
@@ -57,8 +53,8 @@ PROBE: Mapping[str, Any] = {
 
 
 @dataclass(slots=True)
-class Counted:
-    """What came of all requests."""
+class Counts:
+    """Outcomes of all requests."""
 
     done: Counter[str] = field(default_factory=Counter[str])
     failures: list[str] = field(default_factory=list[str])
@@ -67,14 +63,14 @@ class Counted:
     probe_text: str | None = None
 
     def fail(self, text: str) -> None:
-        """Something came that should not have."""
+        """Count a failure and keep the first messages."""
         self.failed += 1
         if len(self.failures) < _MAX_FAILURES:
             self.failures.append(text[:300])
 
 
 class SoakClients:
-    """`clients` of them that ask until `stop` is set; `kinds`: how often each kind comes."""
+    """`clients` that send requests until `stop` is set; `kinds` are relative frequencies."""
 
     def __init__(
         self,
@@ -83,7 +79,7 @@ class SoakClients:
         clients: int,
         seed: int,
         context: int,
-        counted: Counted,
+        counted: Counts,
     ) -> None:
         self._http = http
         self._kinds, self._weights = list(kinds), list(kinds.values())
@@ -93,7 +89,7 @@ class SoakClients:
         self.stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Until told to stop; what has begun ends."""
+        """Send until `stop` is set; running requests are completed."""
         await asyncio.gather(*(self._one(source) for source in self._sources))
 
     async def _one(self, source: random.Random) -> None:
@@ -129,7 +125,7 @@ class SoakClients:
             self._counted.fail("an answer with too few choices")
 
     async def _stream(self, path: str, body: Mapping[str, Any], leave: int | None, pause_s: float) -> None:
-        """Read to the end, or go after `leave` chunks without a word."""
+        """Read to the end, or disconnect after `leave` chunks."""
         last = ""
         async with self._http.stream("POST", path, json={**body, "stream": True}) as response:
             if response.status_code != 200:
@@ -155,7 +151,7 @@ class SoakClients:
             self._counted.fail(f"a bad request got status {answer.status_code}: {answer.text[:200]}")
 
     def _body(self, source: random.Random, chat: bool) -> dict[str, Any]:
-        """Prompts begin alike, so that they share prefixes, and go on differently."""
+        """Return a request; prompts share prefixes."""
         most = max(8, self._context // 8)
         text = "import sys\n" * source.choice((0, 2, most // 8)) + "".join(
             source.choices(_WORDS, k=source.choice((1, 4, 12)))
@@ -178,8 +174,8 @@ class SoakClients:
         return {**body, **source.choice(extras)}
 
 
-async def probe(http: httpx.AsyncClient, counted: Counted) -> None:
-    """The same request again and again: its text must not change, whatever happens around it."""
+async def probe(http: httpx.AsyncClient, counted: Counts) -> None:
+    """Send the same request as always; its text must not change."""
     try:
         answer = await http.post("/v1/completions", json=dict(PROBE))
         text = str(answer.json()["choices"][0]["text"])
@@ -194,16 +190,16 @@ async def probe(http: httpx.AsyncClient, counted: Counted) -> None:
 
 
 async def can_chat(http: httpx.AsyncClient) -> bool:
-    """Whether the target has a chat template."""
+    """Return True if the target has a chat template."""
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     return (await http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-def client(url: str) -> httpx.AsyncClient:
-    """A client that waits as long as a soak may need."""
+def open_client(url: str) -> httpx.AsyncClient:
+    """Open a client with a long timeout."""
     return httpx.AsyncClient(
         base_url=url,
-        timeout=httpx.Timeout(_SILENCE_S),
+        timeout=httpx.Timeout(_TIMEOUT_S),
         limits=httpx.Limits(keepalive_expiry=2.0),
         trust_env=False,
     )

@@ -1,7 +1,4 @@
-"""A Ray cluster of simulated nodes on this machine, one of which can be lost like a machine that fails.
-
-Knows Ray's own means of testing; no engine and no clients.
-"""
+"""A Ray cluster of simulated nodes on this machine, one of which can be removed like a machine that fails."""
 
 import importlib
 from collections.abc import Callable, Generator
@@ -14,14 +11,13 @@ from ssd_serve.base.errors import UserError
 
 _OBJECT_BYTES = 80 << 20
 _CORES = 2
-"""Of a node: one for the target, one for the drafter."""
+"""Cores of a node: one for the target, one for the drafter."""
 _ACTOR = "RoleActor"
 
 
 @contextmanager
 def two_nodes() -> Generator[tuple[str, Callable[[], None]]]:
-    """Gives the address of a cluster with two nodes and a head without cores, and what loses the node with
-    the target; the other one has room for it."""
+    """Yield the address of a cluster with two nodes, and a function that removes the node with the target."""
     try:
         simulated: Any = importlib.import_module("ray.cluster_utils")
     except ImportError as error:
@@ -40,6 +36,6 @@ def two_nodes() -> Generator[tuple[str, Callable[[], None]]]:
 
 
 def _works(node: Any) -> bool:
-    """Whether an actor runs on this node."""
+    """Return True if an actor runs on this node."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return any(_ACTOR in " ".join(child.cmdline()) for child in raylet.children(recursive=True))
