@@ -38,12 +38,12 @@ greedy = SamplingParameters(temperature=0.0, top_a=0.5)
 assert not has_truncation(greedy)
 print("acts")
 """
-ASKED = """
+REQUESTS = """
 import json
 from ssd_serve import SamplingParams
 from ssd_serve.base.errors import RequestError
 from ssd_serve.sampling.validation import engine_parameters
-from ssd_serve.server.openai.openapi import Doors, build_document
+from ssd_serve.server.openai.openapi import SecuritySchemes, build_document
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.server.fakes import READY
 
@@ -52,7 +52,7 @@ for each in (request, SamplingParams(top_a=0.2)):
     assert engine_parameters(each, READY, max_tokens=3, logprobs=None).top_a == 0.2
 assert engine_parameters(SamplingParams(), READY, max_tokens=3, logprobs=None).top_a == 0.0
 assert "top_a" in ChatRequest.model_fields
-document = build_document("x", "1", Doors())["components"]["schemas"]
+document = build_document("x", "1", SecuritySchemes())["components"]["schemas"]
 for name in ("CompletionRequest", "ChatRequest"):
     (number, _) = document[name]["properties"]["top_a"]["anyOf"]
     assert (number["type"], number["minimum"], number["maximum"]) == ("number", 0, 1), number
@@ -68,20 +68,20 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     return Clone("A sampling parameter", tmp_path_factory.mktemp("clone"))
 
 
-def test_it_acts_in_the_reference_and_in_torchs_path(clone: Clone) -> None:
+def test_added_parameter_acts_in_reference_and_batched_paths(clone: Clone) -> None:
     assert clone.run("-c", ACTS) == "acts\n"
 
 
-def test_requests_and_programs_have_it_and_are_held_to_its_range(clone: Clone) -> None:
-    assert clone.run("-c", ASKED) == "top_a: input should be less than or equal to 1\n"
+def test_added_parameter_is_validated_over_http_and_in_python(clone: Clone) -> None:
+    assert clone.run("-c", REQUESTS) == "top_a: input should be less than or equal to 1\n"
 
 
-def test_the_tests_of_the_table_enumerate_it(clone: Clone) -> None:
+def test_tests_of_the_parameter_table_cover_the_added_one(clone: Clone) -> None:
     """The table's own tests cover the new parameter: predicates, the reference path, and the native kernel
     that declines it."""
     files = ["tests/sampling/test_parameters.py", "tests/sampling/test_validation.py"]
-    said = clone.run(
-        "-m", "pytest", "-q", *files, "-k", "top_a and not definition or doors or table or order"
+    output = clone.run(
+        "-m", "pytest", "-q", *files, "-k", "top_a and not equals_the_reference or http_and_python or table or order"
     )
-    assert "passed" in said
-    assert "deselected" in said
+    assert "passed" in output
+    assert "deselected" in output
