@@ -80,8 +80,7 @@ def test_tests_of_the_parameter_table_cover_the_added_one(clone: Clone) -> None:
     """The table's own tests cover the new parameter: predicates, the reference path, and the native kernel
     that declines it."""
     files = ["tests/sampling/test_parameters.py", "tests/sampling/test_validation.py"]
-    output = clone.run(
-        "-m", "pytest", "-q", *files, "-k", "top_a and not equals_the_reference or http_and_python or table or order"
-    )
+    chosen = "top_a and not equals_the_reference or http_and_python or table or order"
+    output = clone.run("-m", "pytest", "-q", *files, "-k", chosen)
     assert "passed" in output
     assert "deselected" in output
