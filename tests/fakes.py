@@ -279,5 +279,5 @@ class StillCores(Cores):
         super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
         self.entered: list[tuple[SpeculationMode, bool]] = []
 
-    def enter(self, layout: SpeculationMode, wide: bool = True) -> None:
-        self.entered.append((layout, wide))
+    def enter(self, mode: SpeculationMode, all_cores: bool = True) -> None:
+        self.entered.append((mode, all_cores))

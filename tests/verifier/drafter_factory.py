@@ -7,7 +7,7 @@ from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.base.draft_messages import Growth, Hello, Message
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.verifier.request import Request, accept, share
+from ssd_serve.verifier.request import Request, create_request, shared_state
 from tests.fakes import HELLO, VOCABULARY, FakeClock
 
 OTHER = replace(HELLO, name="d1")
@@ -45,7 +45,7 @@ class DrafterHarness:
 
 def make_request(number: int) -> Request:
     submit = Submit(number, (1, 2, 3), SamplingParameters(max_tokens=50), 7)
-    return accept(submit, share(submit, (0,)), 64, VOCABULARY)
+    return create_request(submit, shared_state(submit, (0,)), 64, VOCABULARY)
 
 
 def of(kind: type[Message], messages: list[Message]) -> list[Message]:

@@ -85,7 +85,7 @@ def hellos(draw: st.DrawFn) -> Speech:
 def growths(draw: st.DrawFn) -> Speech:
     request, shift = draw(st.integers(0, 5) | NUMBERS), draw(st.sampled_from([0, 0, 0, 1, -1, 2**40]))
     sequence, times = draw(NUMBERS), draw(st.sampled_from([1, 1, 3, 60, 600]))
-    wide, count = draw(st.sampled_from([0, 1, 5, 39, 300])), draw(st.sampled_from([0, 1, 2, 40, 500]))
+    all_cores, count = draw(st.sampled_from([0, 1, 5, 39, 300])), draw(st.sampled_from([0, 1, 2, 40, 500]))
     chain, value = draw(st.booleans()), draw(VALUES)
     token, spoil = draw(st.integers(-2, VOCABULARY + 1)), draw(st.sampled_from(["", "", "", *_BUFFERS]))
     source, snapshot = draw(LONG), draw(st.booleans())
@@ -95,11 +95,11 @@ def growths(draw: st.DrawFn) -> Speech:
         expansions: list[Expansion] = []
         parent, step = root, ROOT_STEP
         for index in range(count):
-            tokens = [(token + each) % (VOCABULARY + (token < 0)) for each in range(wide)]
-            expansions.append(Expansion(parent, step, tokens, [value] * wide))
+            tokens = [(token + each) % (VOCABULARY + (token < 0)) for each in range(all_cores)]
+            expansions.append(Expansion(parent, step, tokens, [value] * all_cores))
             if chain:
                 name = parent if step == ROOT_STEP else mix(parent, step)
-                parent, step = name, (tokens[index % wide] if wide else 1)
+                parent, step = name, (tokens[index % all_cores] if all_cores else 1)
         try:
             growth = pack(request, max(0, epoch + shift), sequence, expansions, source, snapshot)
         except OverflowError:  # no 32 bits hold such a value

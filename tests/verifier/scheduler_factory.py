@@ -3,7 +3,7 @@
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
-from ssd_serve.verifier.request import Request, accept, share
+from ssd_serve.verifier.request import Request, create_request, shared_state
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 
 SLOTS = 64
@@ -13,7 +13,7 @@ VOCABULARY = 50
 def make_request(number: int, prompt: list[int], max_tokens: int, salt: bytes = b"") -> Request:
     parameters = SamplingParameters(max_tokens=max_tokens)
     submit = Submit(number, tuple(prompt), parameters, number, options=RequestOptions(salt=salt))
-    return accept(submit, share(submit, ()), 64, VOCABULARY)
+    return create_request(submit, shared_state(submit, ()), 64, VOCABULARY)
 
 
 def make_scheduler(
@@ -22,17 +22,17 @@ def make_scheduler(
     max_running: int = 4,
     chunk: int = 8,
     max_waiting: int = 2,
-    worth_reusing: int = 16,
+    min_reused_tokens: int = 16,
 ) -> Scheduler:
     pool = SlotPool(slots)
-    limits = SchedulerLimits(max_running, max_waiting, chunk, worth_reusing)
+    limits = SchedulerLimits(max_running, max_waiting, chunk, min_reused_tokens)
     return Scheduler(pool, PrefixCache(pool) if prefix else None, limits)
 
 
-def commit(scheduler: Scheduler, part: ScheduledChunk, tree: list[int], accepted: int, token: int) -> None:
+def commit(scheduler: Scheduler, chunk: ScheduledChunk, tree: list[int], accepted: int, token: int) -> None:
     """What the engine does after a round: keep some tree slots, free the rest, extend the text."""
-    request, final = part.request, part.final
-    request.slots.extend([*part.slots, *tree[:accepted]])
+    request, final = chunk.request, chunk.final
+    request.slots.extend([*chunk.slots, *tree[:accepted]])
     scheduler.pool.free(tree[accepted:])
     if final:
         request.tokens.extend([token] * (accepted + 1))
@@ -42,8 +42,8 @@ def read_and_remove(scheduler: Scheduler, request: Request) -> None:
     """A request of one chunk comes and goes; where there is a cache, its text stays there."""
     scheduler.submit(request)
     scheduler.admit()
-    (part,) = scheduler.plan()[0]
-    commit(scheduler, part, [], 0, 3)
+    (chunk,) = scheduler.plan()[0]
+    commit(scheduler, chunk, [], 0, 3)
     scheduler.remove(request)
 
 
@@ -51,9 +51,9 @@ def until_memory_is_short(scheduler: Scheduler) -> list[Request]:
     """Rounds until somebody makes room; who does."""
     preempted: list[Request] = []
     while not preempted:
-        parts, preempted = scheduler.plan()
-        for part in parts:
-            commit(scheduler, part, [], 0, 3)
+        chunks, preempted = scheduler.plan()
+        for chunk in chunks:
+            commit(scheduler, chunk, [], 0, 3)
     return preempted
 
 
@@ -64,8 +64,8 @@ def read_all(scheduler: Scheduler, rounds: int = 100) -> int:
         scheduler.admit()
         if not scheduler.waiting and all(request.decoding for request in scheduler.running):
             return computed
-        parts, _ = scheduler.plan()
-        for part in parts:
-            computed += 0 if part.request.decoding else len(part.slots)
-            commit(scheduler, part, [], 0, 1)
+        chunks, _ = scheduler.plan()
+        for chunk in chunks:
+            computed += 0 if chunk.request.decoding else len(chunk.slots)
+            commit(scheduler, chunk, [], 0, 1)
     raise AssertionError("a prompt is never read")

@@ -43,7 +43,7 @@ def test_a_sequence_of_rounds() -> None:
     rounds.count(both, [1, 9, 7, 3], [-1, -1, -1, 0], [1, 1, 1, 2], accepted=(0, 3))
     rounds.count(grown((MODEL, [root(5)])), [5], [-1], [1], accepted=())
     rounds.count(grown(), [], [], [], accepted=())
-    told = rounds.told(Figures(rounds=3), NAMES)
+    told = rounds.add_to(Figures(rounds=3), NAMES)
     assert told.rounds == 3
     assert told.verified_depths == [1, 1, 1]
     assert told.accepted_depths == [2, 0, 1]
@@ -55,7 +55,7 @@ def test_what_is_named_while_it_is_verified_was_proposed_too() -> None:
     replica.apply(pack(1, 1, 0, [root(2)], "d", snapshot=False), NGRAM, NGRAM)
     rounds = Acceptance()
     rounds.count(replica, [1, 2], [-1, -1], [1, 1], accepted=(1,))
-    assert rounds.told(Figures(), NAMES).sources == {
+    assert rounds.add_to(Figures(), NAMES).sources == {
         "model": SourceFigures(2, 1),
         "ngram": SourceFigures(1, 1),
     }
@@ -64,7 +64,7 @@ def test_what_is_named_while_it_is_verified_was_proposed_too() -> None:
 def test_sources_of_one_name_are_told_together() -> None:
     rounds = Acceptance()
     rounds.count(grown((MODEL, [root(1)]), (NGRAM, [root(2)])), [1, 2], [-1, -1], [1, 1], accepted=(0,))
-    assert rounds.told(Figures(), ("others", "same", "same")).sources == {"same": SourceFigures(2, 1)}
+    assert rounds.add_to(Figures(), ("others", "same", "same")).sources == {"same": SourceFigures(2, 1)}
 
 
 def check(figures: Figures) -> None:

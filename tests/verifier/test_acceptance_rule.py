@@ -4,24 +4,24 @@ import pytest
 
 from ssd_serve.base.messages import SamplingParameters, Submit, TokenLogprobs
 from ssd_serve.sampling.choice import Sampled
-from ssd_serve.verifier.request import accept, share
-from ssd_serve.verifier.round import RequestStep, TreeRows, Walk, walk
+from ssd_serve.verifier.request import create_request, shared_state
+from ssd_serve.verifier.round import RequestStep, TreeTokens, Walk, walk
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
 EOS = 0
 PROMPT = (1, 2)
-TREE = TreeRows([5, 6, 7, 8], parents=[-1, -1, 0, 2], depths=[1, 1, 2, 3])
+TREE = TreeTokens([5, 6, 7, 8], parents=[-1, -1, 0, 2], depths=[1, 1, 2, 3])
 """Below the root the tokens 5 and 6; below 5 the chain 7, 8."""
 UNUSED = -1
 """Choice at a node off the accepted path, which the sampler may skip."""
 
 
 def walked(
-    choices: list[int], tree: TreeRows = TREE, parameters: SamplingParameters | None = None
+    choices: list[int], tree: TreeTokens = TREE, parameters: SamplingParameters | None = None
 ) -> Walk:
     """Walk a tree with the target's choices at the root and at each node."""
     submit = Submit(0, PROMPT, parameters or SamplingParameters(max_tokens=9), 0)
-    chunk = ScheduledChunk(accept(submit, share(submit, (EOS,)), 64, 50), (0,), final=True)
+    chunk = ScheduledChunk(create_request(submit, shared_state(submit, (EOS,)), 64, 50), (0,), final=True)
     slots = tuple(range(1, 1 + len(tree)))
     logprobs = [TokenLogprobs(-float(row), ()) for row in range(len(choices))]
     return walk(RequestStep(chunk, tree, slots), Sampled(choices, list(logprobs)), 0)
@@ -42,7 +42,7 @@ def test_bonus_token_alone_if_no_draft_token_is_accepted() -> None:
 
 
 def test_choice_without_tree_is_the_bonus_token() -> None:
-    assert walked([9], TreeRows()).tokens == (9,)
+    assert walked([9], TreeTokens()).tokens == (9,)
 
 
 def test_second_child_is_accepted_if_it_equals_the_choice() -> None:
@@ -62,14 +62,14 @@ def test_equal_token_below_another_parent_is_not_accepted() -> None:
 
 
 def test_eos_inside_an_accepted_path_ends_the_text() -> None:
-    tree = TreeRows([5, EOS, 7], parents=[-1, 0, 1], depths=[1, 2, 3])
+    tree = TreeTokens([5, EOS, 7], parents=[-1, 0, 1], depths=[1, 2, 3])
     found = walked([5, EOS, 7, 9], tree)
     assert (found.tokens, found.ended) == ((5, EOS), "stop")
     assert found.accepted == (0,)
 
 
 def test_ignored_eos_is_an_ordinary_token() -> None:
-    tree = TreeRows([5, EOS], parents=[-1, 0], depths=[1, 2])
+    tree = TreeTokens([5, EOS], parents=[-1, 0], depths=[1, 2])
     found = walked([5, EOS, 9], tree, SamplingParameters(max_tokens=9, ignore_eos=True))
     assert (found.accepted, found.tokens, found.ended) == ((0, 1), (5, EOS, 9), "")
 
@@ -100,7 +100,7 @@ def test_rejected_slots_are_those_off_the_path() -> None:
 
 def test_prompt_chunk_that_is_not_the_last_gives_no_token() -> None:
     submit = Submit(0, PROMPT, SamplingParameters(max_tokens=9), 0)
-    chunk = ScheduledChunk(accept(submit, share(submit, (EOS,)), 64, 50), (0,), final=False)
+    chunk = ScheduledChunk(create_request(submit, shared_state(submit, (EOS,)), 64, 50), (0,), final=False)
     assert walk(RequestStep(chunk), Sampled([], []), 0).tokens == ()
 
 
@@ -119,4 +119,4 @@ def test_levels_count_accepted_and_rejected_levels(
 ) -> None:
     whole = walked([9])._replace(accepted=accepted, ended=ended)
     assert whole.levels == levels
-    assert walked([9], TreeRows()).levels == 0
+    assert walked([9], TreeTokens()).levels == 0

@@ -17,15 +17,15 @@ class Machine:
         self.now = 0.0
         self.slower = 1.0
         self.seconds = {False: FEW_S, True: all_s}
-        few, whole = (CostTable([Timing(1, 0, self.seconds[wide])]) for wide in (False, True))
-        self.choice = ThreadCountSelector(few, whole, lambda: self.now)
+        shared_cores, whole = (CostTable([Timing(1, 0, self.seconds[all_cores])]) for all_cores in (False, True))
+        self.choice = ThreadCountSelector(shared_cores, whole, lambda: self.now)
 
     def round(self) -> bool:
-        wide = self.choice.wide(1, Reading())
-        seconds = self.seconds[wide] * (self.slower if wide else 1.0)
-        self.choice.observe(wide, 1, seconds, Reading())
+        all_cores = self.choice.all_cores(1, Reading())
+        seconds = self.seconds[all_cores] * (self.slower if all_cores else 1.0)
+        self.choice.observe(all_cores, 1, seconds, Reading())
         self.now += seconds
-        return wide
+        return all_cores
 
     def run(self, seconds: float) -> list[bool]:
         """Rounds of so much time: whether each was on both cores."""
@@ -46,13 +46,13 @@ def test_cores_that_gain_nothing_are_left_to_others(all_s: float) -> None:
 
 def test_live_rounds_decide_where_a_start_has_misjudged_what_contexts_cost() -> None:
     """A busy moment of the start is not what the cores gain for as long as the process lives."""
-    few, whole = (
+    shared_cores, whole = (
         CostTable([Timing(1, read, seconds) for read, seconds in ((0, least_s), (1000, long_s))])
         for least_s, long_s in ((0.010, 0.010), (0.006, 0.014))
     )
-    choice, reading, rounds = ThreadCountSelector(few, whole, lambda: 0.0), Reading(1000, 1000), list[bool]()
+    choice, reading, rounds = ThreadCountSelector(shared_cores, whole, lambda: 0.0), Reading(1000, 1000), list[bool]()
     for _ in range(20):
-        rounds.append(choice.wide(1, reading))
+        rounds.append(choice.all_cores(1, reading))
         choice.observe(rounds[-1], 1, 0.009 if rounds[-1] else 0.016, reading)
     assert not rounds[0]
     assert all(rounds[5:])
@@ -83,7 +83,7 @@ def test_where_rounds_would_compute_is_told_by_rounds_of_prompts_only_if_these_a
     machine = Machine(all_s=0.008)
     for _ in range(5):
         machine.choice.observe(True, 64, slower * 0.008, Reading())
-    assert machine.choice.likely(1, Reading()) is machine.choice.table(wide=whole)
+    assert machine.choice.likely_table(1, Reading()) is machine.choice.table(all_cores=whole)
 
 
 def test_one_descheduled_round_changes_nothing() -> None:
@@ -97,7 +97,7 @@ def test_one_descheduled_round_changes_nothing() -> None:
 @settings(max_examples=30)
 def test_whatever_is_seen_it_recovers(seen: list[tuple[bool, int, float]]) -> None:
     machine = Machine()
-    for wide, rows, seconds in seen:
-        machine.choice.observe(wide, rows, seconds, Reading())
+    for all_cores, rows, seconds in seen:
+        machine.choice.observe(all_cores, rows, seconds, Reading())
     machine.run(4.0)
     assert all(machine.run(2.0))

@@ -48,13 +48,13 @@ class DearRows(CostTable):
 class Fixed(ModeController[SpeculationMode]):
     """Always chooses the same way, to try it or because it is the best."""
 
-    def __init__(self, way: SpeculationMode, trying: bool) -> None:
+    def __init__(self, way: SpeculationMode, exploring: bool) -> None:
         super().__init__(WAYS)
-        self._way, self._trying = way, trying
+        self._way, self._exploring = way, exploring
 
     @property
-    def trying(self) -> bool:
-        return self._trying
+    def exploring(self) -> bool:
+        return self._exploring
 
     def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
         super().choose(requests, decoding)
@@ -64,7 +64,7 @@ class Fixed(ModeController[SpeculationMode]):
 class Unlearning(RoundPlanner):
     """Keeps what it knows."""
 
-    def learn(self, round_: Round) -> None:
+    def observe(self, round_: Round) -> None:
         pass
 
 
@@ -92,20 +92,20 @@ def engine_of(
     return make_engine(Case(slots=slots, budget=budget, prefill_chunk=prefill_chunk, policy=policy))[0]
 
 
-def governing_by(governor: ModeController[SpeculationMode]) -> ModeConfig:
+def governing_by(controller: ModeController[SpeculationMode]) -> ModeConfig:
     costs = dict.fromkeys(WAYS, CostTable())
-    return ModeConfig(governor, Cores(Device("cpu"), None), costs, {WAYS[0]: FixedSteps(2), WAYS[1]: NoWait()})
+    return ModeConfig(controller, Cores(Device("cpu"), None), costs, {WAYS[0]: FixedSteps(2), WAYS[1]: NoWait()})
 
 
-def governed(governor: ModeController[SpeculationMode]) -> Engine:
+def governed(controller: ModeController[SpeculationMode]) -> Engine:
     engine = inline(engine_of())
-    engine.planner.placing.governing = governing_by(governor)
+    engine.planner.execution.mode_config = governing_by(controller)
     return engine
 
 
 def dear(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
     """Where nodes are dear, and rounds gave so many tokens a second until now."""
-    parts = EngineParts(
+    chunks = EngineParts(
         model=FakeModel(4096),
         drafters=DrafterPool(HELLO, clock=lambda: 0.0),
         cost=DearRows(),
@@ -116,9 +116,9 @@ def dear(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
         policy=FixedSteps(2),
         planner_kind=Unlearning,
     )
-    engine = inline(build_engine(parts))
+    engine = inline(build_engine(chunks))
     if rate:
-        RoundPlanner.learn(engine.planner, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate, 0))
+        RoundPlanner.observe(engine.planner, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate, 0))
     return engine
 
 
@@ -139,14 +139,14 @@ def decisions(engine: Engine, *submits: Submit) -> Iterator[Decision]:
 
 def best(gain: float) -> ModeController[SpeculationMode]:
     """A governor that knows what drafting gives with one request."""
-    governor = ModeController(WAYS)
-    governor.recall({1: {SpeculationMode.SYNC: gain, SpeculationMode.PLAIN: 1.0}})
-    return governor
+    controller = ModeController(WAYS)
+    controller.load_prior({1: {SpeculationMode.SYNC: gain, SpeculationMode.PLAIN: 1.0}})
+    return controller
 
 
 def short_of_memory() -> Engine:
     engine = inline(engine_of())
-    engine.shortage.strike(0, "too little")
+    engine.oom_backoff.on_oom(0, "too little")
     return engine
 
 
@@ -160,7 +160,7 @@ def beside_a_long_prompt() -> Iterator[Decision]:
 
 SCENARIOS: dict[DecisionReason, Callable[[], Iterator[Decision]]] = {
     DecisionReason.PAYS: lambda: decisions(inline(engine_of())),
-    DecisionReason.TRYING: lambda: decisions(governed(Fixed(SpeculationMode.PLAIN, trying=True))),
+    DecisionReason.TRYING: lambda: decisions(governed(Fixed(SpeculationMode.PLAIN, exploring=True))),
     DecisionReason.OFF: lambda: decisions(inline(engine_of(budget=0))),
     DecisionReason.NO_DRAFTER: lambda: decisions(engine_of()),
     DecisionReason.SLOWER: lambda: decisions(governed(best(0.5))),
@@ -195,15 +195,15 @@ def test_a_drafter_that_was_silent_for_too_long_is_none(monkeypatch: pytest.Monk
 
 
 def test_a_layout_that_is_tried_may_draft() -> None:
-    found = [each for each in decisions(governed(Fixed(SpeculationMode.SYNC, trying=True))) if each.nodes]
+    found = [each for each in decisions(governed(Fixed(SpeculationMode.SYNC, exploring=True))) if each.nodes]
     assert {each.why for each in found} == {DecisionReason.TRYING}
 
 
 def test_layouts_are_told_with_and_without_a_governor() -> None:
-    assert {each.layout for each in SCENARIOS[DecisionReason.PAYS]()} == {SpeculationMode.SYNC}
-    assert {each.layout for each in SCENARIOS[DecisionReason.NOTHING_DRAFTED]()} == {SpeculationMode.ASYNC}
-    assert {each.layout for each in SCENARIOS[DecisionReason.NO_DRAFTER]()} == {SpeculationMode.PLAIN}
-    assert {each.layout for each in SCENARIOS[DecisionReason.SLOWER]()} == {SpeculationMode.PLAIN}
+    assert {each.mode for each in SCENARIOS[DecisionReason.PAYS]()} == {SpeculationMode.SYNC}
+    assert {each.mode for each in SCENARIOS[DecisionReason.NOTHING_DRAFTED]()} == {SpeculationMode.ASYNC}
+    assert {each.mode for each in SCENARIOS[DecisionReason.NO_DRAFTER]()} == {SpeculationMode.PLAIN}
+    assert {each.mode for each in SCENARIOS[DecisionReason.SLOWER]()} == {SpeculationMode.PLAIN}
 
 
 def test_a_round_with_nodes_is_priced_beside_the_one_without() -> None:
@@ -261,31 +261,31 @@ def test_what_is_told_is_what_was_launched(
 ) -> None:
     case = Case(slots=slots, budget=budget, policy=lambda: FixedSteps(2), blur=0.3)
     engine, model = make_engine(case)
-    governor = Restless(ways)
-    engine.planner.placing.governing = governing_by(governor)
+    controller = Restless(ways)
+    engine.planner.execution.mode_config = governing_by(controller)
     inline(engine)
     for each in mixed_requests(3, max_tokens=20):
         engine.submit(each)
     step = 0
     while engine.busy:
-        drafted, waited_s = engine.totals.figures.drafted, engine.clocked.wait_s
+        drafted, waited_s = engine.totals.figures.drafted, engine.times.wait_s
         if step in shortages:
-            engine.shortage.strike(0, "too little")
+            engine.oom_backoff.on_oom(0, "too little")
         step += 1
         engine.step()
         decision = engine.decision
         assert decision is not None
         assert decision.nodes == engine.totals.figures.drafted - drafted
-        assert decision.layout is governor.chosen[-1]
-        assert decision.waited_s == pytest.approx(engine.clocked.wait_s - waited_s)
-        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.layout is not SpeculationMode.PLAIN)
+        assert decision.mode is controller.chosen[-1]
+        assert decision.waited_s == pytest.approx(engine.times.wait_s - waited_s)
+        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.mode is not SpeculationMode.PLAIN)
         assert decision.chosen is None or decision.nodes <= (decision.chosen.nodes or 0)
-    assert model.forwards == engine.clocked.rounds
+    assert model.forwards == engine.times.rounds
 
 
 def test_a_decision_travels() -> None:
     decision = Decision(SpeculationMode.ASYNC, DecisionReason.PAYS, 4, 0.001, CostEstimate(4, 3.5, 0.02), CostEstimate(0, 1.0, 0.018))
-    told = decision.told()
+    told = decision.to_message()
     assert (told.layout, told.why, told.nodes, told.waited_s) == ("async", DecisionReason.PAYS, 4, 0.001)
     assert (told.chosen, told.other) == (decision.chosen, decision.other)
     assert decision.launched(4, DecisionReason.MEMORY) is decision

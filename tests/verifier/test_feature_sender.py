@@ -57,11 +57,11 @@ class Rows:
     def width(self, layers: Sequence[int]) -> int:
         return self.numbers // 2 * len(layers)
 
-    def part(self, start: int, count: int, layers: Sequence[int]) -> bytes:
+    def rows(self, start: int, count: int, layers: Sequence[int]) -> bytes:
         return b"".join(row(self.number, start + place, self.numbers) for place in range(count))
 
     def write(self, start: int, count: int, layers: Sequence[int], into: memoryview) -> None:
-        into[:] = self.part(start, count, layers)
+        into[:] = self.rows(start, count, layers)
 
 
 def row(number: int, position: int, numbers: int = WIDTH) -> bytes:
@@ -139,10 +139,10 @@ class Far:
 
     def read(self, number: int) -> bytes:
         """All rows of a request, which have come in order."""
-        parts = [each for each in self.told if isinstance(each, Features) and each.request == number]
-        ends = [each.position + len(each.data) // (2 * each.width) for each in parts]
-        assert [each.position for each in parts] == [0, *ends[:-1]]
-        return b"".join(each.data for each in parts)
+        chunks = [each for each in self.told if isinstance(each, Features) and each.request == number]
+        ends = [each.position + len(each.data) // (2 * each.width) for each in chunks]
+        assert [each.position for each in chunks] == [0, *ends[:-1]]
+        return b"".join(each.data for each in chunks)
 
     def close(self) -> None:
         self.channel.close()

@@ -247,13 +247,13 @@ def test_a_slot_has_its_last_row_or_none(room: int, rounds: list[list[int]]) -> 
     table = SlotTable(range(31))
     found = store.first(table, 0)
     assert store.first(table, found) == found
-    told = store.part(table, found, 31 - found)[:, 0].tolist() if found < 31 else []
+    told = store.rows(table, found, 31 - found)[:, 0].tolist() if found < 31 else []
     assert told == [last[slot] for slot in range(found, 31)]
     newest = rounds[-1] if rounds else []  # however little room there is
     for slot in newest:
         one = SlotTable([slot])
         assert store.first(one, 0) == 0
-        assert store.part(one, 0, 1).item() == last[slot]
+        assert store.rows(one, 0, 1).item() == last[slot]
 
 
 def test_each_drafter_reads_the_layers_that_it_names_in_its_order() -> None:

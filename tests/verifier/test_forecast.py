@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.base.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.control.forecast import DecodingLoad, DraftStep, LevelAcceptance, forecast, with_reading
+from ssd_serve.verifier.control.forecast import DecodingLoad, DraftStep, LevelAcceptance, forecast, with_prefill
 from ssd_serve.verifier.control.decision import SpeculationMode
 
 ROWS = (1, 8, 64)
@@ -21,14 +21,14 @@ def gains(
     two: float = 0.012,
     row_s: float = 2e-4,
     draft_s: float = 0.002,
-    right: float = 0.7,
+    acceptance_rate: float = 0.7,
 ) -> dict[SpeculationMode, float]:
     """One core beside a drafter, or two; a row takes half of its time on two."""
     alone = table(two, row_s / 2)
     costs = {SpeculationMode.ASYNC: table(one, row_s), SpeculationMode.SYNC: alone, SpeculationMode.PLAIN: alone}
-    steps = {layout: DraftStep(draft_s, 16) for layout in (SpeculationMode.ASYNC, SpeculationMode.SYNC)}
+    steps = {mode: DraftStep(draft_s, 16) for mode in (SpeculationMode.ASYNC, SpeculationMode.SYNC)}
     unit_s = alone.seconds(requests)
-    return forecast(DecodingLoad(requests), unit_s, costs, steps, HostCost(0.0), right)
+    return forecast(DecodingLoad(requests), unit_s, costs, steps, HostCost(0.0), acceptance_rate)
 
 
 def test_plain_decoding_is_the_unit() -> None:
@@ -36,7 +36,7 @@ def test_plain_decoding_is_the_unit() -> None:
 
 
 def test_guesses_that_are_never_right_are_forecast_below_plain_decoding() -> None:
-    found = gains(right=0.01)
+    found = gains(acceptance_rate=0.01)
     assert max(found[SpeculationMode.ASYNC], found[SpeculationMode.SYNC]) < 1.0
 
 
@@ -50,16 +50,16 @@ def test_an_inline_draft_is_forecast_best_where_two_cores_are_twice_as_fast() ->
     assert found[SpeculationMode.SYNC] > found[SpeculationMode.ASYNC]
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_what_drafters_read_before_they_draft_costs_more_where_the_target_waits_for_it(beside: bool) -> None:
+@pytest.mark.parametrize("concurrent", [True, False])
+def test_what_drafters_read_before_they_draft_costs_more_where_the_target_waits_for_it(concurrent: bool) -> None:
     """A second of plain decoding takes half; a tenth of a second of reading loses half of that beside a
     target that decodes plainly meanwhile, else all."""
-    given = with_reading(2.0, plain_s=1.0, read_s=0.1, beside=beside)
-    assert given == pytest.approx(1 / (0.5 + (0.05 if beside else 0.1)))
+    given = with_prefill(2.0, plain_s=1.0, read_s=0.1, concurrent=concurrent)
+    assert given == pytest.approx(1 / (0.5 + (0.05 if concurrent else 0.1)))
 
 
 def test_a_drafter_that_gives_less_than_plain_decoding_costs_nothing_while_it_reads() -> None:
-    assert with_reading(0.5, plain_s=1.0, read_s=0.1, beside=True) == 0.5
+    assert with_prefill(0.5, plain_s=1.0, read_s=0.1, concurrent=True) == 0.5
 
 
 def test_a_crowd_whose_rows_cost_is_forecast_to_decode_plainly() -> None:
@@ -80,16 +80,16 @@ def test_a_layout_whose_draft_step_is_not_known_is_not_forecast() -> None:
 )
 @settings(max_examples=50)
 def test_more_guesses_that_are_right_never_lower_a_forecast(
-    requests: int, one: float, two: float, draft_s: float, right: float
+    requests: int, one: float, two: float, draft_s: float, acceptance_rate: float
 ) -> None:
-    low = gains(requests, one, two, draft_s=draft_s, right=right)
-    high = gains(requests, one, two, draft_s=draft_s, right=min(0.99, right + 0.04))
-    assert all(0 < low[layout] <= high[layout] * (1 + 1e-9) for layout in low)
+    low = gains(requests, one, two, draft_s=draft_s, acceptance_rate=acceptance_rate)
+    high = gains(requests, one, two, draft_s=draft_s, acceptance_rate=min(0.99, acceptance_rate + 0.04))
+    assert all(0 < low[mode] <= high[mode] * (1 + 1e-9) for mode in low)
 
 
 def test_several_requests_are_not_forecast_to_verify_what_is_hardly_right() -> None:
     """Four requests whose rows cost: a node each pays where two for each level would not."""
-    found = gains(requests=4, two=0.010, row_s=1.2e-3, draft_s=0.0005, right=0.6)
+    found = gains(requests=4, two=0.010, row_s=1.2e-3, draft_s=0.0005, acceptance_rate=0.6)
     assert found[SpeculationMode.SYNC] > 1.0
 
 
@@ -108,16 +108,16 @@ def test_long_texts_are_part_of_what_a_round_takes() -> None:
 
 
 def test_how_often_guesses_are_right_follows_the_levels_that_had_any() -> None:
-    right = LevelAcceptance()
-    assert right.share > 0.5
+    acceptance_rate = LevelAcceptance()
+    assert acceptance_rate.share > 0.5
     for _ in range(2000):
-        right.observe(1, 5)
-    assert right.share == pytest.approx(0.2, abs=0.01)
+        acceptance_rate.observe(1, 5)
+    assert acceptance_rate.share == pytest.approx(0.2, abs=0.01)
 
 
 def test_a_round_without_guesses_says_nothing_about_them() -> None:
-    right = LevelAcceptance()
-    right.observe(3, 3)
-    before = right.share
-    right.observe(0, 0)
-    assert right.share == before
+    acceptance_rate = LevelAcceptance()
+    acceptance_rate.observe(3, 3)
+    before = acceptance_rate.share
+    acceptance_rate.observe(0, 0)
+    assert acceptance_rate.share == before

@@ -58,17 +58,17 @@ def test_the_last_round_decides_what_is_told() -> None:
 def test_the_log_has_a_line_when_the_reason_changes_and_at_most_one_a_second() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     log = io.StringIO()
-    notices = EngineLogReporter(engine, Logger("verifier", "debug", stream=log))
+    reporter = EngineLogReporter(engine, Logger("verifier", "debug", stream=log))
 
     def lines(now: float, why: DecisionReason) -> list[str]:
         log.seek(0)
         log.truncate()
         engine.decision = Decision(SpeculationMode.ASYNC, why, 2 * (why is DecisionReason.PAYS), 0.0, CostEstimate(2, 3.0, 0.02), None)
-        notices.tell(now)
+        reporter.report(now)
         return log.getvalue().splitlines()
 
     (line,) = lines(10.0, DecisionReason.PAYS)
-    assert 'speculates why="speculation pays" layout=async nodes=2' in line
+    assert 'speculates why="speculation pays" mode=async nodes=2' in line
     assert 'chosen="150.0 tokens/s, 20.0 ms a round" other=unknown' in line
     assert lines(20.0, DecisionReason.PAYS) == []
     (line,) = lines(30.0, DecisionReason.NO_DRAFTER)

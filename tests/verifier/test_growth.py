@@ -6,7 +6,7 @@ from ssd_serve.verifier.control.budget import NodeChoice
 from ssd_serve.verifier.control.budget import FixedSteps, NoWait, RoundEstimate, CostBasedWait
 
 
-def outlook(
+def estimate(
     leaves: tuple[float, ...] = (1.0,),
     rate: float = 50.0,
     step_s: float = 0.002,
@@ -19,47 +19,47 @@ def outlook(
 
 def test_it_waits_where_the_gain_exceeds_the_price_of_the_time() -> None:
     policy = CostBasedWait()
-    assert policy.wants(outlook(leaves=(1.0,)))  # 0.6 tokens for 0.1
-    assert not policy.wants(outlook(leaves=(0.1, 0.05)))  # 0.09 tokens for 0.1
-    assert not policy.wants(outlook(step_s=0.02))  # 0.6 tokens for 1
+    assert policy.should_wait(estimate(leaves=(1.0,)))  # 0.6 tokens for 0.1
+    assert not policy.should_wait(estimate(leaves=(0.1, 0.05)))  # 0.09 tokens for 0.1
+    assert not policy.should_wait(estimate(step_s=0.02))  # 0.6 tokens for 1
 
 
 def test_a_concurrent_drafter_is_awaited_after_a_miss_only_and_for_the_whole_round() -> None:
     policy = CostBasedWait(concurrent=True)
-    assert not policy.wants(outlook(missed=0))
-    assert policy.wants(outlook(missed=1))
-    assert policy.wants(outlook(missed=0, steps=1))
-    assert not policy.wants(outlook(missed=0))
+    assert not policy.should_wait(estimate(missed=0))
+    assert policy.should_wait(estimate(missed=1))
+    assert policy.should_wait(estimate(missed=0, steps=1))
+    assert not policy.should_wait(estimate(missed=0))
 
 
 def test_an_unknown_rate_is_the_rounds_own() -> None:
-    assert CostBasedWait().wants(outlook(rate=0.0))
-    assert not CostBasedWait().wants(outlook(rate=0.0, step_s=0.02))
+    assert CostBasedWait().should_wait(estimate(rate=0.0))
+    assert not CostBasedWait().should_wait(estimate(rate=0.0, step_s=0.02))
 
 
 def test_it_does_not_wait_for_nobody_for_nothing_or_for_ever() -> None:
     policy = CostBasedWait(max_steps=3)
-    assert not policy.wants(outlook(step_s=0.0))
-    assert not policy.wants(outlook(leaves=()))
-    assert policy.wants(outlook(steps=2))
-    assert not policy.wants(outlook(steps=3))
+    assert not policy.should_wait(estimate(step_s=0.0))
+    assert not policy.should_wait(estimate(leaves=()))
+    assert policy.should_wait(estimate(steps=2))
+    assert not policy.should_wait(estimate(steps=3))
 
 
 def test_it_learns_that_waiting_brings_little_and_tries_again_later() -> None:
     policy = CostBasedWait()
     for _ in range(60):
-        policy.learn(outlook(tokens=1.0), outlook(tokens=1.01), 0.002)
-    hopeful = outlook(leaves=(0.8,), rate=100.0)
-    assert not policy.wants(hopeful)
+        policy.observe(estimate(tokens=1.0), estimate(tokens=1.01), 0.002)
+    hopeful = estimate(leaves=(0.8,), rate=100.0)
+    assert not policy.should_wait(hopeful)
     rounds = 0
-    while not policy.wants(hopeful):
+    while not policy.should_wait(hopeful):
         rounds += 1
         assert rounds < 1000
 
 
 def rounds_until_awaited(policy: CostBasedWait, step_s: float, most: int = 500) -> int | None:
     for rounds in range(most):
-        if policy.wants(outlook(step_s=step_s)):
+        if policy.should_wait(estimate(step_s=step_s)):
             return rounds
     return None
 
@@ -67,9 +67,9 @@ def rounds_until_awaited(policy: CostBasedWait, step_s: float, most: int = 500) 
 def test_a_synchronous_drafter_that_seems_too_slow_is_tried_again_and_for_a_whole_round() -> None:
     policy, a_third_too_slow = CostBasedWait(), 0.016  # 0.6 tokens for 0.8
     assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
-    assert policy.wants(outlook(step_s=a_third_too_slow, steps=1))
-    assert not policy.wants(outlook(step_s=a_third_too_slow, steps=2, leaves=(0.1,)))
-    assert not policy.wants(outlook(step_s=a_third_too_slow))
+    assert policy.should_wait(estimate(step_s=a_third_too_slow, steps=1))
+    assert not policy.should_wait(estimate(step_s=a_third_too_slow, steps=2, leaves=(0.1,)))
+    assert not policy.should_wait(estimate(step_s=a_third_too_slow))
     assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
 
 
@@ -79,9 +79,9 @@ def test_one_that_is_slower_by_far_or_works_beside_the_target_is_not() -> None:
 
 
 def test_the_fixed_policies() -> None:
-    assert not NoWait().wants(outlook())
+    assert not NoWait().should_wait(estimate())
     policy = FixedSteps(2)
-    assert [policy.wants(outlook(steps=steps)) for steps in range(4)] == [True, True, False, False]
-    assert not policy.wants(outlook(leaves=()))
-    policy.learn(outlook(), outlook(), 0.002)
-    NoWait().learn(outlook(), outlook(), 0.002)
+    assert [policy.should_wait(estimate(steps=steps)) for steps in range(4)] == [True, True, False, False]
+    assert not policy.should_wait(estimate(leaves=()))
+    policy.observe(estimate(), estimate(), 0.002)
+    NoWait().observe(estimate(), estimate(), 0.002)

@@ -41,15 +41,15 @@ class Restless(ModeController[SpeculationMode]):
     def __init__(self, seed: int) -> None:
         super().__init__(WAYS)
         self._random = random.Random(seed)
-        self._layout = WAYS[0]
+        self._mode = WAYS[0]
         self.changes = 0
 
     def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
         if self._random.random() < 0.6:
-            layout = self._random.choice(WAYS)
-            self.changes += layout is not self._layout
-            self._layout = layout
-        return self._layout
+            mode = self._random.choice(WAYS)
+            self.changes += mode is not self._mode
+            self._mode = mode
+        return self._mode
 
 
 def restless(seed: int) -> tuple[Engine, Restless, StillCores]:
@@ -71,29 +71,29 @@ def restless(seed: int) -> tuple[Engine, Restless, StillCores]:
     its.send(HELLO)
     mine.on_wait = work
     engine.drafters.connect(mine)
-    governor = Restless(seed)
+    controller = Restless(seed)
     places = StillCores()
     slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
-    governing = ModeConfig(
-        governor,
+    mode_config = ModeConfig(
+        controller,
         places,
         {way: slow if way is SpeculationMode.ASYNC else fast for way in WAYS},
         {way: FixedSteps(0 if way is SpeculationMode.PLAIN else 2) for way in WAYS},
         slow,
     )
-    engine.planner.placing = ExecutionPlanner(engine.drafters, slow, FixedSteps(2), governing, lambda: 0.0)
-    return engine, governor, places
+    engine.planner.execution = ExecutionPlanner(engine.drafters, slow, FixedSteps(2), mode_config, lambda: 0.0)
+    return engine, controller, places
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_text_is_the_same_whoever_drafts(seed: int) -> None:
     expected = run(make_engine(Case(drafter="none", slots=4096))[0], mixed_requests(6))
-    engine, governor, places = restless(seed)
+    engine, controller, places = restless(seed)
     outputs = run(engine, mixed_requests(6))
     assert {number: output.tokens for number, output in outputs.items()} == {
         number: output.tokens for number, output in expected.items()
     }
-    assert governor.changes > 3
+    assert controller.changes > 3
     assert places.entered[0] == (SpeculationMode.PLAIN, True)  # a first prompt is read on all cores
     assert sum(output.figures.accepted for output in outputs.values()) > 0
     assert engine.scheduler.prefix is not None
@@ -109,18 +109,18 @@ def test_a_drafter_does_not_read_a_prompt_while_the_target_reads_it_on_all_cores
     engine.drain()
     slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
     ways = (SpeculationMode.ASYNC, SpeculationMode.PLAIN)
-    governor = ModeController[SpeculationMode](ways)
-    governor.recall({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}})
+    controller = ModeController[SpeculationMode](ways)
+    controller.load_prior({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}})
     costs = {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast}
-    governing = ModeConfig(governor, StillCores(), costs, dict.fromkeys(ways, FixedSteps(0)), slow)
-    engine.planner.placing = placing = ExecutionPlanner(engine.drafters, slow, FixedSteps(0), governing, lambda: 0.0)
+    mode_config = ModeConfig(controller, StillCores(), costs, dict.fromkeys(ways, FixedSteps(0)), slow)
+    engine.planner.execution = execution = ExecutionPlanner(engine.drafters, slow, FixedSteps(0), mode_config, lambda: 0.0)
     for submit in mixed_requests(1):
         engine.submit(submit)
     opened = list[tuple[bool, bool]]()
     for _ in range(20):
         engine.step()
         heard = its.receive()
-        opened.append((placing.reading, any(isinstance(message, Open) for message in heard)))
+        opened.append((execution.prefilling_alone, any(isinstance(message, Open) for message in heard)))
     reads = [reading for reading, _ in opened].count(True)
     assert reads >= 1
     assert opened[:reads] == [(True, False)] * reads
@@ -153,8 +153,8 @@ def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
     entered: list[SpeculationMode] = []
     loaded_in: list[SpeculationMode] = []
 
-    def enter(_cores: Cores, layout: SpeculationMode, wide: bool = True) -> None:
-        entered.append(layout)
+    def enter(_cores: Cores, mode: SpeculationMode, all_cores: bool = True) -> None:
+        entered.append(mode)
 
     def listening(*arguments: Any) -> AssembledDrafter:
         loaded_in.append(entered[-1])
@@ -187,11 +187,11 @@ def test_where_the_target_may_be_alone_drafts_are_made_inline_too(tmp_path: Path
         cache_dir=tmp_path / "cache",
         max_running=4,
     )
-    for alone, layouts in ((None, {SpeculationMode.ASYNC, SpeculationMode.PLAIN}), ("cpu:0", set(SpeculationMode))):
+    for alone, modes in ((None, {SpeculationMode.ASYNC, SpeculationMode.PLAIN}), ("cpu:0", set(SpeculationMode))):
         own = settings.model_copy(update={"target_device_alone": alone})
         engine = assembly.assemble_verifier(own.engine_config(), lambda _: None).engine
-        governing = engine.planner.placing.governing
-        assert governing is not None
-        assert set(governing.costs) == layouts
-        assert len(set(map(id, governing.costs.values()))) == 1
-        assert bool(engine.drafters.channels) is (SpeculationMode.SYNC in layouts)
+        mode_config = engine.planner.execution.mode_config
+        assert mode_config is not None
+        assert set(mode_config.costs) == modes
+        assert len(set(map(id, mode_config.costs.values()))) == 1
+        assert bool(engine.drafters.channels) is (SpeculationMode.SYNC in modes)

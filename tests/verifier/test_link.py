@@ -22,7 +22,7 @@ from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.drafters.connection import SyncState, DrafterConnection
 from ssd_serve.verifier.control.decision import SpeculationMode
-from ssd_serve.verifier.request import Request, accept, share
+from ssd_serve.verifier.request import Request, create_request, shared_state
 from tests.examples import examples
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
 from tests.verifier.drafter_factory import make_request
@@ -69,7 +69,7 @@ class World:
         if action == "begin" and request is None:
             self.begun += 1
             submit = Submit(number, (1, 2, number), SamplingParameters(max_tokens=4000, ignore_eos=True), 7)
-            self.open[number] = accept(submit, share(submit, ()), GROWTH.nodes, VOCABULARY)
+            self.open[number] = create_request(submit, shared_state(submit, ()), GROWTH.nodes, VOCABULARY)
             self.drafters.open(self.open[number])
         elif action == "commit" and request is not None and request.replica is not None:
             for token in range(count):  # rounds of two tokens, now and then along the tree
@@ -100,9 +100,9 @@ class World:
             self.drafters.flush()
             self.drafters.drain(self.open)
 
-    def settle(self, layout: SpeculationMode) -> None:
+    def settle(self, mode: SpeculationMode) -> None:
         """Let this layout's drafter work until nothing more is said."""
-        self.drafters.set_mode(layout)
+        self.drafters.set_mode(mode)
         for _ in range(12 * self.begun + 20):
             self.act("drain", 0, 0)
             self.act("work", 0, 0)
@@ -125,9 +125,9 @@ def test_in_the_end_one_working_drafter_knows_what_is_open(
     world = World(capacity, beside)
     for action, number, count in [*actions, ("join", 0, 0)]:
         world.act(action, number, count)
-    for layout in (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.ASYNC):
-        world.settle(layout)
-        known = [each for far in world.far[layout] for each in far.source.committed.items()]
+    for mode in (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.ASYNC):
+        world.settle(mode)
+        known = [each for far in world.far[mode] for each in far.source.committed.items()]
         assert sorted(number for number, _ in known) == sorted(world.open)
         for number, tokens in known:
             request = world.open[number]
@@ -136,18 +136,18 @@ def test_in_the_end_one_working_drafter_knows_what_is_open(
             assert request.replica.tree.root.expanded
 
 
-@pytest.mark.parametrize("layout", list(SpeculationMode))
-def test_whoever_pauses_forgets_what_has_ended(layout: SpeculationMode) -> None:
+@pytest.mark.parametrize("mode", list(SpeculationMode))
+def test_whoever_pauses_forgets_what_has_ended(mode: SpeculationMode) -> None:
     world = World(1000)
     world.act("join", 0, 0)
     for number in NUMBERS:
         world.act("begin", number, 0)
     for settled in (SpeculationMode.ASYNC, SpeculationMode.SYNC):
         world.settle(settled)
-    world.drafters.set_mode(layout)
+    world.drafters.set_mode(mode)
     for number in NUMBERS:
         world.act("end", number, 0)
-    world.settle(layout)
+    world.settle(mode)
     assert [len(far.core.requests) for several in world.far.values() for far in several] == [0, 0]
 
 

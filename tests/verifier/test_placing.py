@@ -21,17 +21,17 @@ class Place:
         self.drafters.connect(mine)
         its.send(HELLO)
         self.drafters.drain({})
-        self.few = CostTable([Timing(1, 0, 0.01), Timing(64, 0, 0.1)])
+        self.shared_cores = CostTable([Timing(1, 0, 0.01), Timing(64, 0, 0.1)])
         self.whole = CostTable([Timing(1, 0, 0.01 / faster), Timing(64, 0, 0.1 / faster)])
-        governor = ModeController(WAYS)
-        governor.recall({1: forecast})
+        controller = ModeController(WAYS)
+        controller.load_prior({1: forecast})
         self.cores = StillCores()
-        costs = {way: self.few if way is SpeculationMode.ASYNC else self.whole for way in WAYS}
-        governing = ModeConfig(governor, self.cores, costs, {way: NoWait() for way in WAYS}, self.few)
-        self.placing = ExecutionPlanner(self.drafters, self.few, NoWait(), governing, lambda: 0.0)
+        costs = {way: self.shared_cores if way is SpeculationMode.ASYNC else self.whole for way in WAYS}
+        mode_config = ModeConfig(controller, self.cores, costs, {way: NoWait() for way in WAYS}, self.shared_cores)
+        self.execution = ExecutionPlanner(self.drafters, self.shared_cores, NoWait(), mode_config, lambda: 0.0)
 
     def round(self, decoding: int, rows: int) -> tuple[SpeculationMode, bool]:
-        self.placing.place(2, decoding, rows, Reading())
+        self.execution.choose(2, decoding, rows, Reading())
         return self.cores.entered[-1]
 
 
@@ -43,12 +43,12 @@ def test_a_prompt_is_read_on_all_cores_and_the_drafter_works_when_it_is_read() -
     assert place.round(decoding=1, rows=1) == (SpeculationMode.ASYNC, True)
     assert place.drafters.working
     assert place.round(decoding=0, rows=64) == (SpeculationMode.PLAIN, True)
-    assert place.placing.reading
-    assert place.placing.cost is place.whole
+    assert place.execution.prefilling_alone
+    assert place.execution.cost is place.whole
     assert not place.drafters.working
     assert place.round(decoding=1, rows=1) == (SpeculationMode.ASYNC, True)
-    assert not place.placing.reading
-    assert place.placing.cost is place.few
+    assert not place.execution.prefilling_alone
+    assert place.execution.cost is place.shared_cores
     assert place.drafters.working
 
 
@@ -57,7 +57,7 @@ def test_beside_decoding_a_long_chunk_of_a_prompt_is_read_on_all_cores_and_a_sho
     assert place.round(decoding=1, rows=2) == (SpeculationMode.ASYNC, True)
     assert place.drafters.working
     assert place.round(decoding=1, rows=64) == (SpeculationMode.PLAIN, True)
-    assert place.placing.reading
+    assert place.execution.prefilling_alone
     assert place.round(decoding=1, rows=1) == (SpeculationMode.ASYNC, True)
 
 
@@ -69,13 +69,13 @@ def test_rounds_that_only_decode_stay_with_the_drafter_whatever_all_cores_would_
 def test_a_prompt_that_gains_nothing_by_all_cores_is_read_where_the_next_token_is_made() -> None:
     place = Place(1.05, BESIDE_IS_BEST)
     assert place.round(decoding=0, rows=64) == (SpeculationMode.ASYNC, True)
-    assert not place.placing.reading
+    assert not place.execution.prefilling_alone
 
 
 def test_plain_decoding_takes_only_the_cores_that_it_gains_by() -> None:
     plain = {SpeculationMode.ASYNC: 0.5, SpeculationMode.SYNC: 0.5, SpeculationMode.PLAIN: 1.0}
     slow, fast = Place(1.05, plain), Place(1.8, plain)
     assert slow.round(decoding=1, rows=1) == (SpeculationMode.PLAIN, False)
-    assert slow.placing.cost is not slow.whole
+    assert slow.execution.cost is not slow.whole
     assert fast.round(decoding=1, rows=1) == (SpeculationMode.PLAIN, True)
-    assert fast.placing.cost is fast.whole
+    assert fast.execution.cost is fast.whole

@@ -32,8 +32,8 @@ def planner(max_tpot_s: float) -> RoundPlanner:
 
 
 def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() -> None:
-    assert planner(math.inf).prompt_rows(8, 512) == 512
-    assert planner(0.010).prompt_rows(0, 512) == 512
+    assert planner(math.inf).prefill_tokens(8, 512) == 512
+    assert planner(0.010).prefill_tokens(0, 512) == 512
 
 
 def test_chunks_are_as_large_as_reads_prompts_fastest() -> None:
@@ -51,13 +51,13 @@ def test_chunks_are_as_large_as_reads_prompts_fastest() -> None:
 
 
 def test_a_chunk_shrinks_to_what_keeps_the_target() -> None:
-    assert planner(0.1005).prompt_rows(8, 512) == 92
-    assert planner(10.0).prompt_rows(8, 512) == 512
+    assert planner(0.1005).prefill_tokens(8, 512) == 92
+    assert planner(10.0).prefill_tokens(8, 512) == 512
 
 
 @given(st.floats(1e-6, 1.0), st.integers(0, 64), st.integers(1, 600))
 def test_prompts_always_get_on(max_tpot_s: float, requests: int, most: int) -> None:
-    rows = planner(max_tpot_s).prompt_rows(requests, most)
+    rows = planner(max_tpot_s).prefill_tokens(requests, most)
     assert min(most, 16) <= rows <= most
 
 
@@ -71,8 +71,8 @@ class Listening(ModeController[SpeculationMode]):
         super().__init__(WAYS)
         self.told: list[tuple[float, float, float, bool]] = []
 
-    def observe(self, gained_s: float, seconds: float, plain_s: float, prompts: bool = False) -> None:
-        self.told.append((gained_s, seconds, plain_s, prompts))
+    def observe(self, gained_s: float, seconds: float, plain_s: float, prefill: bool = False) -> None:
+        self.told.append((gained_s, seconds, plain_s, prefill))
 
 
 def joined(hello: Hello = HELLO, synchronous: bool = False) -> DrafterPool:
@@ -86,25 +86,25 @@ def joined(hello: Hello = HELLO, synchronous: bool = False) -> DrafterPool:
 
 
 def governed(
-    governor: ModeController[SpeculationMode],
+    controller: ModeController[SpeculationMode],
     cost: CostTable,
-    governing: ModeConfig | None = None,
+    mode_config: ModeConfig | None = None,
     drafters: DrafterPool | None = None,
 ) -> RoundPlanner:
-    """Without `governing` all layouts cost the same; without `drafters` one has joined."""
+    """Without `mode_config` all layouts cost the same; without `drafters` one has joined."""
     drafters = drafters or joined()
     places = Cores(Device("cpu"), None)
-    alike = ModeConfig(governor, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, NoWait()))
-    return RoundPlanner(drafters, cost, NoWait(), DraftBounds(4096, None, 8), governing=governing or alike)
+    alike = ModeConfig(controller, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, NoWait()))
+    return RoundPlanner(drafters, cost, NoWait(), DraftBounds(4096, None, 8), mode_config=mode_config or alike)
 
 
 def told(round_: Round, row_s: float = 0.001, forward_s: float = 0.0) -> tuple[float, float, float, bool]:
     """What the governor hears of a round; a forward takes `forward_s`, and `row_s` more for each row."""
-    governor = Listening()
-    governed(governor, CostTable([Timing(rows, 0, forward_s + row_s * rows) for rows in (1, 64)])).learn(
+    controller = Listening()
+    governed(controller, CostTable([Timing(rows, 0, forward_s + row_s * rows) for rows in (1, 64)])).observe(
         round_
     )
-    (heard,) = governor.told
+    (heard,) = controller.told
     return heard
 
 
@@ -132,41 +132,41 @@ def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:
 
 def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() -> None:
     """Its drafter may be slow to pause, and contend for the cores: else nobody would know."""
-    governor = Listening()
+    controller = Listening()
     slow, fast = (CostTable([Timing(rows, 0, price * rows) for rows in (1, 64)]) for price in (2e-3, 1e-3))
     planner = governed(
-        governor,
+        controller,
         slow,
         ModeConfig(
-            governor, StillCores(), {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast}, dict.fromkeys(WAYS, NoWait()), slow
+            controller, StillCores(), {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast}, dict.fromkeys(WAYS, NoWait()), slow
         ),
     )
     request = make_request(0, list(range(60)), 8)
     planner.choose([request], [ScheduledChunk(request, tuple(range(60)), final=True)], lambda: None)
-    assert planner.placing.reading
-    assert planner.placing.layout is SpeculationMode.ASYNC
-    planner.learn(
+    assert planner.execution.prefilling_alone
+    assert planner.execution.mode is SpeculationMode.ASYNC
+    planner.observe(
         Round(0, 1, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08, levels=0)
     )
-    (heard,) = governor.told
+    (heard,) = controller.told
     assert heard == pytest.approx((0.06, 0.08, 0.06, True))
 
 
 def begun(tokens: int, prompt: int = 40) -> float:
     """What a layout that begins now gives a request of 40 tokens, of which so many are there; its drafters
     read a token as fast as the target decodes one."""
-    governor = ModeController[SpeculationMode](WAYS)
+    controller = ModeController[SpeculationMode](WAYS)
     drafters = joined(replace(HELLO, prefill_ms=1.0))
-    planner = governed(governor, CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)]), drafters=drafters)
+    planner = governed(controller, CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)]), drafters=drafters)
     request = make_request(0, list(range(prompt)), 40)
     request.tokens.extend([7] * tokens)
     request.slots.extend(range(len(request.tokens) - 1))
-    part = ScheduledChunk(request, (len(request.tokens) - 1,), final=True)
-    planner.choose([request], [part], lambda: None)
+    chunk = ScheduledChunk(request, (len(request.tokens) - 1,), final=True)
+    planner.choose([request], [chunk], lambda: None)
     drafters.set_mode(SpeculationMode.PLAIN)
     drafters.open(request)
-    assert governor.lasting(SpeculationMode.PLAIN) == 1.0
-    return governor.lasting(SpeculationMode.ASYNC)
+    assert controller.remaining_benefit(SpeculationMode.PLAIN) == 1.0
+    return controller.remaining_benefit(SpeculationMode.ASYNC)
 
 
 def test_a_layout_that_was_left_is_taken_up_at_the_beginning_of_a_request() -> None:
@@ -189,15 +189,15 @@ def test_what_a_layout_gives_where_it_begins_now_is_a_share(tokens: int, prompt:
 
 def test_who_waits_for_a_prompt_to_be_read_counts_for_the_level_of_load() -> None:
     """A burst is a crowd from its first prompt on."""
-    governor = ModeController[SpeculationMode](WAYS)
-    governor.recall({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}, 16: {SpeculationMode.ASYNC: 0.5, SpeculationMode.PLAIN: 1.0}})
-    planner = governed(governor, CostTable())
+    controller = ModeController[SpeculationMode](WAYS)
+    controller.load_prior({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}, 16: {SpeculationMode.ASYNC: 0.5, SpeculationMode.PLAIN: 1.0}})
+    planner = governed(controller, CostTable())
     burst = [make_request(number, [1, 2], 8) for number in range(16)]
-    layouts = list[SpeculationMode | None]()
+    modes = list[SpeculationMode | None]()
     for running in (burst[:1], burst):
         planner.choose(running, [ScheduledChunk(burst[0], (0, 1), final=True)], lambda: None)
-        layouts.append(planner.placing.layout)
-    assert layouts == [SpeculationMode.ASYNC, SpeculationMode.PLAIN]
+        modes.append(planner.execution.mode)
+    assert modes == [SpeculationMode.ASYNC, SpeculationMode.PLAIN]
 
 
 @pytest.mark.parametrize(("running", "slower"), [(1, 0.0), (2, 0.1), (4, 0.15)])
@@ -207,48 +207,48 @@ def test_a_drafter_inline_should_slow_prompts_that_it_reads_while_others_wait_fo
     cost = CostTable([Timing(rows, 0, 1e-3 * rows) for rows in (1, 256)])
     requests = [make_request(number, [1, 2], 8) for number in range(running)]
     for inline in (True, False):
-        governor = ModeController[SpeculationMode](WAYS)
+        controller = ModeController[SpeculationMode](WAYS)
         hello = replace(HELLO, prefill_ms=0.2)
-        planner = governed(governor, cost, drafters=joined(hello, synchronous=inline))
+        planner = governed(controller, cost, drafters=joined(hello, synchronous=inline))
         planner.choose(requests, [ScheduledChunk(requests[0], (0, 1), final=True)], lambda: None)
-        assert governor.slowed(SpeculationMode.SYNC) == pytest.approx(1 + slower * inline)
-        assert governor.slowed(SpeculationMode.ASYNC) == governor.slowed(SpeculationMode.PLAIN) == 1.0
+        assert controller.prefill_slowdown(SpeculationMode.SYNC) == pytest.approx(1 + slower * inline)
+        assert controller.prefill_slowdown(SpeculationMode.ASYNC) == controller.prefill_slowdown(SpeculationMode.PLAIN) == 1.0
 
 
-def foreseen(layout: SpeculationMode, prefill_ms: float, prompt: int = 50) -> float:
+def foreseen(mode: SpeculationMode, prefill_ms: float, prompt: int = 50) -> float:
     """What a drafter that reads a token in so long should give one request, whose prompt is read on two cores
     where the drafter has one of them."""
-    ways = (layout, SpeculationMode.PLAIN)
-    governor = ModeController[SpeculationMode](ways)
-    few, whole = (CostTable([Timing(rows, 0, seconds) for rows in (1, 64)]) for seconds in (0.020, 0.015))
-    governing = ModeConfig(
-        governor, StillCores(), {layout: few, SpeculationMode.PLAIN: whole}, dict.fromkeys(ways, NoWait()), few
+    ways = (mode, SpeculationMode.PLAIN)
+    controller = ModeController[SpeculationMode](ways)
+    shared_cores, whole = (CostTable([Timing(rows, 0, seconds) for rows in (1, 64)]) for seconds in (0.020, 0.015))
+    mode_config = ModeConfig(
+        controller, StillCores(), {mode: shared_cores, SpeculationMode.PLAIN: whole}, dict.fromkeys(ways, NoWait()), shared_cores
     )
-    drafters = joined(replace(HELLO, prefill_ms=prefill_ms), synchronous=layout is SpeculationMode.SYNC)
-    planner = governed(governor, few, governing, drafters)
+    drafters = joined(replace(HELLO, prefill_ms=prefill_ms), synchronous=mode is SpeculationMode.SYNC)
+    planner = governed(controller, shared_cores, mode_config, drafters)
     request = make_request(0, [7] * prompt, 40)
     planner.choose([request], [ScheduledChunk(request, tuple(range(prompt)), final=True)], lambda: None)
-    assert governor.forecast is not None
-    return governor.forecast(1)[layout]
+    assert controller.forecast is not None
+    return controller.forecast(1)[mode]
 
 
-@pytest.mark.parametrize("layout", [SpeculationMode.ASYNC, SpeculationMode.SYNC])
+@pytest.mark.parametrize("mode", [SpeculationMode.ASYNC, SpeculationMode.SYNC])
 def test_a_layout_is_forecast_to_give_less_the_longer_its_drafters_read_before_they_draft(
-    layout: SpeculationMode,
+    mode: SpeculationMode,
 ) -> None:
-    assert foreseen(layout, 0.4) < foreseen(layout, 0.1) < foreseen(layout, 0.0)
-    assert foreseen(layout, 0.4, prompt=100) < foreseen(layout, 0.4, prompt=50)
+    assert foreseen(mode, 0.4) < foreseen(mode, 0.1) < foreseen(mode, 0.0)
+    assert foreseen(mode, 0.4, prompt=100) < foreseen(mode, 0.4, prompt=50)
 
 
 def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:
     """Also when one of its requests has ended since, and with it its context."""
-    governor = ModeController[SpeculationMode](WAYS)
+    controller = ModeController[SpeculationMode](WAYS)
     times = [Timing(rows, read, (1 + rows) * (1e-3 + 1e-6 * read)) for rows in (1, 64) for read in (0, 1024)]
-    planner = governed(governor, CostTable(times))
+    planner = governed(controller, CostTable(times))
     request = make_request(0, [1, 2], 8)
     request.slots.extend(range(2000))
     planner.choose([request], [ScheduledChunk(request, (2000,), final=True)], lambda: None)
-    assert governor.forecast is not None
-    running = governor.forecast(1)
+    assert controller.forecast is not None
+    running = controller.forecast(1)
     request.slots.clear()
-    assert governor.forecast(1) == running
+    assert controller.forecast(1) == running

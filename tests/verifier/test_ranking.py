@@ -7,7 +7,7 @@ import pytest
 
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.verifier.control.ranking import Ranking, rank
-from ssd_serve.verifier.request import Request, accept, share
+from ssd_serve.verifier.request import Request, create_request, shared_state
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
 MODEL, LOOKUP = 2, 4
@@ -18,7 +18,7 @@ Expansion = tuple[Sequence[int], Sequence[int], Sequence[float], int]
 def ranked(*expansions: Expansion, instant: int = 0, most: int | None = None) -> Ranking:
     """Of one request, whose tree has grown so."""
     submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1, options=RequestOptions(max_nodes=most))
-    request: Request = accept(submit, share(submit, ()), 64, 50)
+    request: Request = create_request(submit, shared_state(submit, ()), 64, 50)
     request.slots.extend([0])
     tree = request.open().tree
     for path, tokens, shares, source in expansions:

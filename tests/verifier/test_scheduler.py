@@ -19,7 +19,7 @@ class Rounds(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make_scheduler(prefix=self.prefix, worth_reusing=3)
+        self.scheduler = make_scheduler(prefix=self.prefix, min_reused_tokens=3)
         self.submitted: list[Request] = []
         self.texts: dict[int, list[int]] = {}
         self.content: dict[int, list[int]] = {}
@@ -36,31 +36,31 @@ class Rounds(RuleBasedStateMachine):
     @rule(data=st.data())
     def round(self, data: st.DataObject) -> None:
         self.scheduler.admit()
-        parts, preempted = self.scheduler.plan()
-        assert parts, "a running request always has work and slots for it"
-        numbers = [part.request.number for part in parts]
+        chunks, preempted = self.scheduler.plan()
+        assert chunks, "a running request always has work and slots for it"
+        numbers = [chunk.request.number for chunk in chunks]
         assert numbers == sorted(numbers)
         assert not {request.number for request in preempted} & set(numbers)
-        assert sum(len(part.slots) for part in parts if not part.request.decoding) <= 8
+        assert sum(len(chunk.slots) for chunk in chunks if not chunk.request.decoding) <= 8
         wanted = [
-            data.draw(st.integers(0, 6)) if part.request.decoding and part.request.left > 1 else 0
-            for part in parts
+            data.draw(st.integers(0, 6)) if chunk.request.decoding and chunk.request.remaining_tokens > 1 else 0
+            for chunk in chunks
         ]
-        trees = self.scheduler.tree_slots(parts, wanted)
+        trees = self.scheduler.tree_slots(chunks, wanted)
         prefix = self.scheduler.prefix
         spare = self.scheduler.pool.available + (prefix.evictable if prefix is not None else 0)
         enough = sum(map(len, trees)) == sum(wanted)
         assert enough or spare <= len(self.scheduler.running), "nothing that nobody needs was kept instead"
-        for part, count, tree in zip(parts, wanted, trees, strict=True):
+        for chunk, count, tree in zip(chunks, wanted, trees, strict=True):
             assert len(tree) <= count
-            accepted = min(data.draw(st.integers(0, len(tree))), part.request.left - 1)
-            first = len(part.request.slots)
-            commit(self.scheduler, part, tree, accepted, data.draw(st.integers(1, 3)))
-            for position, slot in enumerate(part.request.slots.view()[first:].tolist(), start=first):
-                self.content[slot] = part.request.tokens[: position + 1]
-            self.texts[part.request.number] = list(part.request.tokens)
-            if part.request.left <= 0:
-                self.end(part.request)
+            accepted = min(data.draw(st.integers(0, len(tree))), chunk.request.remaining_tokens - 1)
+            first = len(chunk.request.slots)
+            commit(self.scheduler, chunk, tree, accepted, data.draw(st.integers(1, 3)))
+            for position, slot in enumerate(chunk.request.slots.view()[first:].tolist(), start=first):
+                self.content[slot] = chunk.request.tokens[: position + 1]
+            self.texts[chunk.request.number] = list(chunk.request.tokens)
+            if chunk.request.remaining_tokens <= 0:
+                self.end(chunk.request)
 
     @precondition(lambda self: self.submitted)
     @rule(data=st.data())
@@ -125,11 +125,11 @@ def test_a_prompt_is_read_in_chunks_and_decoding_goes_on_beside_it() -> None:
     lengths: list[list[int]] = []
     finals: list[bool] = []
     for _ in range(3):
-        parts, _ = scheduler.plan()
-        lengths.append([len(part.slots) for part in parts])
-        finals = [part.final for part in parts]
-        for part in parts:
-            commit(scheduler, part, [], 0, 1)
+        chunks, _ = scheduler.plan()
+        lengths.append([len(chunk.slots) for chunk in chunks])
+        finals = [chunk.final for chunk in chunks]
+        for chunk in chunks:
+            commit(scheduler, chunk, [], 0, 1)
     assert lengths == [[1, 8], [1, 8], [1, 4]]
     assert finals == [True, True]
 
@@ -169,11 +169,11 @@ def test_tree_rows_take_only_what_no_running_request_needs() -> None:
     for number in range(2):
         scheduler.submit(make_request(number, [1, 2], 8))
     scheduler.admit()
-    parts, _ = scheduler.plan()
-    for part in parts:
-        commit(scheduler, part, [], 0, 3)
-    parts, _ = scheduler.plan()
-    trees = scheduler.tree_slots(parts, [9, 9])
+    chunks, _ = scheduler.plan()
+    for chunk in chunks:
+        commit(scheduler, chunk, [], 0, 3)
+    chunks, _ = scheduler.plan()
+    trees = scheduler.tree_slots(chunks, [9, 9])
     assert [len(tree) for tree in trees] == [4, 0]
     assert scheduler.pool.available == 2
 

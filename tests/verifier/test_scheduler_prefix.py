@@ -19,24 +19,24 @@ def test_cached_texts_make_room_for_tree_rows() -> None:
     scheduler.submit(request)
     scheduler.admit()
     for _ in range(2):
-        parts, _ = scheduler.plan()
-        trees = scheduler.tree_slots(parts, [5])
+        chunks, _ = scheduler.plan()
+        trees = scheduler.tree_slots(chunks, [5])
         assert [len(tree) for tree in trees] == [5]
-        commit(scheduler, parts[0], trees[0], 0, 3)
+        commit(scheduler, chunks[0], trees[0], 0, 3)
     assert scheduler.prefix is not None
     assert scheduler.prefix.size == 24 - len(request.slots) - 6
 
 
-@pytest.mark.parametrize("worth_reusing", [4, 5])
-def test_a_cached_prefix_is_not_read_again(worth_reusing: int) -> None:
+@pytest.mark.parametrize("min_reused_tokens", [4, 5])
+def test_a_cached_prefix_is_not_read_again(min_reused_tokens: int) -> None:
     """Where it is long enough to be worth it."""
-    scheduler = make_scheduler(worth_reusing=worth_reusing)
+    scheduler = make_scheduler(min_reused_tokens=min_reused_tokens)
     read_and_remove(scheduler, make_request(0, [1, 2, 3, 4, 5], 4))
     second = make_request(1, [1, 2, 3, 4, 9], 4)
     scheduler.submit(second)
     scheduler.admit()
-    assert second.pending == (1 if worth_reusing == 4 else 5)
-    assert second.figures.cached_prompt_tokens == (4 if worth_reusing == 4 else 0)
+    assert second.pending == (1 if min_reused_tokens == 4 else 5)
+    assert second.figures.cached_prompt_tokens == (4 if min_reused_tokens == 4 else 0)
 
 
 @pytest.mark.parametrize("chunk", [16, 40, 400])
@@ -63,8 +63,8 @@ def test_later_requests_go_on_with_what_is_being_read() -> None:
     scheduler.submit(first)
     for _ in range(2):
         scheduler.admit()
-        (part,) = scheduler.plan()[0]
-        commit(scheduler, part, [], 0, 1)
+        (chunk,) = scheduler.plan()[0]
+        commit(scheduler, chunk, [], 0, 1)
     second = make_request(1, [1] * 70 + [2] * 30, 9)
     scheduler.submit(second)
     assert [request.number for request in scheduler.admit()] == [1]
@@ -79,7 +79,7 @@ def test_few_shared_tokens_are_not_waited_for() -> None:
     for number in range(2):
         scheduler.submit(make_request(number, [5] * 10 + [number] * 20, 9))
     scheduler.admit()
-    assert [len(part.slots) for part in scheduler.plan()[0]] == [30, 30]
+    assert [len(chunk.slots) for chunk in scheduler.plan()[0]] == [30, 30]
 
 
 @pytest.mark.parametrize(("salt", "rows"), [(b"a", [100]), (b"b", [100, 100])])
@@ -89,7 +89,7 @@ def test_prefill_waits_only_for_a_prompt_of_the_same_salt(salt: bytes, rows: lis
     scheduler.submit(make_request(0, [1] * 100, 9, salt=b"a"))
     scheduler.submit(make_request(1, [1] * 100, 9, salt=salt))
     scheduler.admit()
-    assert [len(part.slots) for part in scheduler.plan()[0]] == rows
+    assert [len(chunk.slots) for chunk in scheduler.plan()[0]] == rows
 
 
 def test_without_a_prefix_cache_nobody_waits() -> None:
@@ -97,7 +97,7 @@ def test_without_a_prefix_cache_nobody_waits() -> None:
     for number in range(3):
         scheduler.submit(make_request(number, [5] * 30, 9))
     scheduler.admit()
-    assert [len(part.slots) for part in scheduler.plan()[0]] == [30, 30, 30]
+    assert [len(chunk.slots) for chunk in scheduler.plan()[0]] == [30, 30, 30]
 
 
 def test_a_reader_that_leaves_is_followed_by_the_next() -> None:
@@ -106,8 +106,8 @@ def test_a_reader_that_leaves_is_followed_by_the_next() -> None:
     for request in choices:
         scheduler.submit(request)
     scheduler.admit()
-    (part,) = scheduler.plan()[0]
-    commit(scheduler, part, [], 0, 1)
+    (chunk,) = scheduler.plan()[0]
+    commit(scheduler, chunk, [], 0, 1)
     scheduler.remove(choices[0])
     assert read_all(scheduler) == 80
     assert len(choices[0].slots) == 0
@@ -144,8 +144,8 @@ def test_a_long_request_that_finds_no_memory_is_not_looked_up_every_round() -> N
         scheduler.submit(request)
     for _ in range(30):
         scheduler.admit()
-        for part in scheduler.plan()[0]:
-            commit(scheduler, part, [], 0, 1)
+        for chunk in scheduler.plan()[0]:
+            commit(scheduler, chunk, [], 0, 1)
     assert prefix.looks.count(39_999) <= 1 + 30 // 4
     scheduler.remove(first)
     assert scheduler.admit() == [second], "when nobody runs there is nothing to wait for"

@@ -44,7 +44,7 @@ def speculating(case: Case) -> tuple[Engine, FakeModel]:
     return engine, model
 
 
-def prompt_rows(model: FakeModel) -> int:
+def prefill_tokens(model: FakeModel) -> int:
     """Rows computed at positions before the prompts' last."""
     return sum(position < LENGTH - 1 for position in model.positions)
 
@@ -67,7 +67,7 @@ def test_texts_are_those_of_requests_alone(chunk: int, common: int, slots: int) 
 def test_four_choices_compute_the_prompt_once(chunk: int) -> None:
     engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: FixedSteps(3)))
     outputs = run(engine, choices(4))
-    assert LENGTH - 1 <= prompt_rows(model) <= LENGTH + 3 * 15  # fewer than 16 tokens are not waited for
+    assert LENGTH - 1 <= prefill_tokens(model) <= LENGTH + 3 * 15  # fewer than 16 tokens are not waited for
     cached = [outputs[number].figures.cached_prompt_tokens for number in range(4)]
     assert cached[0] == 0
     assert min(cached[1:]) > LENGTH - 17
@@ -76,7 +76,7 @@ def test_four_choices_compute_the_prompt_once(chunk: int) -> None:
 def test_a_common_beginning_is_computed_once() -> None:
     engine, model = speculating(Case(slots=4096, prefill_chunk=1000, policy=lambda: FixedSteps(3)))
     run(engine, choices(4, common=80))
-    assert prompt_rows(model) == 80 + 4 * 39
+    assert prefill_tokens(model) == 80 + 4 * 39
 
 
 @pytest.mark.parametrize("chunk", [16, 50, 1000])
@@ -91,7 +91,7 @@ def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
     cached = [outputs[number].figures.cached_prompt_tokens for number in range(4)]
     assert cached[:2] == [0, 0]
     assert min(cached[2:]) > LENGTH - 17
-    assert prompt_rows(model) >= 2 * (LENGTH - 1)
+    assert prefill_tokens(model) >= 2 * (LENGTH - 1)
     assert {n: o.tokens for n, o in outputs.items()} == {
         n: o.tokens for n, o in run(make_engine(Case(slots=4096, prefix=False))[0], choices(4)).items()
     }
@@ -141,7 +141,7 @@ def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:
     found = run(engine, choices(4), lambda step: engine.abort(0) if step == 1 else None)
     assert sorted(found) == [1, 2, 3]
     assert all(found[number].tokens == expected[number].tokens for number in found)
-    assert prompt_rows(model) <= LENGTH + 2 * 15
+    assert prefill_tokens(model) <= LENGTH + 2 * 15
 
 
 class Counted(tuple[int, ...]):

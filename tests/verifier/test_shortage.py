@@ -55,8 +55,8 @@ def test_a_round_that_finds_no_memory_is_run_again_smaller(monkeypatch: pytest.M
     expected = tokens(run(harness(monkeypatch), submits))
     engine = harness(monkeypatch, max_rows=24)
     assert tokens(run(engine, submits)) == expected
-    assert engine.shortage.count == len(released) > 0
-    assert "rows" in engine.shortage.reason
+    assert engine.oom_backoff.count == len(released) > 0
+    assert "rows" in engine.oom_backoff.reason
     assert engine.scheduler.prefix is not None
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size, "no slot is lost"
 
@@ -76,7 +76,7 @@ def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(round_module, "sample", scarce)
     assert tokens(run(engine, submits)) == expected
-    assert engine.shortage.count > 3
+    assert engine.oom_backoff.count > 3
 
 
 def test_where_less_is_too_much_too_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,33 +86,33 @@ def test_where_less_is_too_much_too_the_engine_says_so(monkeypatch: pytest.Monke
 
 
 def test_bounds_are_halved_and_come_back() -> None:
-    shortage = OomBackoff(CHUNK)
-    assert (shortage.chunk, shortage.nodes) == (CHUNK, None)
-    shortage.strike(30, "too little")
-    assert (shortage.chunk, shortage.nodes) == (15, 0)
-    shortage.strike(0, "too little")  # a round without prompts
-    assert (shortage.chunk, shortage.nodes) == (7, 0)
+    oom_backoff = OomBackoff(CHUNK)
+    assert (oom_backoff.chunk, oom_backoff.nodes) == (CHUNK, None)
+    oom_backoff.on_oom(30, "too little")
+    assert (oom_backoff.chunk, oom_backoff.nodes) == (15, 0)
+    oom_backoff.on_oom(0, "too little")  # a round without prompts
+    assert (oom_backoff.chunk, oom_backoff.nodes) == (7, 0)
     seen: list[tuple[int, int | None]] = []
     for _ in range(1000):
-        shortage.passed()
-        if (shortage.chunk, shortage.nodes) not in seen:
-            seen.append((shortage.chunk, shortage.nodes))
+        oom_backoff.on_success()
+        if (oom_backoff.chunk, oom_backoff.nodes) not in seen:
+            seen.append((oom_backoff.chunk, oom_backoff.nodes))
     assert seen[:4] == [(7, 0), (14, 8), (28, 16), (CHUNK, 32)]
     assert seen[-1] == (CHUNK, None)
-    assert shortage.count == 2
+    assert oom_backoff.count == 2
 
 
 @given(st.lists(st.none() | st.integers(0, 50), max_size=30))
 def test_a_chunk_is_never_empty_and_never_too_large(events: list[int | None]) -> None:
-    shortage = OomBackoff(CHUNK)
+    oom_backoff = OomBackoff(CHUNK)
     for rows in events:
         if rows is None:
-            shortage.passed()
+            oom_backoff.on_success()
         else:
-            before = shortage.chunk
-            shortage.strike(rows, "")
-            assert shortage.chunk == max(1, min(before, rows or before) // 2)
-        assert 1 <= shortage.chunk <= CHUNK
+            before = oom_backoff.chunk
+            oom_backoff.on_oom(rows, "")
+            assert oom_backoff.chunk == max(1, min(before, rows or before) // 2)
+        assert 1 <= oom_backoff.chunk <= CHUNK
 
 
 def test_what_was_made_before_memory_ran_out_is_gone_when_the_error_comes() -> None:

@@ -33,6 +33,6 @@ def test_texts_of_one_prompt_hold_it_once_and_parts_are_copies() -> None:
     one, other = TokenSequence(prompt), TokenSequence(prompt)
     assert one.prompt is other.prompt
     one.extend([1, 2])
-    part = one[99:]
-    part.append(3)
-    assert (part, one[-1], len(other)) == ([99, 1, 2, 3], 2, 100)
+    chunk = one[99:]
+    chunk.append(3)
+    assert (chunk, one[-1], len(other)) == ([99, 1, 2, 3], 2, 100)

@@ -204,7 +204,7 @@ class Rig:
                     tree_nodes=settings.tree_nodes,
                 ),
                 policy=policy,
-                governing=self._governing(policy, cost or self.cost) if governed else None,
+                mode_config=self._governing(policy, cost or self.cost) if governed else None,
                 noise=self._noise,
                 native=self.native,
             )

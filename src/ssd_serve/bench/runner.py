@@ -90,4 +90,4 @@ class Runner:
 
 
 def _clocked(engine: Engine) -> tuple[float, float, float]:
-    return engine.clocked.forward_s, engine.clocked.wait_s, engine.clocked.host_s
+    return engine.times.forward_s, engine.times.wait_s, engine.times.host_s

@@ -67,7 +67,7 @@ class Acceptance:
             for key, count in its.items():
                 mine[key] += count
 
-    def told(self, figures: Figures, names: Sequence[str]) -> Figures:
+    def add_to(self, figures: Figures, names: Sequence[str]) -> Figures:
         """A copy of these figures that tells this, too. `names` of sources, in the order of their bits."""
         return replace(
             figures,

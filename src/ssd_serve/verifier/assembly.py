@@ -74,7 +74,7 @@ class AssembledVerifier:
 
     def remember(self) -> None:
         """Keep for the next start what each layout gave."""
-        gains = self.engine.planner.layout_gains()
+        gains = self.engine.planner.mode_gains()
         if gains:
             self.gains.write(gains)
 
@@ -125,35 +125,35 @@ def assemble_verifier(
     say("measuring step times")
     folder = cache_folder(config.cache_dir, log.warning)
     cores = _cores(config, device)
-    layouts = _layouts(config.mode, cores)
+    modes = _modes(config.mode, cores)
     gains = _gain_file(config, device, model, folder, log)
-    governing = _governing(config, model, cores, layouts, TimingFiles(folder, log), gains)
-    cost = governing.costs[layouts[0]]
+    mode_config = _governing(config, model, cores, modes, TimingFiles(folder, log), gains)
+    cost = mode_config.costs[modes[0]]
     tokenizer = Tokenizer(path)
     hello = _hello(model.facts, tokenizer)
     drafters = DrafterPool(hello, time.perf_counter, log)
     drafters.authorizer.restrict([as_label(without_revision(each)) for each in config.draft_models])
     grammars = Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids)
     grammars.prepare()
-    parts = EngineParts(
+    chunks = EngineParts(
         model=model,
         drafters=drafters,
         cost=cost,
         slots=slots,
         config=config,
-        policy=governing.policies[layouts[0]],
-        governing=governing if config.speculation_may_stop and config.mode is not Mode.AR else None,
+        policy=mode_config.policies[modes[0]],
+        mode_config=mode_config if config.speculation_may_stop and config.mode is not Mode.AR else None,
         native=native,
         features=FeatureStore(features, config.features_mb << 20, slots) if features else None,
         grammars=grammars,
     )
-    engine = build_engine(parts)
-    models = config.draft_models if SpeculationMode.SYNC in layouts else ()
+    engine = build_engine(chunks)
+    models = config.draft_models if SpeculationMode.SYNC in modes else ()
     if models:
         cores.enter(SpeculationMode.SYNC)  # what their steps take is measured where they will draft
     for channel in _within(config, models, hello, model.facts.eos_token_ids, native, grammars, say):
         engine.drafters.connect(channel, synchronous=True)
-    cores.enter(layouts[0])
+    cores.enter(modes[0])
     sampling = model_defaults(path) if config.generation_config == "auto" else {}
     if sampling:
         log.info("requests take from generation_config.json what they leave out", **sampling)
@@ -195,7 +195,7 @@ def _gain_file(config: EngineConfig, device: str, model: Model, folder: Path, lo
 
 
 def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[SpeculationMode, float]]:
-    known = {layout.value: layout for layout in SpeculationMode}
+    known = {mode.value: mode for mode in SpeculationMode}
     return {
         requests: {known[name]: gain for name, gain in each.items() if name in known}
         for requests, each in gains.items()
@@ -207,7 +207,7 @@ def _cores(config: EngineConfig, device: str) -> Cores:
     return Cores(parse_device(device), alone)
 
 
-def _layouts(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
+def _modes(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
     """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
     last."""
     if mode is Mode.SD:
@@ -220,13 +220,13 @@ def _layouts(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
 
 
 def _timings(
-    model: Model, cores: Cores, layouts: Sequence[SpeculationMode], files: TimingFiles
+    model: Model, cores: Cores, modes: Sequence[SpeculationMode], files: TimingFiles
 ) -> dict[str, list[Timing]]:
     """What forwards cost on the cores of each layout, on which they are computed for that."""
     timings: dict[str, list[Timing]] = {}
-    for layout in reversed(layouts):
-        cores.enter(layout)
-        device = str(cores.of(layout))
+    for mode in reversed(modes):
+        cores.enter(mode)
+        device = str(cores.of(mode))
         if device not in timings:
             timings[device] = remembered_timings(model, device, files)
     return timings
@@ -236,31 +236,31 @@ def _governing(
     config: EngineConfig,
     model: Model,
     cores: Cores,
-    layouts: tuple[SpeculationMode, ...],
+    modes: tuple[SpeculationMode, ...],
     files: TimingFiles,
     gains: GainFile,
 ) -> ModeConfig:
     """What may change while the engine runs, beginning with the first layout. Gains of earlier sessions count
     only where forwards take the times that they took then."""
-    devices = {layout: str(cores.of(layout)) for layout in layouts}
-    timings = _timings(model, cores, layouts, files)
+    devices = {mode: str(cores.of(mode)) for mode in modes}
+    timings = _timings(model, cores, modes, files)
     tables = {device: CostTable(each) for device, each in timings.items()}
-    governor = ModeController(layouts)
+    controller = ModeController(modes)
     if not files.measured_otherwise:
-        governor.recall(_by_layout(gains.read()))
+        controller.load_prior(_by_layout(gains.read()))
     return ModeConfig(
-        governor,
+        controller,
         cores,
-        {layout: tables[device] for layout, device in devices.items()},
-        {layout: _policy(config, layout) for layout in layouts},
+        {mode: tables[device] for mode, device in devices.items()},
+        {mode: _policy(config, mode) for mode in modes},
         CostTable(timings[devices[SpeculationMode.ASYNC]]) if SpeculationMode.ASYNC in devices else None,
     )
 
 
-def _policy(config: EngineConfig, layout: SpeculationMode) -> WaitPolicy:
-    if layout is SpeculationMode.PLAIN or not config.grow_first:
+def _policy(config: EngineConfig, mode: SpeculationMode) -> WaitPolicy:
+    if mode is SpeculationMode.PLAIN or not config.grow_first:
         return NoWait()
-    return CostBasedWait(concurrent=layout is SpeculationMode.ASYNC)
+    return CostBasedWait(concurrent=mode is SpeculationMode.ASYNC)
 
 
 def _features(config: EngineConfig, target: Path) -> tuple[int, ...]:

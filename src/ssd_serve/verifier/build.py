@@ -37,7 +37,7 @@ class EngineParts:
     config: EngineConfig = EngineConfig()
     policy: WaitPolicy = field(default_factory=NoWait)
     host: HostCost = field(default_factory=HostCost)
-    governing: ModeConfig | None = None
+    mode_config: ModeConfig | None = None
     noise: NoiseRows | None = None
     """None: the engine's own. Engines of one model may share rows."""
     native: NativeLibrary | None = None
@@ -51,44 +51,44 @@ class EngineParts:
     """What outputs may have to match; None: none can."""
 
 
-def build_engine(parts: EngineParts) -> Engine:
+def build_engine(chunks: EngineParts) -> Engine:
     """A fresh engine of these parts."""
-    facts = parts.model.facts
-    config = parts.config
+    facts = chunks.model.facts
+    config = chunks.config
     context = min(facts.context, config.context or facts.context)
     budget = 0 if config.mode is Mode.AR else config.budget
     tree_nodes = config.tree_nodes * max(1, len(config.drafts))  # each drafter fills a tree of its own
     limits = SchedulerLimits(config.max_running, config.max_waiting, config.prefill_chunk)
-    pool = SlotPool(parts.slots)
+    pool = SlotPool(chunks.slots)
     scheduler = Scheduler(pool, PrefixCache(pool) if config.prefix_cache else None, limits)
-    planner = parts.planner_kind(
-        parts.drafters,
-        parts.cost,
-        parts.policy,
+    planner = chunks.planner_kind(
+        chunks.drafters,
+        chunks.cost,
+        chunks.policy,
         DraftBounds(context, budget, config.draft_width, config.max_tpot_s),
-        parts.host,
-        parts.governing,
-        parts.clock,
+        chunks.host,
+        chunks.mode_config,
+        chunks.clock,
     )
-    bounds = RequestLimits(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, tree_nodes)
-    rounds = parts.rounds or _rounds(parts)
-    if parts.features is not None:
-        parts.drafters.authorizer.offer(parts.features.layers)
+    bounds = RequestLimits(min(context, chunks.slots - 1), facts.vocabulary, facts.eos_token_ids, tree_nodes)
+    rounds = chunks.rounds or _rounds(chunks)
+    if chunks.features is not None:
+        chunks.drafters.authorizer.offer(chunks.features.layers)
     return Engine(
         rounds,
         scheduler,
-        parts.drafters,
+        chunks.drafters,
         planner,
         bounds,
-        parts.clock,
-        parts.features,
-        parts.grammars,
+        chunks.clock,
+        chunks.features,
+        chunks.grammars,
     )
 
 
-def _rounds(parts: EngineParts) -> Rounds:
-    facts = parts.model.facts
-    noise = parts.noise or NoiseRows(
-        facts.vocabulary, capacity_for(facts.vocabulary), facts.device, parts.native
+def _rounds(chunks: EngineParts) -> Rounds:
+    facts = chunks.model.facts
+    noise = chunks.noise or NoiseRows(
+        facts.vocabulary, capacity_for(facts.vocabulary), facts.device, chunks.native
     )
-    return Rounds(parts.model, noise, facts.eos_token_ids, parts.native, parts.clock)
+    return Rounds(chunks.model, noise, facts.eos_token_ids, chunks.native, chunks.clock)

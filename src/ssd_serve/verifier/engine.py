@@ -32,8 +32,8 @@ from ssd_serve.verifier.control.decision import Decision
 from ssd_serve.verifier.acceptance import AcceptanceMonitor
 from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
 from ssd_serve.verifier.control.ranking import RankedNode
-from ssd_serve.verifier.request import Request, Shared, accept, share
-from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeRows, Walk
+from ssd_serve.verifier.request import Request, SharedPromptState, create_request, shared_state
+from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeTokens, Walk
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler
 from ssd_serve.verifier.scheduler import OomBackoff
 from ssd_serve.verifier.totals import TimeTotals, Totals, count
@@ -64,10 +64,10 @@ class Engine:
         self.scheduler = scheduler
         self.drafters = drafters
         self.planner = planner
-        self.watch = AcceptanceMonitor()
-        self.clocked = TimeTotals()
+        self.monitor = AcceptanceMonitor()
+        self.times = TimeTotals()
         self.totals = Totals()
-        self.shortage = OomBackoff(scheduler.prefill_chunk)
+        self.oom_backoff = OomBackoff(scheduler.prefill_chunk)
         self.decision: Decision | None = None
         """The last round's; None before the first."""
         self._rounds = rounds
@@ -84,9 +84,9 @@ class Engine:
     @property
     def figures(self) -> Figures:
         """Of all requests since start."""
-        return self.totals.told(self._requests.values(), self.drafters.sources.names)
+        return self.totals.snapshot(self._requests.values(), self.drafters.sources.names)
 
-    def ask(self, message: ServerMessage) -> Sequence[Refused | Finished]:
+    def handle(self, message: ServerMessage) -> Sequence[Refused | Finished]:
         """Do what a front end asks for; returns what it must know of that at once."""
         if isinstance(message, Submit | SubmitChoices):
             return self.submit_all(message)
@@ -107,29 +107,29 @@ class Engine:
         wrong = self._bounds.impossible(message.prompt, message.parameters.max_tokens)
         if wrong is not None:
             return [Refused(one.request, *wrong) for one in each]
-        shared: Shared | None = None
+        shared: SharedPromptState | None = None
         answers: list[Refused | Finished] = []
         for one in each:
             answer: Refused | Finished | None = self._impossible_choice(one)
             if answer is None:
-                shared = shared or share(one, self._bounds.eos)
+                shared = shared or shared_state(one, self._bounds.eos)
                 answer = self._accept(one, shared)
             if answer is not None:
                 answers.append(answer)
         return answers
 
-    def _accept(self, message: Submit, shared: Shared) -> Refused | Finished | None:
+    def _accept(self, message: Submit, shared: SharedPromptState) -> Refused | Finished | None:
         """Queue a request, unless its output cannot match what it must."""
         bounds = self._bounds
         try:
             grammar = output_state(message.parameters, message.output, bounds.vocabulary, self.grammars)
         except GrammarError as error:
             return Refused(message.request, f"structured output: {error}", "grammar")
-        return self._queue(accept(message, shared, bounds.tree_nodes, bounds.vocabulary, grammar))
+        return self._queue(create_request(message, shared, bounds.tree_nodes, bounds.vocabulary, grammar))
 
     def _queue(self, request: Request) -> Finished | None:
         """Queue a request, unless it is over."""
-        ended = request.ended(request.tokens[-1], request.left) if request.generated else ""
+        ended = request.ended(request.tokens[-1], request.remaining_tokens) if request.generated else ""
         if ended:
             return self._finished(request, ended)
         self._requests[request.number] = request
@@ -149,28 +149,28 @@ class Engine:
         if request is None:
             return None
         self._retire(request)
-        return Finished(number, "stop", self._told(request))
+        return Finished(number, "stop", self._final_figures(request))
 
     def step(self) -> list[VerifierReport]:
         """One round over everything that is running; returns what the front end must know."""
         started = self._round_began = self._clock()
         self.drain()
         admitted = self._admit()
-        parts = self._choose_parts()
-        if not parts:
+        chunks = self._schedule()
+        if not chunks:
             self._open(admitted)
             return []
-        nodes, decision = self.planner.choose(self.scheduler.running, parts, self._drain_awaited)
+        nodes, decision = self.planner.choose(self.scheduler.running, chunks, self._drain_awaited)
         self._open(admitted)
-        flight, forward_s, walks = self._compute_or_less(self._place(parts, nodes[: self.shortage.nodes]))
-        self.decision = decision.launched(flight.nodes, DecisionReason.MEMORY if self.shortage.nodes == 0 else DecisionReason.SLOTS)
+        flight, forward_s, walks = self._compute_or_less(self._assign_slots(chunks, nodes[: self.oom_backoff.nodes]))
+        self.decision = decision.launched(flight.nodes, DecisionReason.MEMORY if self.oom_backoff.nodes == 0 else DecisionReason.SLOTS)
         self.totals.compare(self.decision, walks)
         if self._features is not None:
             self._features.take(flight, walks)
         reports = [report for walk in walks for report in self._commit(walk)]
         self.scheduler.pool.free([slot for walk in walks for slot in walk.rejected])
         self.drafters.flush()
-        self.shortage.passed()
+        self.oom_backoff.on_success()
         self._account(flight, walks, forward_s, decision.waited_s, self._clock() - started)
         return reports
 
@@ -191,13 +191,13 @@ class Engine:
         except DeviceMemoryError as error:
             reason = str(error)
         # Here the error is gone, and with it all that the round had made.
-        rows = [len(each.part.slots) for each in work]
-        self.shortage.strike(sum(count for count in rows if count > 1), reason)
+        rows = [len(each.chunk.slots) for each in work]
+        self.oom_backoff.on_oom(sum(count for count in rows if count > 1), reason)
         for each in work:
             self.scheduler.pool.free(each.node_slots)
         release_memory()
-        parts = self.scheduler.shrink([each.part for each in work], self.shortage.chunk)
-        return self._compute([RequestStep(part) for part in parts])
+        chunks = self.scheduler.shrink([each.chunk for each in work], self.oom_backoff.chunk)
+        return self._compute([RequestStep(chunk) for chunk in chunks])
 
     def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
         """Run a round's forward, listen meanwhile, and decide; also the seconds that the forward took."""
@@ -219,7 +219,7 @@ class Engine:
         admitted = self.scheduler.admit()
         for request in admitted:
             self._active[request.number] = request
-            request.began = self._round_began if request.began is None else request.began
+            request.first_scheduled_at = self._round_began if request.first_scheduled_at is None else request.first_scheduled_at
         return admitted
 
     def _open(self, admitted: Sequence[Request]) -> None:
@@ -229,41 +229,41 @@ class Engine:
             if request.number in self._active:
                 self.drafters.open(request)
 
-    def _choose_parts(self) -> list[ScheduledChunk]:
+    def _schedule(self) -> list[ScheduledChunk]:
         scheduler, decoding = self.scheduler, self.scheduler.decoding
         reading = decoding < len(scheduler.running)
-        rows = self.planner.prompt_rows(decoding, self.shortage.chunk) if reading else 0
-        parts, preempted = scheduler.plan(rows)
+        rows = self.planner.prefill_tokens(decoding, self.oom_backoff.chunk) if reading else 0
+        chunks, preempted = scheduler.plan(rows)
         for request in preempted:
             self._active.pop(request.number, None)
             self.drafters.close(request)
             request.replica = None
-        return parts
+        return chunks
 
-    def _place(self, parts: Sequence[ScheduledChunk], chosen: Sequence[RankedNode]) -> list[RequestStep]:
+    def _assign_slots(self, chunks: Sequence[ScheduledChunk], chosen: Sequence[RankedNode]) -> list[RequestStep]:
         """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
         first."""
-        trees = [TreeRows() for _ in parts]
+        trees = [TreeTokens() for _ in chunks]
         for _, index, token, parent in chosen:
             trees[index].add(token, parent)
-        slots = self.scheduler.tree_slots(parts, [len(tree) for tree in trees])
+        slots = self.scheduler.tree_slots(chunks, [len(tree) for tree in trees])
         return [
-            RequestStep(part, tree.first(len(given)), given)
-            for part, tree, given in zip(parts, trees, slots, strict=True)
+            RequestStep(chunk, tree.first(len(given)), given)
+            for chunk, tree, given in zip(chunks, trees, slots, strict=True)
         ]
 
     def _commit(self, walk: Walk) -> list[VerifierReport]:
         """Keep the accepted slots, extend the text, tell drafters and front end."""
-        work, request = walk.work, walk.work.part.request
-        request.slots.extend([*work.part.slots, *walk.kept])
+        work, request = walk.work, walk.work.chunk.request
+        request.slots.extend([*work.chunk.slots, *walk.kept])
         request.scored += len(walk.prompt_logprobs)
         if not walk.tokens:
             told = walk.prompt_logprobs
             self.drafters.send_features(request)
             return [Committed(request.number, (), prompt_logprobs=told)] if told else []
         before = request.generated
-        if request.began is not None and not request.figures.prompt_s:
-            request.figures.prompt_s = self._clock() - request.began
+        if request.first_scheduled_at is not None and not request.figures.prompt_s:
+            request.figures.prompt_s = self._clock() - request.first_scheduled_at
         request.tokens.extend(walk.tokens)
         if request.counts is not None:
             request.counts.extend(walk.tokens)
@@ -278,17 +278,17 @@ class Engine:
             reports.append(
                 self._finished(request, walk.ended)
                 if walk.ended
-                else Finished(request.number, "error", self._told(request), message=failed)
+                else Finished(request.number, "error", self._final_figures(request), message=failed)
             )
         return reports
 
     def _finished(self, request: Request, why: str) -> Finished:
         """Its text has ended, by its last token."""
         stop_token = request.tokens[-1] if why == "stop" else None
-        return Finished(request.number, why, self._told(request), stop_token)
+        return Finished(request.number, why, self._final_figures(request), stop_token)
 
-    def _told(self, request: Request) -> Figures:
-        return request.acceptance.told(request.figures, self.drafters.sources.names)
+    def _final_figures(self, request: Request) -> Figures:
+        return request.acceptance.add_to(request.figures, self.drafters.sources.names)
 
     def _advance(self, walk: Walk, request: Request, first: bool) -> None:
         """Move the replica's root and publish the outcome; count the round unless it ended the prompt."""
@@ -304,7 +304,7 @@ class Engine:
             self.drafters.send_outcome(request)
         working = self.drafters.working
         if working and not first:
-            self.watch.observe(0 in walk.accepted if len(rows) else None, hit)
+            self.monitor.observe(0 in walk.accepted if len(rows) else None, hit)
         count((request.figures, self.totals.figures), walk, first, replica if working else None, hit)
 
     def _retire(self, request: Request) -> None:
@@ -316,18 +316,18 @@ class Engine:
     def _account(
         self, flight: InFlight, walks: Sequence[Walk], forward_s: float, waited_s: float, total_s: float
     ) -> None:
-        self.clocked.add(flight.rows, forward_s, waited_s, total_s)
+        self.times.add(flight.rows, forward_s, waited_s, total_s)
         decoding = [walk for walk in walks if walk.decoded]
         if decoding:
-            self.watch.judge(self.drafters.working)
+            self.monitor.judge(self.drafters.working)
         if flight.result.includes_capture:
             return  # what it took is not what the next one takes
-        slots = sum(len(walk.work.part.slots) for walk in walks)
-        self.planner.learn(
+        slots = sum(len(walk.work.chunk.slots) for walk in walks)
+        self.planner.observe(
             Round(
                 requests=len(decoding),
                 prompts=len(walks) - len(decoding),
-                prompt_rows=slots - len(decoding),
+                prefill_tokens=slots - len(decoding),
                 rows=flight.rows,
                 reading=flight.reading,
                 tokens=sum(len(walk.tokens) for walk in decoding),

@@ -43,11 +43,11 @@ class FeatureStore:
         slots: list[int] = []
         start = 0
         for walk in walks:
-            request = walk.work.part.request
+            request = walk.work.chunk.request
             request.features = request.features or RequestFeatures(self, request)
-            fed = len(walk.work.part.slots)
+            fed = len(walk.work.chunk.slots)
             rows += [*range(start, start + fed), *(start + fed + index for index in walk.accepted)]
-            slots += [*walk.work.part.slots, *walk.kept]
+            slots += [*walk.work.chunk.slots, *walk.kept]
             start += walk.work.rows
         found = [flight.result.features[feature_name(layer)] for layer in self.layers]
         chosen = torch.tensor(rows, device=found[0].device)
@@ -60,7 +60,7 @@ class FeatureStore:
         missing = np.flatnonzero(~self._are_there(slots.view()[start:]))
         return start + (int(missing[-1]) + 1 if len(missing) else 0)
 
-    def part(self, slots: SlotTable, start: int, count: int) -> torch.Tensor:
+    def rows(self, slots: SlotTable, start: int, count: int) -> torch.Tensor:
         """Rows of `count` positions that are there: bfloat16 [count, layers * hidden]."""
         places = self._places[slots.view()[start : start + count]]
         return self._rows.index_select(0, torch.from_numpy(places))
@@ -129,11 +129,11 @@ class RequestFeatures:
     def width(self, layers: Sequence[int]) -> int:
         return self._store.width(layers)
 
-    def part(self, start: int, count: int, layers: Sequence[int]) -> bytes:
-        return as_bytes(self._store.only(layers, self._store.part(self._request.slots, start, count)))
+    def rows(self, start: int, count: int, layers: Sequence[int]) -> bytes:
+        return as_bytes(self._store.only(layers, self._store.rows(self._request.slots, start, count)))
 
     def write(self, start: int, count: int, layers: Sequence[int], into: memoryview) -> None:
         if tuple(layers) == self._store.layers:
             self._store.write(self._request.slots, start, count, into)
         else:
-            into[:] = self.part(start, count, layers)
+            into[:] = self.rows(start, count, layers)

@@ -87,7 +87,7 @@ class VerifierLoop:
         self._status_at = 0.0
         self._remember = remember
         self._status = status
-        self._notices = EngineLogReporter(engine, log)
+        self._reporter = EngineLogReporter(engine, log)
         self._held = GrammarQueue(engine.grammars)
         self._remembered_at = time.monotonic()
         self._heap = Heap()
@@ -130,7 +130,7 @@ class VerifierLoop:
             self._ask(held)
 
     def _ask(self, message: ServerMessage) -> None:
-        self._unsent.extend(self._engine.ask(message))
+        self._unsent.extend(self._engine.handle(message))
 
     def _sleep(self, timeout_s: float) -> None:
         """Until anybody says anything."""
@@ -148,12 +148,12 @@ class VerifierLoop:
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
         now = time.monotonic()
-        self._notices.tell(now)
+        self._reporter.report(now)
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
             if len(self._unsent) < _MAX_UNSENT:
                 self._unsent.append(self._status())
-            self._notices.tell_health()
+            self._reporter.report_health()
             self._engine.drafters.heartbeat()
         if now - self._remembered_at >= _REMEMBER_S:
             self._remembered_at = now

@@ -18,31 +18,31 @@ class EngineLogReporter:
     def __init__(self, engine: Engine, log: Logger) -> None:
         self._engine = engine
         self._log = log
-        self._health = engine.watch.health
+        self._health = engine.monitor.health
         self._why: DecisionReason | None = None
         self._why_told_at = -_WHY_S
         self._shortages = 0
 
-    def tell(self, now: float) -> None:
+    def report(self, now: float) -> None:
         """What concerns the last rounds, in seconds of any clock."""
-        self._tell_shortage()
-        self._tell_decision(now)
+        self._report_oom()
+        self._report_decision(now)
 
-    def _tell_shortage(self) -> None:
-        shortage = self._engine.shortage
-        if shortage.count == self._shortages:
+    def _report_oom(self) -> None:
+        oom_backoff = self._engine.oom_backoff
+        if oom_backoff.count == self._shortages:
             return
-        self._shortages = shortage.count
+        self._shortages = oom_backoff.count
         self._log.warning(
             "the device's memory ran out in a round: it was run again without trees and with fewer prompt "
             "tokens, and rounds stay small for a while",
-            reason=shortage.reason,
-            times=shortage.count,
-            prompt_tokens=shortage.chunk,
+            reason=oom_backoff.reason,
+            times=oom_backoff.count,
+            prompt_tokens=oom_backoff.chunk,
             advice="lower SSD_KV_MEMORY_MB or SSD_PREFILL_CHUNK",
         )
 
-    def _tell_decision(self, now: float) -> None:
+    def _report_decision(self, now: float) -> None:
         """Why rounds speculate or not, whenever that changes."""
         decision = self._engine.decision
         if decision is None or decision.why is self._why or now - self._why_told_at < _WHY_S:
@@ -51,16 +51,16 @@ class EngineLogReporter:
         self._log.debug(
             "speculates" if decision.nodes else "does not speculate",
             why=decision.why.value,
-            layout=decision.layout.value,
+            mode=decision.mode.value,
             nodes=decision.nodes,
             waited_s=decision.waited_s,
             chosen=_price(decision.chosen),
             other=_price(decision.other),
         )
 
-    def tell_health(self) -> None:
+    def report_health(self) -> None:
         """A speculation that has become useless changes no text: without a word nobody would know."""
-        health = self._engine.watch.health
+        health = self._engine.monitor.health
         if health is self._health:
             return
         self._health = health
@@ -83,9 +83,9 @@ def whole_status(verifier: AssembledVerifier) -> Status:
 
 def engine_status(engine: Engine) -> Status:
     """The status of an engine, copied."""
-    scheduler, clocked = engine.scheduler, engine.clocked
+    scheduler, times = engine.scheduler, engine.times
     prefix = scheduler.prefix
-    layout, gains = engine.planner.placing.layout, engine.planner.layout_gains()
+    mode, gains = engine.planner.execution.mode, engine.planner.mode_gains()
     return Status(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
@@ -106,12 +106,12 @@ def engine_status(engine: Engine) -> Status:
         expected_tokens=engine.totals.expected_tokens,
         given_tokens=engine.totals.given_tokens,
         totals=engine.figures,
-        forward_s=clocked.forward_s,
-        wait_s=clocked.wait_s,
-        host_s=clocked.host_s,
-        layout=layout.value if layout else "",
+        forward_s=times.forward_s,
+        wait_s=times.wait_s,
+        host_s=times.host_s,
+        layout=mode.value if mode else "",
         layout_gains=gains,
-        decision=engine.decision.told() if engine.decision is not None else None,
-        health=engine.watch.health,
-        memory_shortages=engine.shortage.count,
+        decision=engine.decision.to_message() if engine.decision is not None else None,
+        health=engine.monitor.health,
+        memory_shortages=engine.oom_backoff.count,
     )

@@ -88,7 +88,7 @@ class TokenFeatures(Protocol):
         """Numbers of one token, of these layers."""
         ...
 
-    def part(self, start: int, count: int, layers: Sequence[int]) -> bytes:
+    def rows(self, start: int, count: int, layers: Sequence[int]) -> bytes:
         """Of positions that are there, of these layers: rows as they travel."""
         ...
 
@@ -110,7 +110,7 @@ class Request:
     seed: int
     prompt_length: int
     tokens: TokenSequence
-    ends: frozenset[int]
+    stop_token_ids: frozenset[int]
     """Ids that end the text once `min_tokens` are out."""
     counts: TokenCounts | None
     limit: int
@@ -123,7 +123,7 @@ class Request:
     slots: SlotTable = field(default_factory=SlotTable)
     options: RequestOptions = RequestOptions()
     handle: PrefixHandle | None = None
-    began: float | None = None
+    first_scheduled_at: float | None = None
     """When it was first taken from the queue."""
     epoch: int = 0
     replica: Replica | None = None
@@ -173,12 +173,12 @@ class Request:
 
     def ended(self, token: int, left: int) -> str:
         """Why the text ends with this token, behind which `left` more may come; empty when it goes on."""
-        if token in self.ends:
+        if token in self.stop_token_ids:
             return "stop"
         return "length" if left <= 0 else ""
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         """Output tokens that may still come."""
         return self.parameters.max_tokens - self.generated
 
@@ -200,28 +200,28 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPromptState:
     """What the choices of a prompt have in common besides it."""
 
-    ends: frozenset[int]
+    stop_token_ids: frozenset[int]
     overrides: LogitOverrides | None
     counts: TokenCounts | None
     """Of the prompt."""
 
 
-def share(message: Submit, eos: tuple[int, ...]) -> Shared:
+def shared_state(message: Submit, eos: tuple[int, ...]) -> SharedPromptState:
     """What this request has in common with other choices of its prompt."""
     parameters = message.parameters
     counted = () if parameters.ignore_eos else eos
-    return Shared(
+    return SharedPromptState(
         frozenset((*parameters.stop_token_ids, *counted)),
         LogitOverrides(parameters, counted) if needs_overrides(parameters, 0) else None,
         TokenCounts(message.prompt) if needs_counts(parameters) else None,
     )
 
 
-def accept(
-    message: Submit, shared: Shared, limit: int, vocabulary: int, grammar: MatcherState | None = None
+def create_request(
+    message: Submit, shared: SharedPromptState, limit: int, vocabulary: int, grammar: MatcherState | None = None
 ) -> Request:
     """The state of a request that was just submitted."""
     return Request(
@@ -230,7 +230,7 @@ def accept(
         seed=message.seed,
         prompt_length=len(message.prompt),
         tokens=TokenSequence(message.prompt, message.output),
-        ends=shared.ends,
+        stop_token_ids=shared.stop_token_ids,
         counts=shared.counts.fork(message.output) if shared.counts is not None else None,
         limit=limit,
         vocabulary=vocabulary,

@@ -24,7 +24,7 @@ _NO_ROWS = range(0)
 
 
 @dataclass(frozen=True, slots=True)
-class TreeRows:
+class TreeTokens:
     """The nodes of one request's rows: parallel lists, parents first."""
 
     tokens: list[int] = field(default_factory=list)
@@ -42,40 +42,40 @@ class TreeRows:
         self.parents.append(parent)
         self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
 
-    def first(self, count: int) -> "TreeRows":
+    def first(self, count: int) -> "TreeTokens":
         """The first `count` nodes."""
         if count >= len(self):
             return self
-        return TreeRows(self.tokens[:count], self.parents[:count], self.depths[:count])
+        return TreeTokens(self.tokens[:count], self.parents[:count], self.depths[:count])
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStep:
     """One request's rows in a round: its pending tokens, and tree nodes with their slots."""
 
-    part: ScheduledChunk
-    tree: TreeRows = field(default_factory=TreeRows)
+    chunk: ScheduledChunk
+    tree: TreeTokens = field(default_factory=TreeTokens)
     node_slots: Sequence[int] = ()
 
     @property
     def rows(self) -> int:
         """Rows of the forward."""
-        return len(self.part.slots) + len(self.tree)
+        return len(self.chunk.slots) + len(self.tree)
 
     @property
     def scoring(self) -> range:
         """Rows of the prompt whose logits are wanted to tell the probability of the prompt's next token."""
-        request = self.part.request
+        request = self.chunk.request
         if request.parameters.prompt_logprobs is None:
             return _NO_ROWS
         first, unscored = len(request.slots), request.unscored
         start = max(unscored.start - first, 0)
-        return range(start, max(start, min(unscored.stop - first, len(self.part.slots))))
+        return range(start, max(start, min(unscored.stop - first, len(self.chunk.slots))))
 
     @property
     def wanted(self) -> int:
         """Rows whose logits are wanted: scoring ones, then the root's and every node's."""
-        return len(self.scoring) + (1 + len(self.tree) if self.part.final else 0)
+        return len(self.scoring) + (1 + len(self.tree) if self.chunk.final else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Walk(NamedTuple):
     @property
     def decoded(self) -> bool:
         """Whether nothing of a prompt was read."""
-        return len(self.work.part.slots) == 1 and bool(self.tokens)
+        return len(self.work.chunk.slots) == 1 and bool(self.tokens)
 
     @property
     def levels(self) -> int:
@@ -189,9 +189,9 @@ class Rounds:
 
     def _sampling_rows(self, work: RequestStep) -> list[SamplingRows]:
         """Scoring rows, then the root's and every node's, in the order of the forward's rows."""
-        request, tree = work.part.request, work.tree
+        request, tree = work.chunk.request, work.tree
         rows = _scoring_rows(work)
-        if work.part.final:
+        if work.chunk.final:
             rows.append(
                 SamplingRows(
                     request.parameters,
@@ -211,12 +211,12 @@ class Rounds:
 
 def _masked(work: Sequence[RequestStep], sampling: Sequence[SamplingRows]) -> list[SamplingRows]:
     """The rows with what grammars allow there."""
-    if all(each.part.request.grammar is None for each in work):
+    if all(each.chunk.request.grammar is None for each in work):
         return list(sampling)
     grammars = [
-        each.part.request.grammar if choosing else None
+        each.chunk.request.grammar if choosing else None
         for each in work
-        for choosing in [*[False] * len(each.scoring), *[True] * each.part.final]
+        for choosing in [*[False] * len(each.scoring), *[True] * each.chunk.final]
     ]
     return [
         rows if grammar is None else rows._replace(masks=grammar.masks(rows.tokens, rows.parents))
@@ -229,7 +229,7 @@ def _scoring_rows(work: RequestStep) -> list[SamplingRows]:
     scoring = work.scoring
     if not scoring:
         return []
-    request, first = work.part.request, len(work.part.request.slots) + 1
+    request, first = work.chunk.request, len(work.chunk.request.slots) + 1
     parameters = SamplingParameters(temperature=0.0, logprobs=request.parameters.prompt_logprobs)
     return [
         SamplingRows(parameters, request.seed, first + index, known=request.tokens[first + index])
@@ -238,18 +238,18 @@ def _scoring_rows(work: RequestStep) -> list[SamplingRows]:
 
 
 def _reading(work: Sequence[RequestStep]) -> Reading:
-    contexts = [len(each.part.request.slots) for each in work]
+    contexts = [len(each.chunk.request.slots) for each in work]
     return Reading(
         sum(contexts), sum(context * each.rows for context, each in zip(contexts, work, strict=True))
     )
 
 
 def _rows(work: RequestStep) -> RequestRows:
-    request, slots, tree = work.part.request, work.part.slots, work.tree
-    computed, count = len(request.slots), len(work.part.slots)
+    request, slots, tree = work.chunk.request, work.chunk.slots, work.tree
+    computed, count = len(request.slots), len(work.chunk.slots)
     tokens = request.tokens[computed : computed + count]
     positions = list(range(computed, computed + count))
-    wanted = [*work.scoring, *([count - 1] if work.part.final else ())]
+    wanted = [*work.scoring, *([count - 1] if work.chunk.final else ())]
     if not len(tree):
         return RequestRows(tokens, positions, slots, request.slots.view(), wanted)
     root = computed + count - 1
@@ -268,14 +268,14 @@ def walk(work: RequestStep, sampled: Sampled, start: int) -> Walk:
     Accept-if-equal: the choice itself is emitted, the draft only saves computing it (arXiv 2408.07978). The
     first choice without such a row is the bonus token; its KV is never assumed.
     """
-    request = work.part.request
+    request = work.chunk.request
     first, start = start, start + len(work.scoring)
     told = tuple(each for each in sampled.logprobs[first:start] if each is not None)
-    if not work.part.final:
+    if not work.chunk.final:
         return Walk(work, (), (), "", (), told)
     tree, choices = work.tree, sampled.choices
     rows, accepted = [start], []
-    here, token, left = -1, choices[start], request.left
+    here, token, left = -1, choices[start], request.remaining_tokens
     ended = request.ended(token, left - 1)
     for index, parent in enumerate(tree.parents):  # parents come first: one pass meets the whole path
         if parent != here or ended or tree.tokens[index] != token:

@@ -20,9 +20,9 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.verifier.request import Request
 
 
-_LOOKED_UP = 1 << 18
+_MAX_LOOKUP = 1 << 18
 """Tokens of waiting requests that are looked up in a round; of one request always all."""
-_A_ROUND = 1 << 13
+_TOKENS_PER_ROUND = 1 << 13
 """A request that found no memory is looked at again after a round for so many of its tokens."""
 _urgency = attrgetter("options.priority")
 
@@ -34,7 +34,7 @@ class SchedulerLimits:
     max_running: int
     max_waiting: int
     prefill_chunk: int
-    worth_reusing: int = 16
+    min_reused_tokens: int = 16
     """Fewer prompt tokens than this are neither taken from the prefix cache, which scatters a request's
     slots, nor waited for while an older request reads them."""
 
@@ -83,19 +83,19 @@ class Scheduler:
         What running requests have read of their prompts since the last call is offered to them.
         """
         for request in self.running:
-            self._share(request)
+            self._share_prefix(request)
         admitted: list[Request] = []
         looked_up = 0
-        while self.waiting and len(self.running) < self._limits.max_running and looked_up < _LOOKED_UP:
+        while self.waiting and len(self.running) < self._limits.max_running and looked_up < _MAX_LOOKUP:
             request = self.waiting[0]
-            if self._rests(request):
+            if self._too_early(request):
                 break
             looked_up += len(request.tokens)
-            found = self._borrow(request)
+            found = self._use_cached(request)
             reserved = sum(each.pending for each in self.running) + len(self.running)
             if self._reclaimable() < request.pending + reserved + 1 and self.running:
-                self._give_up(request)
-                self._refused, self._rounds_left = request, len(request.tokens) // _A_ROUND
+                self._release(request)
+                self._refused, self._rounds_left = request, len(request.tokens) // _TOKENS_PER_ROUND
                 break
             self.waiting.popleft()
             self._count(request, len(request.tokens), found)
@@ -103,7 +103,7 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def _rests(self, request: Request) -> bool:
+    def _too_early(self, request: Request) -> bool:
         """Whether it is too early to look again at a request that memory was too short for."""
         if request is not self._refused or not self.running or self._rounds_left <= 0:
             self._refused = None
@@ -116,20 +116,20 @@ class Scheduler:
         """Number of running requests whose prompts are read."""
         return sum(request.decoding for request in self.running)
 
-    def plan(self, prompt_rows: int | None = None) -> tuple[list[ScheduledChunk], list[Request]]:
+    def plan(self, prefill_tokens: int | None = None) -> tuple[list[ScheduledChunk], list[Request]]:
         """The parts of the next round, in the order of `running`, and the requests that had to be preempted.
 
-        At most `prompt_rows` tokens of prompts are read, and never more than the limits allow.
+        At most `prefill_tokens` tokens of prompts are read, and never more than the limits allow.
         """
-        parts: list[ScheduledChunk] = []
+        chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
-        left = self._limits.prefill_chunk if prompt_rows is None else prompt_rows
+        left = self._limits.prefill_chunk if prefill_tokens is None else prefill_tokens
         for request in list(self.running):
             if request in preempted:
                 continue
-            if left and not request.decoding and self._may_borrow(request):
-                self._count(request, 0, self._borrow(request))
-                if self._spared(request, parts) >= self._limits.worth_reusing:
+            if left and not request.decoding and self._may_use_cached(request):
+                self._count(request, 0, self._use_cached(request))
+                if self._tokens_others_will_cache(request, chunks) >= self._limits.min_reused_tokens:
                     continue
             pending = request.pending
             count = min(pending, max(left, 1) if pending == 1 else left)
@@ -140,22 +140,22 @@ class Scheduler:
                 continue
             if pending > 1:
                 left -= count
-            parts.append(ScheduledChunk(request, tuple(slots), final=count == pending))
-        return parts, preempted
+            chunks.append(ScheduledChunk(request, tuple(slots), final=count == pending))
+        return chunks, preempted
 
-    def shrink(self, parts: Sequence[ScheduledChunk], prompt_rows: int) -> list[ScheduledChunk]:
+    def shrink(self, chunks: Sequence[ScheduledChunk], prefill_tokens: int) -> list[ScheduledChunk]:
         """What is left of these parts with at most so many tokens of prompts; the other slots are freed."""
         kept: list[ScheduledChunk] = []
-        for part in parts:
-            pending = len(part.slots)
-            count = pending if pending == 1 else min(pending, prompt_rows)
-            self.pool.free(part.slots[count:])
-            prompt_rows -= count if pending > 1 else 0
+        for chunk in chunks:
+            pending = len(chunk.slots)
+            count = pending if pending == 1 else min(pending, prefill_tokens)
+            self.pool.free(chunk.slots[count:])
+            prefill_tokens -= count if pending > 1 else 0
             if count:
-                kept.append(ScheduledChunk(part.request, part.slots[:count], part.final and count == pending))
+                kept.append(ScheduledChunk(chunk.request, chunk.slots[:count], chunk.final and count == pending))
         return kept
 
-    def tree_slots(self, parts: Sequence[ScheduledChunk], wanted: Sequence[int]) -> list[list[int]]:
+    def tree_slots(self, chunks: Sequence[ScheduledChunk], wanted: Sequence[int]) -> list[list[int]]:
         """Slots for the tree rows of each part, at most `wanted[i]`, leaving one for each running request.
 
         Cached texts that nobody uses make room: a server that has answered for a while is full of them.
@@ -164,9 +164,9 @@ class Scheduler:
         if self.prefix is not None and rows:
             self.prefix.evict(rows + len(self.running) - self.pool.available)
         found: list[list[int]] = []
-        for part, count in zip(parts, wanted, strict=True):
+        for chunk, count in zip(chunks, wanted, strict=True):
             spare = max(0, self.pool.available - len(self.running))
-            taken = self.pool.allocate(min(count, spare), near=part.slots[-1]) if min(count, spare) else []
+            taken = self.pool.allocate(min(count, spare), near=chunk.slots[-1]) if min(count, spare) else []
             found.append(taken or [])
         return found
 
@@ -174,7 +174,7 @@ class Scheduler:
         """Forget a request, finished or aborted; its committed slots stay reusable as a prefix."""
         if request in self.running:
             self.running.remove(request)
-            self._give_up(request)
+            self._release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
@@ -196,12 +196,12 @@ class Scheduler:
         """Back to the queue, before those that are as urgent; its text so far is read again later, so nothing
         is lost."""
         self.running.remove(request)
-        self._give_up(request)
+        self._release(request)
         insort_left(self.waiting, request, key=_urgency)
         request.figures.preemptions += 1
         self.preemptions += 1
 
-    def _give_up(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         """Hand the committed slots to the prefix cache, or back to the pool."""
         if self.prefix is None:
             self.pool.free(request.slots.take())
@@ -214,7 +214,7 @@ class Scheduler:
             handle = handle or self.prefix.begin(request.options.salt)
             self.prefix.insert(request.tokens[known:committed], slots, handle)
 
-    def _share(self, request: Request) -> None:
+    def _share_prefix(self, request: Request) -> None:
         """Offer to all others what a request has read of its prompt, or of a text once more."""
         if self.prefix is None:
             return
@@ -227,19 +227,19 @@ class Scheduler:
             slots: list[int] = request.slots.view()[known:count].tolist()
             self.prefix.share(request.handle, request.tokens[known:count], slots)
 
-    def _may_borrow(self, request: Request) -> bool:
+    def _may_use_cached(self, request: Request) -> bool:
         """Whether cached tokens spare this request anything: one whose prompt is scored needs every row."""
         return self.prefix is not None and not request.unscored
 
-    def _borrow(self, request: Request) -> int:
+    def _use_cached(self, request: Request) -> int:
         """Use what is cached beyond what the request has read itself; returns how many tokens that spares."""
-        if self.prefix is None or not self._may_borrow(request):
+        if self.prefix is None or not self._may_use_cached(request):
             return 0
-        self._share(request)
+        self._share_prefix(request)
         if request.handle is None:
             request.handle = self.prefix.begin(request.options.salt)
         end = len(request.tokens) - 1
-        found = self.prefix.follow(request.handle, request.tokens, end, self._limits.worth_reusing)
+        found = self.prefix.follow(request.handle, request.tokens, end, self._limits.min_reused_tokens)
         request.slots.extend(found)
         return len(found)
 
@@ -251,13 +251,13 @@ class Scheduler:
             request.figures.cached_prompt_tokens += found
 
     @staticmethod
-    def _spared(request: Request, parts: Sequence[ScheduledChunk]) -> int:
+    def _tokens_others_will_cache(request: Request, chunks: Sequence[ScheduledChunk]) -> int:
         """How many more tokens of this request will be cached once these parts are computed."""
         read = len(request.slots)
         most = read
-        for part in parts:
-            other = part.request
-            end = min(len(other.slots) + len(part.slots), other.prompt_length, len(request.tokens) - 1)
+        for chunk in chunks:
+            other = chunk.request
+            end = min(len(other.slots) + len(chunk.slots), other.prompt_length, len(request.tokens) - 1)
             if end > most and other.options.salt == request.options.salt:
                 most = max(most, request.common_length(other, end))
         return most - read
@@ -266,7 +266,7 @@ class Scheduler:
         return self.pool.available + (self.prefix.evictable if self.prefix is not None else 0)
 
 
-_LASTS = 64
+_DOUBLE_AFTER = 64
 """Rounds until the bounds double."""
 _FIRST_NODES = 8
 _MAX_NODES = 512
@@ -296,19 +296,19 @@ class OomBackoff:
         """Most tree nodes of a round; None: any number."""
         return self._nodes
 
-    def strike(self, prompt_rows: int, reason: str) -> None:
+    def on_oom(self, prefill_tokens: int, reason: str) -> None:
         """Memory ran out in a round with so many prompt tokens."""
         self.count += 1
         self.reason = reason
         self._nodes = self._rounds = 0
-        self._chunk = max(1, min(self._chunk, prompt_rows or self._chunk) // 2)
+        self._chunk = max(1, min(self._chunk, prefill_tokens or self._chunk) // 2)
 
-    def passed(self) -> None:
+    def on_success(self) -> None:
         """A round went well."""
         if self._nodes is None and self._chunk == self._largest:
             return
         self._rounds += 1
-        if self._rounds % _LASTS == 0:
+        if self._rounds % _DOUBLE_AFTER == 0:
             self._chunk = min(2 * self._chunk, self._largest)
             if self._nodes is not None:
                 self._nodes = max(2 * self._nodes, _FIRST_NODES)

@@ -58,13 +58,13 @@ class Totals:
             self.expected_tokens += chosen.tokens
             self.given_tokens += sum([len(walk.tokens) for walk in walks if walk.decoded])
 
-    def told(self, running: Iterable[Request], sources: Sequence[str]) -> Figures:
+    def snapshot(self, running: Iterable[Request], sources: Sequence[str]) -> Figures:
         """A copy of the figures, with the acceptance of the requests that run, too. `sources` are named in
         the order of their bits."""
         acceptance = Acceptance()
         for each in (self.acceptance, *(request.acceptance for request in running)):
             acceptance.add(each)
-        return acceptance.told(self.figures, sources)
+        return acceptance.add_to(self.figures, sources)
 
 
 def count(kept: Sequence[Figures], walk: Walk, first: bool, replica: Replica | None, hit: bool) -> None:

@@ -106,8 +106,8 @@ class GrowthGain:
             self.share += 0.1 * (min(1.5, max(0.05, added / leaf_reach)) - self.share)
 
 
-_CONCURRENT_PRICE = 1.2
-_DOUBT, _MOST_DOUBT = 0.99, 0.5
+_ASYNC_STEP_COST = 1.2
+_STEP_COST_DISCOUNT, _MIN_STEP_COST = 0.99, 0.5
 """A price that was not paid is believed less with each round, but half of it at least."""
 
 
@@ -135,11 +135,11 @@ class RoundEstimate:
 class WaitPolicy(Protocol):
     """Decides whether to wait for one more draft step."""
 
-    def wants(self, outlook: RoundEstimate) -> bool:
+    def should_wait(self, estimate: RoundEstimate) -> bool:
         """Whether to wait."""
         ...
 
-    def learn(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
+    def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
         """Something arrived after `waited_s` seconds."""
         ...
 
@@ -150,8 +150,8 @@ class CostBasedWait:
     A drafter of its own (`concurrent`) is awaited after a miss only. What it would add below a hit it grows
     during the forward anyway, and where the text passes there the next round finds it ready: in simulated
     time, waiting after hits lost a tenth at temperature 0 and won nothing at 1. It is also a little dearer
-    than its time (`_CONCURRENT_PRICE`). A synchronous drafter stands still while the target works, and nobody
-    learns what its steps take while it is not awaited: it is tried again now and then (`_DOUBT`).
+    than its time (`_ASYNC_STEP_COST`). A synchronous drafter stands still while the target works, and nobody
+    learns what its steps take while it is not awaited: it is tried again now and then (`_STEP_COST_DISCOUNT`).
     """
 
     def __init__(self, concurrent: bool = False, max_steps: int = 16) -> None:
@@ -163,29 +163,29 @@ class CostBasedWait:
         self._awaited = False
         """In this round, or in the last one that could have."""
 
-    def wants(self, outlook: RoundEstimate) -> bool:
+    def should_wait(self, estimate: RoundEstimate) -> bool:
         """Whether the expected gain of one more step exceeds its price."""
-        if outlook.steps >= self._max_steps or outlook.step_s <= 0 or not len(outlook.leaves):
+        if estimate.steps >= self._max_steps or estimate.step_s <= 0 or not len(estimate.leaves):
             return False
-        if self._concurrent and outlook.steps == 0 and not outlook.missed:
+        if self._concurrent and estimate.steps == 0 and not estimate.missed:
             return False  # later steps are asked for only where the first one was
-        rate = outlook.rate or outlook.choice.tokens / max(outlook.choice.seconds, 1e-9)
-        pays = self._gain.expected(outlook.leaves) > self._price(outlook.steps) * rate * outlook.step_s
+        rate = estimate.rate or estimate.choice.tokens / max(estimate.choice.seconds, 1e-9)
+        pays = self._gain.expected(estimate.leaves) > self._price(estimate.steps) * rate * estimate.step_s
         if not pays:
             self._gain.forget()
-        self._awaited = pays or outlook.steps > 0
+        self._awaited = pays or estimate.steps > 0
         return pays
 
     def _price(self, steps: int) -> float:
         """Of a step's time. Whoever is tried again is tried for the whole round: the first step may have a
         text to read, and only the next ones tell what a step takes."""
         if self._concurrent:
-            return _CONCURRENT_PRICE
+            return _ASYNC_STEP_COST
         if not steps:
             self._declined = 0 if self._awaited else self._declined + 1
-        return max(_MOST_DOUBT, _DOUBT**self._declined)
+        return max(_MIN_STEP_COST, _STEP_COST_DISCOUNT**self._declined)
 
-    def learn(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
+    def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
         """Adjust the share of the leaves' reach by which a whole step makes the round worth more."""
         steps = 1.0
         if self._concurrent:  # what arrives may have been half done already
@@ -197,12 +197,12 @@ class CostBasedWait:
 class NoWait:
     """Verify at once what is there."""
 
-    def wants(self, outlook: RoundEstimate) -> bool:
+    def should_wait(self, estimate: RoundEstimate) -> bool:
         """Never."""
-        del outlook
+        del estimate
         return False
 
-    def learn(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
+    def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
         """Nothing to learn."""
 
 
@@ -212,9 +212,9 @@ class FixedSteps:
     def __init__(self, steps: int) -> None:
         self._steps = steps
 
-    def wants(self, outlook: RoundEstimate) -> bool:
+    def should_wait(self, estimate: RoundEstimate) -> bool:
         """Whether the fixed number is not reached yet and anything can still grow."""
-        return outlook.steps < self._steps and len(outlook.leaves) > 0
+        return estimate.steps < self._steps and len(estimate.leaves) > 0
 
-    def learn(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
+    def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
         """Nothing to learn."""

@@ -22,7 +22,7 @@ class Decision:
     no nodes for a round with nodes, one node for a round in which none was worth it, drafting for a layout
     without drafts. None: not known."""
 
-    layout: SpeculationMode
+    mode: SpeculationMode
     why: DecisionReason
     nodes: int
     """Verified, which memory may have made fewer than `chosen` says."""
@@ -36,6 +36,6 @@ class Decision:
             return self
         return replace(self, nodes=nodes, why=self.why if nodes else short)
 
-    def told(self) -> DecisionMessage:
+    def to_message(self) -> DecisionMessage:
         """As a message."""
-        return DecisionMessage(self.layout.value, self.why, self.nodes, self.waited_s, self.chosen, self.other)
+        return DecisionMessage(self.mode.value, self.why, self.nodes, self.waited_s, self.chosen, self.other)

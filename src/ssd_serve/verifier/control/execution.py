@@ -18,68 +18,68 @@ from contextlib import suppress
 import torch
 from ssd_serve.base.devices import Device
 
-_GAINS = 0.9
+_MIN_SAVING = 0.9
 """All cores must take at most this share of the time of a few."""
-_SLOWER = 1.2
+_CLEARLY_SLOWER = 1.2
 """A choice that takes less than this of its time at start counts as no slower, while others compute: what it
 did last may have been to read prompts, which says no more of rounds that decode."""
-_LATEST = 5
+_LATEST_ROUNDS = 5
 """Rounds of which the middle one tells how slow a choice is lately: one that was descheduled does not."""
-_LOOK_S = 1.0
+_PROBE_EVERY_S = 1.0
 """How often one round looks whether all cores are as fast again as they were at start."""
 
 
 class ThreadCountSelector:
-    """`few` and `all_cores`: what forwards cost on as many cores as beside a drafter, and on all."""
+    """`shared_cores` and `all_cores`: what forwards cost on as many cores as beside a drafter, and on all."""
 
-    def __init__(self, few: CostTable, all_cores: CostTable, clock: Callable[[], float]) -> None:
-        self._tables = {False: few, True: all_cores}
-        self._slowness = {wide: deque([1.0], _LATEST) for wide in (False, True)}
+    def __init__(self, shared_cores: CostTable, all_cores: CostTable, clock: Callable[[], float]) -> None:
+        self._tables = {False: shared_cores, True: all_cores}
+        self._slowness = {all_cores: deque([1.0], _LATEST_ROUNDS) for all_cores in (False, True)}
         self._clock = clock
         self._looked_at = clock()
 
-    def table(self, wide: bool) -> CostTable:
-        """What forwards cost on all cores (`wide`), or on a few."""
-        return self._tables[wide]
+    def table(self, all_cores: bool) -> CostTable:
+        """What forwards cost on all cores (`all_cores`), or on a few."""
+        return self._tables[all_cores]
 
-    def likely(self, rows: int, reading: Reading) -> CostTable:
+    def likely_table(self, rows: int, reading: Reading) -> CostTable:
         """What forwards of so many rows cost where they would compute, if they did."""
-        lately = {wide: median(self._slowness[wide]) for wide in self._tables}
-        clearly = {wide: slowness if slowness > _SLOWER else 1.0 for wide, slowness in lately.items()}
+        lately = {all_cores: median(self._slowness[all_cores]) for all_cores in self._tables}
+        clearly = {all_cores: slowness if slowness > _CLEARLY_SLOWER else 1.0 for all_cores, slowness in lately.items()}
         return self._tables[self._pays(rows, reading, clearly)]
 
-    def wide(self, rows: int, reading: Reading) -> bool:
+    def all_cores(self, rows: int, reading: Reading) -> bool:
         """Whether the next round, of so many rows, computes on all cores."""
-        few, lately = median(self._slowness[False]), self._slowness[True]
-        if self._pays(rows, reading, {False: few, True: median(lately)}):
+        shared_cores, lately = median(self._slowness[False]), self._slowness[True]
+        if self._pays(rows, reading, {False: shared_cores, True: median(lately)}):
             return True
-        if self._pays(rows, reading, {False: few, True: lately[-1]}):
+        if self._pays(rows, reading, {False: shared_cores, True: lately[-1]}):
             return True  # the last look was good: see whether it lasts
         if not self._pays(rows, reading, {False: 1.0, True: 1.0}):
             return False  # nor did it at start: that is worth no look
         now = self._clock()
-        if now - self._looked_at < _LOOK_S:
+        if now - self._looked_at < _PROBE_EVERY_S:
             return False
         self._looked_at = now
         return True
 
     def _pays(self, rows: int, reading: Reading, slowness: Mapping[bool, float]) -> bool:
         few_s, all_s = (
-            slowness[wide] * self._tables[wide].first_seconds(rows, reading) for wide in (False, True)
+            slowness[all_cores] * self._tables[all_cores].first_seconds(rows, reading) for all_cores in (False, True)
         )
-        return all_s <= _GAINS * few_s
+        return all_s <= _MIN_SAVING * few_s
 
     def saved_s(self, rows: int, reading: Reading) -> float:
         """Seconds that the next round saves by all cores; 0 where it does not take them."""
-        if not self.wide(rows, reading):
+        if not self.all_cores(rows, reading):
             return 0.0
         return self._tables[False].first_seconds(rows, reading) - self._tables[True].first_seconds(
             rows, reading
         )
 
-    def observe(self, wide: bool, rows: int, seconds: float, reading: Reading) -> None:
+    def observe(self, all_cores: bool, rows: int, seconds: float, reading: Reading) -> None:
         """A round's forward took `seconds`."""
-        self._slowness[wide].append(seconds / self._tables[wide].first_seconds(rows, reading))
+        self._slowness[all_cores].append(seconds / self._tables[all_cores].first_seconds(rows, reading))
 
 
 class Cores:
@@ -96,38 +96,38 @@ class Cores:
         """Whether the target has other cores alone than beside a drafter."""
         return self._beside != self._alone
 
-    def of(self, layout: SpeculationMode) -> Device:
+    def of(self, mode: SpeculationMode) -> Device:
         """The cores of a layout."""
-        return self._beside if layout is SpeculationMode.ASYNC else self._alone
+        return self._beside if mode is SpeculationMode.ASYNC else self._alone
 
-    def enter(self, layout: SpeculationMode, wide: bool = True) -> None:
-        """Compute on the cores of this layout from now on, with as many threads; without `wide` with no more
+    def enter(self, mode: SpeculationMode, all_cores: bool = True) -> None:
+        """Compute on the cores of this layout from now on, with as many threads; without `all_cores` with no more
         than beside a drafter, wherever a core is free."""
-        device = self.of(layout)
+        device = self.of(mode)
         if device.kind != "cpu" or not device.indices or not self.differ:
             return
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):  # cores may be taken from this process while it runs
                 os.sched_setaffinity(0, device.indices)
-        few = len(self._beside.indices) or len(device.indices)
-        torch.set_num_threads(len(device.indices) if wide else min(few, len(device.indices)))
+        shared_cores = len(self._beside.indices) or len(device.indices)
+        torch.set_num_threads(len(device.indices) if all_cores else min(shared_cores, len(device.indices)))
 
 
 @dataclass(frozen=True, slots=True)
 class ModeConfig:
     """What may change while the engine runs, by layout: the cores, what forwards cost there, and how long a
-    round waits for drafts. `few`: what they cost where a round without a drafter beside it computes on as few
+    round waits for drafts. `shared_cores`: what they cost where a round without a drafter beside it computes on as few
     cores as with one."""
 
-    governor: ModeController[SpeculationMode]
+    controller: ModeController[SpeculationMode]
     cores: Cores
     costs: Mapping[SpeculationMode, CostTable]
     policies: Mapping[SpeculationMode, WaitPolicy]
-    few: CostTable | None = None
+    shared_cores: CostTable | None = None
 
 
 class ExecutionPlanner:
-    """`cost` and `policy` are those of the place where the next round computes. `governing` None: there is
+    """`cost` and `policy` are those of the place where the next round computes. `mode_config` None: there is
     one place for ever."""
 
     def __init__(
@@ -135,65 +135,65 @@ class ExecutionPlanner:
         drafters: DrafterPool,
         cost: CostTable,
         policy: WaitPolicy,
-        governing: ModeConfig | None,
+        mode_config: ModeConfig | None,
         clock: Callable[[], float],
     ) -> None:
         self.cost = cost
         self.policy = policy
-        self.governing = governing
-        self.layout: SpeculationMode | None = None
+        self.mode_config = mode_config
+        self.mode: SpeculationMode | None = None
         """Who drafts, by the governor; None while nobody chooses."""
         self._drafters = drafters
         self._choice: ThreadCountSelector | None = None
-        if governing is not None and governing.few is not None and governing.cores.differ:
-            self._choice = ThreadCountSelector(governing.few, governing.costs[SpeculationMode.PLAIN], clock)
+        if mode_config is not None and mode_config.shared_cores is not None and mode_config.cores.differ:
+            self._choice = ThreadCountSelector(mode_config.shared_cores, mode_config.costs[SpeculationMode.PLAIN], clock)
         self._entered: tuple[SpeculationMode, bool] | None = None
         """The layout in which the round computes, and whether on all of its cores."""
         self._nodes = 0
         """Of the last round."""
 
     @property
-    def reads_alone(self) -> bool:
+    def prefills_alone(self) -> bool:
         """Whether rounds may read prompts on cores that a drafter has otherwise, which reads them later."""
         return self._choice is not None
 
     @property
-    def reading(self) -> bool:
+    def prefilling_alone(self) -> bool:
         """Whether the round reads prompts on cores that a drafter has otherwise."""
-        return self._entered is not None and self._entered[0] is not self.layout
+        return self._entered is not None and self._entered[0] is not self.mode
 
     def costs(self, requests: int) -> dict[SpeculationMode, CostTable]:
         """What forwards of so many rows cost in each layout, where they would compute."""
-        if self.governing is None:
+        if self.mode_config is None:
             return {}
-        costs = dict(self.governing.costs)
+        costs = dict(self.mode_config.costs)
         if self._choice is not None:
-            alone = self._choice.likely(requests, Reading())
-            costs = {layout: cost if layout is SpeculationMode.ASYNC else alone for layout, cost in costs.items()}
+            alone = self._choice.likely_table(requests, Reading())
+            costs = {mode: cost if mode is SpeculationMode.ASYNC else alone for mode, cost in costs.items()}
         return costs
 
-    def place(self, requests: int, decoding: int, rows: int, reading: Reading) -> None:
+    def choose(self, requests: int, decoding: int, rows: int, reading: Reading) -> None:
         """Choose for a round while `requests` requests run, of which `decoding` decode, and `rows` rows
         without nodes: one for each of these, the others of prompts."""
-        if self.governing is None or not requests:
+        if self.mode_config is None or not requests:
             return
-        self.layout = layout = self.governing.governor.choose(requests, decoding > 0)
-        wide = True
+        self.mode = mode = self.mode_config.controller.choose(requests, decoding > 0)
+        all_cores = True
         if self._choice is not None:
-            if layout is not SpeculationMode.ASYNC:
-                wide = self._choice.wide(rows + self._nodes, reading)
-            elif rows > decoding and self._choice.saved_s(rows, reading) > self._missed_s(
-                self._choice, layout, decoding
+            if mode is not SpeculationMode.ASYNC:
+                all_cores = self._choice.all_cores(rows + self._nodes, reading)
+            elif rows > decoding and self._choice.saved_s(rows, reading) > self._undrafted_round_s(
+                self._choice, mode, decoding
             ):
-                layout = SpeculationMode.PLAIN
-        if (layout, wide) != self._entered:
-            self._enter(layout, wide, self.governing)
+                mode = SpeculationMode.PLAIN
+        if (mode, all_cores) != self._entered:
+            self._enter(mode, all_cores, self.mode_config)
 
-    def _missed_s(self, choice: ThreadCountSelector, layout: SpeculationMode, decoding: int) -> float:
+    def _undrafted_round_s(self, choice: ThreadCountSelector, mode: SpeculationMode, decoding: int) -> float:
         """What it costs at most that nobody drafts in a round: a draft step, and for those that decode what
         nodes bring, which is less than a round of theirs."""
-        round_s = choice.table(wide=False).first_seconds(decoding, Reading()) if decoding else 0.0
-        return self._drafters.step_s_in(layout) + round_s
+        round_s = choice.table(all_cores=False).first_seconds(decoding, Reading()) if decoding else 0.0
+        return self._drafters.step_s_in(mode) + round_s
 
     def observe(self, rows: int, nodes: int, reading: Reading, seconds: float) -> None:
         """The round's forward of `rows` rows, of which some are nodes, took `seconds`."""
@@ -202,13 +202,13 @@ class ExecutionPlanner:
         if self._choice is not None and self._entered is not None and self._entered[0] is not SpeculationMode.ASYNC:
             self._choice.observe(self._entered[1], rows, seconds, reading)
 
-    def _enter(self, layout: SpeculationMode, wide: bool, governing: ModeConfig) -> None:
-        changes = self._entered is None or self._entered[0] is not layout
-        self._entered = (layout, wide)
-        self.cost = governing.costs[layout]
-        if self._choice is not None and layout is not SpeculationMode.ASYNC:
-            self.cost = self._choice.table(wide)
-        governing.cores.enter(layout, wide)
+    def _enter(self, mode: SpeculationMode, all_cores: bool, mode_config: ModeConfig) -> None:
+        changes = self._entered is None or self._entered[0] is not mode
+        self._entered = (mode, all_cores)
+        self.cost = mode_config.costs[mode]
+        if self._choice is not None and mode is not SpeculationMode.ASYNC:
+            self.cost = self._choice.table(all_cores)
+        mode_config.cores.enter(mode, all_cores)
         if changes:
-            self.policy = governing.policies[layout]
-            self._drafters.set_mode(layout)
+            self.policy = mode_config.policies[mode]
+            self._drafters.set_mode(mode)

@@ -15,20 +15,20 @@ from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
 from ssd_serve.verifier.request import Request
 
 
-_RIGHT = 0.7
+_ACCEPTANCE_PRIOR = 0.7
 """How often the next level of a grown tree has the target's choice, while nothing is known."""
-_PRIOR = 16.0
+_PRIOR_LEVELS = 16.0
 """Levels that this weighs."""
-_MEMORY = 1 - 1 / 1024
-_DEEPEST = 8
-_NODES_A_LEVEL = (1, 2)
+_DISCOUNT = 1 - 1 / 1024
+_MAX_DEPTH = 8
+_NODES_PER_LEVEL = (1, 2)
 """Nodes that a round verifies for each level that a tree has grown: fewer where many requests share it."""
-_PROMPT_ROWS = 256
+_PREFILL_TOKENS = 256
 """Of a round that reads prompts, about."""
-_IN_FLIGHT = 3
+_LEVELS_IN_FLIGHT = 3
 """Levels that are verified while a drafter beside the target grows below them: what it grows lies where the
 text goes on if they are all right."""
-_STEPS_A_LEVEL = 0.6
+_STEPS_PER_LEVEL = 0.6
 """Steps that an inline draft takes for a verified level: a tree that is re-rooted has some of the next."""
 
 
@@ -36,18 +36,18 @@ class LevelAcceptance:
     """How often a level of a tree of which nodes were verified has the target's choice among them."""
 
     def __init__(self) -> None:
-        self._right, self._levels = _RIGHT * _PRIOR, _PRIOR
+        self._level_acceptance, self._levels = _ACCEPTANCE_PRIOR * _PRIOR_LEVELS, _PRIOR_LEVELS
 
     @property
     def share(self) -> float:
         """From 0 to 1."""
-        return self._right / self._levels
+        return self._level_acceptance / self._levels
 
-    def observe(self, right: int, levels: int) -> None:
-        """Texts came to so many levels with nodes, and went on along `right` of these. What was not drafted,
+    def observe(self, acceptance_rate: int, levels: int) -> None:
+        """Texts came to so many levels with nodes, and went on along `acceptance_rate` of these. What was not drafted,
         or not verified, is no guess that was wrong."""
-        faded = _MEMORY**levels
-        self._right = faded * self._right + right
+        faded = _DISCOUNT**levels
+        self._level_acceptance = faded * self._level_acceptance + acceptance_rate
         self._levels = faded * self._levels + levels
 
 
@@ -83,51 +83,51 @@ def forecast(
     costs: Mapping[SpeculationMode, CostTable],
     steps: Mapping[SpeculationMode, DraftStep],
     host: HostCost,
-    right: float,
+    acceptance_rate: float,
 ) -> dict[SpeculationMode, float]:
     """Of each layout: how many tokens of a request it gives in `unit_s` seconds; none for a layout whose
-    draft steps are not known. `right` is `LevelAcceptance.share`."""
+    draft steps are not known. `acceptance_rate` is `LevelAcceptance.share`."""
     gains: dict[SpeculationMode, float] = {}
-    shapes = [(depth, depth * nodes) for depth in range(1, _DEEPEST + 1) for nodes in _NODES_A_LEVEL]
-    for layout, cost in costs.items():
-        if layout is SpeculationMode.PLAIN:
-            gains[layout] = unit_s / _round_s(cost, host, load, 0)
-        elif layout in steps and steps[layout].seconds > 0:
-            speed = _inline if layout is SpeculationMode.SYNC else _beside
-            level_s = steps[layout].level_s(load.requests)
-            gains[layout] = unit_s * max(
-                speed(_round_s(cost, host, load, nodes), depth, level_s, right) for depth, nodes in shapes
+    shapes = [(depth, depth * nodes) for depth in range(1, _MAX_DEPTH + 1) for nodes in _NODES_PER_LEVEL]
+    for mode, cost in costs.items():
+        if mode is SpeculationMode.PLAIN:
+            gains[mode] = unit_s / _round_s(cost, host, load, 0)
+        elif mode in steps and steps[mode].seconds > 0:
+            speed = _sync_rate if mode is SpeculationMode.SYNC else _async_rate
+            level_s = steps[mode].level_s(load.requests)
+            gains[mode] = unit_s * max(
+                speed(_round_s(cost, host, load, nodes), depth, level_s, acceptance_rate) for depth, nodes in shapes
             )
     return gains
 
 
-def with_reading(gain: float, plain_s: float, read_s: float, beside: bool) -> float:
+def with_prefill(gain: float, plain_s: float, read_s: float, concurrent: bool) -> float:
     """What a layout that gives `gain` gives of texts for which plain decoding takes `plain_s` seconds, where
-    its drafters read their prompts for `read_s` seconds while they decode: `beside` the target, which decodes
+    its drafters read their prompts for `read_s` seconds while they decode: `concurrent` the target, which decodes
     plainly meanwhile, or in its stead."""
-    lost_s = read_s * max(0.0, 1 - 1 / gain) if beside else read_s
+    lost_s = read_s * max(0.0, 1 - 1 / gain) if concurrent else read_s
     return plain_s / (plain_s / gain + lost_s)
 
 
-def slowed_by_reading(plain: CostTable, prefill_s_per_token: float) -> float:
+def prefill_slowdown_by_drafts(plain: CostTable, prefill_s_per_token: float) -> float:
     """By how much rounds that read prompts take longer where the target's device reads them for drafts too,
     in `prefill_s_per_token` seconds a token."""
-    return 1 + prefill_s_per_token * _PROMPT_ROWS / max(plain.first_seconds(_PROMPT_ROWS, Reading()), 1e-9)
+    return 1 + prefill_s_per_token * _PREFILL_TOKENS / max(plain.first_seconds(_PREFILL_TOKENS, Reading()), 1e-9)
 
 
-def _inline(round_s: float, depth: int, level_s: float, right: float) -> float:
+def _sync_rate(round_s: float, depth: int, level_s: float, acceptance_rate: float) -> float:
     """Tokens a second of a request where `depth` levels are grown before each round of `round_s`."""
-    return _tokens(depth, right) / (_STEPS_A_LEVEL * depth * level_s + round_s)
+    return _tokens(depth, acceptance_rate) / (_STEPS_PER_LEVEL * depth * level_s + round_s)
 
 
-def _beside(round_s: float, depth: int, level_s: float, right: float) -> float:
+def _async_rate(round_s: float, depth: int, level_s: float, acceptance_rate: float) -> float:
     """The same where at most `depth` levels are verified of what grows meanwhile; a miss waits for one."""
-    grown = min(float(depth), right**_IN_FLIGHT * round_s / level_s)
-    return _tokens(grown, right) / (round_s + (1 - right) * level_s)
+    grown = min(float(depth), acceptance_rate**_LEVELS_IN_FLIGHT * round_s / level_s)
+    return _tokens(grown, acceptance_rate) / (round_s + (1 - acceptance_rate) * level_s)
 
 
-def _tokens(depth: float, right: float) -> float:
-    return depth + 1 if right >= 1 else float((1 - right ** (depth + 1)) / (1 - right))
+def _tokens(depth: float, acceptance_rate: float) -> float:
+    return depth + 1 if acceptance_rate >= 1 else float((1 - acceptance_rate ** (depth + 1)) / (1 - acceptance_rate))
 
 
 def _round_s(cost: CostTable, host: HostCost, load: DecodingLoad, nodes_each: int) -> float:
@@ -137,28 +137,28 @@ def _round_s(cost: CostTable, host: HostCost, load: DecodingLoad, nodes_each: in
 
 
 class ModeForecaster:
-    """`width`: nodes of a draft step; `host` and `right` are what the planner learns."""
+    """`width`: nodes of a draft step; `host` and `acceptance_rate` are what the planner learns."""
 
     def __init__(
         self,
         drafters: DrafterPool,
-        placing: ExecutionPlanner,
-        governing: ModeConfig,
+        execution: ExecutionPlanner,
+        mode_config: ModeConfig,
         width: int,
         host: HostCost,
-        right: LevelAcceptance,
+        acceptance_rate: LevelAcceptance,
     ) -> None:
         self._drafters = drafters
-        self._placing = placing
-        self._costs = governing.costs
+        self._execution = execution
+        self._costs = mode_config.costs
         self._width = width
         self._host = host
-        self._right = right
+        self._level_acceptance = acceptance_rate
         self._running: Sequence[Request] = ()
         self._context = 0.0
-        governing.governor.forecast = self._forecast
-        governing.governor.lasting = self._lasting
-        governing.governor.slowed = self._slowed
+        mode_config.controller.forecast = self._forecast
+        mode_config.controller.remaining_benefit = self._remaining_benefit
+        mode_config.controller.prefill_slowdown = self._prefill_slowdown
 
     def begin(self, running: Sequence[Request], context: float) -> None:
         """A round begins while these requests run, of so many tokens of context on average."""
@@ -166,46 +166,46 @@ class ModeForecaster:
 
     def _forecast(self, requests: int) -> dict[SpeculationMode, float]:
         """What each layout should give with so many requests."""
-        steps = {layout: DraftStep(self._drafters.step_s_in(layout), self._width) for layout in self._costs}
+        steps = {mode: DraftStep(self._drafters.step_s_in(mode), self._width) for mode in self._costs}
         load = DecodingLoad(requests, self._context)
         unit_s = self._costs[SpeculationMode.PLAIN].first_seconds(requests, load.reading())
-        gains = forecast(load, unit_s, self._placing.costs(requests), steps, self._host, self._right.share)
-        late = {SpeculationMode.SYNC: 1 - self._beside_others, SpeculationMode.ASYNC: float(self._placing.reads_alone)}
-        for layout, share in late.items():
-            if layout in gains and share:
-                plain_s, read_s = self._whole_s(layout)
-                beside = layout is SpeculationMode.ASYNC
-                gains[layout] = with_reading(gains[layout], plain_s, share * read_s, beside)
+        gains = forecast(load, unit_s, self._execution.costs(requests), steps, self._host, self._level_acceptance.share)
+        late = {SpeculationMode.SYNC: 1 - self._overlapping_share, SpeculationMode.ASYNC: float(self._execution.prefills_alone)}
+        for mode, share in late.items():
+            if mode in gains and share:
+                plain_s, read_s = self._plain_and_prefill_s(mode)
+                concurrent = mode is SpeculationMode.ASYNC
+                gains[mode] = with_prefill(gains[mode], plain_s, share * read_s, concurrent)
         return gains
 
     @property
-    def _beside_others(self) -> float:
+    def _overlapping_share(self) -> float:
         """The share of prompts that an inline draft reads while others decode and wait for it: in rounds that
         read prompts. The prompt of a request alone is read when its first round that decodes waits."""
         return 1 - 1 / max(1, len(self._running))
 
-    def _lasting(self, layout: SpeculationMode) -> float:
+    def _remaining_benefit(self, mode: SpeculationMode) -> float:
         """What the layout would give where it begins now, as a share of what it gives the running requests
         from beginning to end: its drafters have their texts to read in either case, for fewer tokens now."""
-        if layout is SpeculationMode.PLAIN or not (unread_s := self._drafters.pending_prefill_s(layout)):
+        if mode is SpeculationMode.PLAIN or not (unread_s := self._drafters.pending_prefill_s(mode)):
             return 1.0
-        left_s = self._plain_s(sum([request.left for request in self._running]))
-        whole_s, read_s = self._whole_s(layout)
+        left_s = self._plain_s(sum([request.remaining_tokens for request in self._running]))
+        whole_s, read_s = self._plain_and_prefill_s(mode)
         return min(1.0, left_s * (whole_s + read_s) / (whole_s * (left_s + unread_s)))
 
-    def _whole_s(self, layout: SpeculationMode) -> tuple[float, float]:
+    def _plain_and_prefill_s(self, mode: SpeculationMode) -> tuple[float, float]:
         """Seconds of plain decoding for the running requests from beginning to end, and those for which the
         layout's drafters read their prompts."""
         prompts = sum([request.prompt_length for request in self._running])
         tokens = sum([request.parameters.max_tokens for request in self._running])
-        return max(self._plain_s(tokens), 1e-9), self._drafters.prefill_s_per_token(layout) * prompts
+        return max(self._plain_s(tokens), 1e-9), self._drafters.prefill_s_per_token(mode) * prompts
 
-    def _slowed(self, layout: SpeculationMode) -> float:
+    def _prefill_slowdown(self, mode: SpeculationMode) -> float:
         """By how much the layout should slow rounds that read prompts: drafters on the target's device read
         them too."""
-        if layout is not SpeculationMode.SYNC:
+        if mode is not SpeculationMode.SYNC:
             return 1.0
-        return slowed_by_reading(self._costs[SpeculationMode.PLAIN], self._beside_others * self._drafters.prefill_s_per_token(layout))
+        return prefill_slowdown_by_drafts(self._costs[SpeculationMode.PLAIN], self._overlapping_share * self._drafters.prefill_s_per_token(mode))
 
     def _plain_s(self, tokens: int) -> float:
         """Seconds of plain decoding for so many tokens of the running requests together."""

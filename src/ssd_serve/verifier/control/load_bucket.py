@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 
 
-Way = TypeVar("Way")
+ModeT = TypeVar("ModeT")
 
-_MEMORY, _OWN_MEMORY = 1 - 1 / 1536, 1 - 1 / 256
+_DISCOUNT, _OWN_DISCOUNT = 1 - 1 / 1536, 1 - 1 / 256
 """What a round still counts after one more of its level, and after one more of its way."""
 _SETTLING = 6
 """Rounds after a change that are not counted: a drafter has to catch up, or to fall silent."""
@@ -25,19 +25,19 @@ class DiscountedMean:
 
     def fade(self) -> None:
         """Another round of the level has passed."""
-        self.plain *= _MEMORY
-        self.spent *= _MEMORY
-        self.rounds *= _MEMORY
+        self.plain *= _DISCOUNT
+        self.spent *= _DISCOUNT
+        self.rounds *= _DISCOUNT
 
     def add(self, plain: float, spent: float) -> None:
         """One more round of the kind."""
         if self.rounds > 8:  # a descheduled process is not a slow way to decode
             spent = min(spent, 4 * plain / self.gain)
-        self.plain = _OWN_MEMORY * self.plain + plain
-        self.spent = _OWN_MEMORY * self.spent + spent
+        self.plain = _OWN_DISCOUNT * self.plain + plain
+        self.spent = _OWN_DISCOUNT * self.spent + spent
         self.rounds += 1
 
-    def doubt(self, rounds: float, slower: float = 1.0) -> None:
+    def discount(self, rounds: float, slower: float = 1.0) -> None:
         """Let it weigh no more than so many rounds, which would take `slower` times as long."""
         share = min(1.0, rounds / self.rounds) if self.rounds else 0.0
         self.plain *= share
@@ -54,14 +54,14 @@ _FAST, _SLOW = 1 / 16, 1 / 256
 _CHANGED = 0.25
 """By so much, in logarithms, rounds take longer or less long than they did: something has changed about the
 machine, and what was found before is known less surely."""
-_AGAIN = 64
+_RETRY_AFTER = 64
 """Rounds of other ways after which a way that fell behind is tried again where that costs no more than it may
 bring; twice as many the next time."""
-_TRIAL = 1.5
+_RETRY_COST = 1.5
 """Two changes of the way cost as much again as half of the rounds between them."""
 _RECOVERED, _RECOVERED_ROUNDS = 0.9, 64
 """The share of what it gave that it gives again, after so many rounds of its own."""
-_LASTING = 1024
+_ACCEPTED_AFTER = 1024
 """Rounds of its own after which what it gives now is what it gives."""
 
 
@@ -93,61 +93,61 @@ class RegressionTracker:
     """Of a way whose rounds suddenly took longer: what it gave until then, and the rounds since."""
 
     gain: float
-    _wait: int = _AGAIN
-    _elsewhere: int = 0
-    _own: int = 0
+    _retry_after: int = _RETRY_AFTER
+    _other_rounds: int = 0
+    _own_rounds: int = 0
 
     def observe(self, own: bool) -> None:
         """A round is over, the way's own or another's."""
         if own:
-            self._own += 1
+            self._own_rounds += 1
         else:
-            self._elsewhere += 1
+            self._other_rounds += 1
 
-    def over(self, gain: float) -> bool:
+    def has_recovered(self, gain: float) -> bool:
         """Whether the way, which gives so much lately, has recovered, or has run for long without."""
-        recovered = self._own >= _RECOVERED_ROUNDS and gain >= _RECOVERED * self.gain
-        return recovered or self._own >= _LASTING
+        recovered = self._own_rounds >= _RECOVERED_ROUNDS and gain >= _RECOVERED * self.gain
+        return recovered or self._own_rounds >= _ACCEPTED_AFTER
 
-    def may_be_over(self) -> None:
+    def retry_soon(self) -> None:
         """Another way's rounds suddenly take less long: what slowed this one may have passed."""
-        self._wait = 0
+        self._retry_after = 0
 
-    def again(self, gives: float, running: float) -> bool:
+    def should_retry(self, gives: float, running: float) -> bool:
         """Whether to try the way again, which gave `gives` lately (0: forgotten) where the running one gives
         `running`; the next time is later by twice as many rounds."""
         if not 0 < running < self.gain:
             return False
-        may_bring, costs = self.gain / running - 1, _TRIAL * (running / gives - 1) if gives else 0.0
-        if self._elsewhere * may_bring < self._wait * max(may_bring, costs):
+        may_bring, costs = self.gain / running - 1, _RETRY_COST * (running / gives - 1) if gives else 0.0
+        if self._other_rounds * may_bring < self._retry_after * max(may_bring, costs):
             return False
-        self._wait, self._elsewhere, self._own = 2 * self._wait or _AGAIN, 0, 0
+        self._retry_after, self._other_rounds, self._own_rounds = 2 * self._retry_after or _RETRY_AFTER, 0, 0
         return True
 
 
 @dataclass(slots=True)
-class LoadBucket(Generic[Way]):
+class LoadBucket(Generic[ModeT]):
     """Which way runs at the level, and what each has given there."""
 
-    running: Way
-    decoding: dict[Way, DiscountedMean]
+    running: ModeT
+    decoding: dict[ModeT, DiscountedMean]
     """In plain rounds."""
-    prompts: dict[Way, DiscountedMean]
+    prefill: dict[ModeT, DiscountedMean]
     """Rounds that read prompts, in seconds."""
     rounds: int = 0
     """Since the last change."""
-    tries: bool = False
+    explores: bool = False
     """Whether another way was the best so far, when that was last looked at."""
     prior: float = 1.0
     decoding_s: float = 0.0
-    prompts_s: float = 0.0
+    prefill_s: float = 0.0
     """What plain decoding should take for recent rounds of each kind, whichever way ran."""
-    foreseen: dict[Way, float] = field(default_factory=dict)
+    raw_forecast: dict[ModeT, float] = field(default_factory=dict)
     """What ways should give by measured step times."""
-    forecast: dict[Way, float] = field(default_factory=dict)
+    forecast: dict[ModeT, float] = field(default_factory=dict)
     """The same, corrected by what they gave of it at other levels."""
-    pace: RoundTimeTrend = field(default_factory=RoundTimeTrend)
-    setbacks: dict[Way, RegressionTracker] = field(default_factory=dict)
+    trend: RoundTimeTrend = field(default_factory=RoundTimeTrend)
+    regressions: dict[ModeT, RegressionTracker] = field(default_factory=dict)
 
     @property
     def settled(self) -> bool:
@@ -155,23 +155,23 @@ class LoadBucket(Generic[Way]):
         return self.rounds >= _SETTLING
 
     @property
-    def prompts_share(self) -> float:
+    def prefill_share(self) -> float:
         """Of what plain decoding should take."""
-        return self.prompts_s / ((self.prompts_s + self.decoding_s) or 1.0)
+        return self.prefill_s / ((self.prefill_s + self.decoding_s) or 1.0)
 
-    def begin(self, way: Way, settled: bool = False) -> None:
+    def switch(self, mode: ModeT, settled: bool = False) -> None:
         """Run another way from now on, `settled` if it runs already."""
-        self.running, self.rounds, self.pace = way, _SETTLING if settled else 0, RoundTimeTrend()
-        self.tries = False
+        self.running, self.rounds, self.trend = mode, _SETTLING if settled else 0, RoundTimeTrend()
+        self.explores = False
 
-    def share(self, plain_s: float, prompts: bool) -> None:
+    def count_time(self, plain_s: float, prefill: bool) -> None:
         """A round, for which plain decoding should take so long, has read prompts or not."""
-        self.decoding_s = _OWN_MEMORY * self.decoding_s + plain_s * (not prompts)
-        self.prompts_s = _OWN_MEMORY * self.prompts_s + plain_s * prompts
+        self.decoding_s = _OWN_DISCOUNT * self.decoding_s + plain_s * (not prefill)
+        self.prefill_s = _OWN_DISCOUNT * self.prefill_s + plain_s * prefill
 
     def age(self) -> None:
         """A round that only decodes passes."""
         self.rounds += 1
-        self.prior *= _MEMORY
+        self.prior *= _DISCOUNT
         for rounds in self.decoding.values():
             rounds.fade()

@@ -38,7 +38,7 @@ class Ranking:
 
 
 def rank(
-    parts: Sequence[ScheduledChunk], most: int, context: int, width: int, least: float = 0.0, instant: int = 0
+    chunks: Sequence[ScheduledChunk], most: int, context: int, width: int, least: float = 0.0, instant: int = 0
 ) -> Ranking:
     """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width`
     best leaves. What others than `instant` sources (bits) have named, and only these have grown below, is a
@@ -47,7 +47,7 @@ def rank(
 
     No node lies where its row could not matter any more: beyond `max_tokens` or the context.
     """
-    trees, leaves = _trees(parts if most else (), context, instant)
+    trees, leaves = _trees(chunks if most else (), context, instant)
     missed = len(leaves)
     # One entry for each node that was looked at: its best child that is not taken yet.
     heap: list[_Entry] = []
@@ -57,7 +57,7 @@ def rank(
     heapq.heapify(heap)
     order = len(heap)
     ranked: list[RankedNode] = []
-    counts = [0] * len(parts)
+    counts = [0] * len(chunks)
     while heap and len(ranked) < most:
         cost, _, index, parent, above, rank = heap[0]
         reach = math.exp(-cost)
@@ -95,21 +95,21 @@ def _left(node: Node) -> float:
 
 
 def _trees(
-    parts: Sequence[ScheduledChunk], context: int, instant: int
+    chunks: Sequence[ScheduledChunk], context: int, instant: int
 ) -> tuple[dict[int, _Tree], list[float]]:
     """The trees by part, and what is left of roots without growth but by `instant` sources."""
     trees: dict[int, _Tree] = {}
     missed: list[float] = []
-    for index, part in enumerate(parts):
-        request, replica = part.request, part.request.replica
+    for index, chunk in enumerate(chunks):
+        request, replica = chunk.request, chunk.request.replica
         if replica is None or not request.decoding or not request.drafted:
             continue
-        deepest = min(request.left - 1, context - len(request.tokens))
+        deepest = min(request.remaining_tokens - 1, context - len(request.tokens))
         if deepest > 0:
             tree = replica.tree
             limit = request.options.max_nodes
             most = math.inf if limit is None else limit
-            trees[index] = tree, tree.root.depth + deepest, tree.root.cumulative, request.ends, most
+            trees[index] = tree, tree.root.depth + deepest, tree.root.cumulative, request.stop_token_ids, most
             if not tree.root.tokens or (instant and not tree.root.sources & ~instant):
                 missed.append(_left(tree.root))
     return trees, missed

@@ -28,15 +28,15 @@ from ssd_serve.verifier.control.ranking import RankedNode, Ranking, rank
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
-_MIN_PROMPT_ROWS = 16
-_CLEARLY_CHEAPER = 0.85
+_MIN_PREFILL_TOKENS = 16
+_MIN_CHUNK_SAVING = 0.85
 """A smaller chunk than the largest must cost this share of its price by the row: the rest is noise, and the
 first token of a prompt comes later."""
-_AS_CHEAP = 1.03
+_EQUAL_COST = 1.03
 _CANDIDATES, _CANDIDATES_EACH = 64, 8
 """Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
 chooses among them."""
-_NEXT = 8
+_AVERAGED_NODES = 8
 """What one more node adds to a round is the mean of so many."""
 
 
@@ -58,7 +58,7 @@ class Round:
 
     requests: int
     prompts: int
-    prompt_rows: int
+    prefill_tokens: int
     rows: int
     reading: Reading
     tokens: int
@@ -68,10 +68,10 @@ class Round:
     levels: int
 
 
-class _Pending(NamedTuple):
+class _PendingRound(NamedTuple):
     """What a round computes without nodes: `rows` rows, of `requests` decoding requests and of prompts."""
 
-    parts: Sequence[ScheduledChunk]
+    chunks: Sequence[ScheduledChunk]
     requests: int
     rows: int
     reading: Reading
@@ -79,7 +79,7 @@ class _Pending(NamedTuple):
     @property
     def context(self) -> float:
         """Tokens of a request's context, on average."""
-        return self.reading.context / max(1, len(self.parts))
+        return self.reading.context / max(1, len(self.chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class _RoundCandidates:
     nodes."""
 
     requests: int
-    outlook: RoundEstimate
+    estimate: RoundEstimate
     ranking: Ranking
     seconds: npt.NDArray[np.float64]
 
@@ -106,7 +106,7 @@ class _RoundCandidates:
 
 
 class RoundPlanner:
-    """Decides rounds and learns from them. `governing` None: one layout for ever, with this cost and
+    """Decides rounds and learns from them. `mode_config` None: one layout for ever, with this cost and
     policy."""
 
     def __init__(
@@ -116,59 +116,59 @@ class RoundPlanner:
         policy: WaitPolicy,
         bounds: DraftBounds,
         host: HostCost | None = None,
-        governing: ModeConfig | None = None,
+        mode_config: ModeConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.placing = ExecutionPlanner(drafters, cost, policy, governing, clock)
+        self.execution = ExecutionPlanner(drafters, cost, policy, mode_config, clock)
         self.host = host or HostCost()
         self._drafters = drafters
         self._bounds = bounds
         self._rate = Rate()
         self._clock = clock
-        self._right = LevelAcceptance()
+        self._level_acceptance = LevelAcceptance()
         self._expectations: ModeForecaster | None = None
-        if governing is not None:
+        if mode_config is not None:
             self._expectations = ModeForecaster(
-                drafters, self.placing, governing, bounds.width, self.host, self._right
+                drafters, self.execution, mode_config, bounds.width, self.host, self._level_acceptance
             )
 
     @property
     def cost(self) -> CostTable:
         """What forwards cost where the next round computes."""
-        return self.placing.cost
+        return self.execution.cost
 
     def choose(
-        self, running: Sequence[Request], parts: Sequence[ScheduledChunk], drain: Callable[[], object]
+        self, running: Sequence[Request], chunks: Sequence[ScheduledChunk], drain: Callable[[], object]
     ) -> tuple[list[RankedNode], Decision]:
         """The nodes of a round of these parts, best first, and why; `drain` takes what came. Who runs without
         a part in it waits for its prompt to be read."""
-        requests = sum([part.request.decoding for part in parts])
-        pending = _Pending(parts, requests, sum([len(part.slots) for part in parts]), _reading(parts))
+        requests = sum([chunk.request.decoding for chunk in chunks])
+        pending = _PendingRound(chunks, requests, sum([len(chunk.slots) for chunk in chunks]), _reading(chunks))
         if self._expectations is not None:
             self._expectations.begin(running, pending.context)
-        self.placing.place(len(running), requests, pending.rows, pending.reading)
-        if self.placing.reading:
+        self.execution.choose(len(running), requests, pending.rows, pending.reading)
+        if self.execution.prefilling_alone:
             return [], Decision(SpeculationMode.PLAIN, DecisionReason.PROMPTS, 0, 0.0)
         if not self._drafters.working or self._bounds.budget == 0:
-            return [], self._undrafted(requests)
+            return [], self._decide_plain(requests)
         waited_s, answers = 0.0, True
-        prospect = self._prospect(pending, 0)
+        candidates = self._candidates(pending, 0)
         while (
             requests
             and (answers := self._drafters.worth_waiting())
-            and self.placing.policy.wants(outlook := prospect.outlook)
+            and self.execution.policy.should_wait(estimate := candidates.estimate)
         ):
             started = self._clock()
-            self._drafters.wait(2 * max(outlook.step_s, 1e-3))
+            self._drafters.wait(2 * max(estimate.step_s, 1e-3))
             drain()
             spent_s = self._clock() - started
             waited_s += spent_s
-            prospect = self._prospect(pending, outlook.steps + 1)
-            self.placing.policy.learn(outlook, prospect.outlook, spent_s)
-        nodes = prospect.ranking.nodes[: prospect.outlook.choice.nodes]
-        return nodes, self._drafted(prospect, waited_s, answers)
+            candidates = self._candidates(pending, estimate.steps + 1)
+            self.execution.policy.observe(estimate, candidates.estimate, spent_s)
+        nodes = candidates.ranking.nodes[: candidates.estimate.choice.nodes]
+        return nodes, self._decide(candidates, waited_s, answers)
 
-    def prompt_rows(self, requests: int, most: int) -> int:
+    def prefill_tokens(self, requests: int, most: int) -> int:
         """How many of `most` prompt rows a round should read beside `requests` decoding requests: as many as
         read prompts fastest, but with a target no more than let tokens come in time; never so few that
         prompts would not get on."""
@@ -178,35 +178,35 @@ class RoundPlanner:
         if limit_s < math.inf and requests:
             spent = seconds + self.host.seconds(requests, 0)
             fitting = int(np.searchsorted(spent, limit_s * self._rate.tokens_a_round, side="right")) - 1
-            rows = min(rows, max(_MIN_PROMPT_ROWS, fitting))
+            rows = min(rows, max(_MIN_PREFILL_TOKENS, fitting))
         return min(most, rows)
 
-    def layout_gains(self) -> dict[int, dict[str, float]]:
+    def mode_gains(self) -> dict[int, dict[str, float]]:
         """What each layout gave, plain decoding being 1, by the middle number of requests of each level."""
-        governing = self.placing.governing
-        gains = governing.governor.gains() if governing is not None else {}
+        mode_config = self.execution.mode_config
+        gains = mode_config.controller.gains() if mode_config is not None else {}
         return {
-            requests: {layout.value: gain for layout, gain in each.items()}
+            requests: {mode.value: gain for mode, gain in each.items()}
             for requests, each in gains.items()
         }
 
-    def learn(self, round_: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Take a round's times into account; those that read prompts do not tell what decoding takes."""
-        nodes = round_.rows - round_.requests - round_.prompt_rows
-        self.placing.observe(round_.rows, nodes, round_.reading, round_.forward_s)
-        governing = self.placing.governing
-        if governing is not None and self._drafters.num_joined:
-            self._govern(round_, governing)
+        nodes = round_.rows - round_.requests - round_.prefill_tokens
+        self.execution.observe(round_.rows, nodes, round_.reading, round_.forward_s)
+        mode_config = self.execution.mode_config
+        if mode_config is not None and self._drafters.num_joined:
+            self._update_controller(round_, mode_config)
         if round_.prompts:
             return
         self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
         self._rate.observe(round_.requests, round_.tokens, round_.total_s)
-        self._right.observe(round_.tokens - round_.requests, round_.levels)
+        self._level_acceptance.observe(round_.tokens - round_.requests, round_.levels)
 
-    def _govern(self, round_: Round, governing: ModeConfig) -> None:
+    def _update_controller(self, round_: Round, mode_config: ModeConfig) -> None:
         """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
-        cost, reading = governing.costs[SpeculationMode.PLAIN], round_.reading
-        rows = round_.requests + round_.prompt_rows
+        cost, reading = mode_config.costs[SpeculationMode.PLAIN], round_.reading
+        rows = round_.requests + round_.prefill_tokens
         if not round_.prompts:
             plain_s = cost.first_seconds(rows, Reading(reading.context, reading.context))
             gained_s = round_.tokens / rows * plain_s
@@ -217,59 +217,59 @@ class RoundPlanner:
             together = round_.requests + round_.prompts
             saved_s = cost.first_seconds(together, Reading()) / together
             gained_s = plain_s + (round_.tokens - round_.requests) * saved_s
-        governing.governor.observe(gained_s, round_.total_s, plain_s, prompts=round_.prompts > 0)
+        mode_config.controller.observe(gained_s, round_.total_s, plain_s, prefill=round_.prompts > 0)
 
-    def _undrafted(self, requests: int) -> Decision:
+    def _decide_plain(self, requests: int) -> Decision:
         """A round for which nobody drafts."""
-        governing = self.placing.governing
-        governor = governing.governor if governing is not None else None
-        layout, other_s = self._drafters.mode, 0.0
+        mode_config = self.execution.mode_config
+        controller = mode_config.controller if mode_config is not None else None
+        mode, other_s = self._drafters.mode, 0.0
         if self._bounds.budget == 0:
             why = DecisionReason.OFF
-        elif governor is None or layout is not SpeculationMode.PLAIN or not self._drafters.num_joined:
+        elif controller is None or mode is not SpeculationMode.PLAIN or not self._drafters.num_joined:
             why = DecisionReason.NO_DRAFTER
         else:
-            why = DecisionReason.TRYING if governor.trying else DecisionReason.SLOWER
-            mine, others = governor.standing()
+            why = DecisionReason.TRYING if controller.exploring else DecisionReason.SLOWER
+            mine, others = controller.current_gains()
             other_s = self._rate.seconds_a_round * mine / others if others else 0.0
         tokens, seconds = requests * self._rate.tokens_a_round, self._rate.seconds_a_round
         chosen = CostEstimate(0, tokens, seconds) if tokens and seconds else None
         other = CostEstimate(None, tokens, other_s) if tokens and other_s else None
-        return Decision(layout, why, 0, 0.0, chosen, other)
+        return Decision(mode, why, 0, 0.0, chosen, other)
 
-    def _drafted(self, prospect: _RoundCandidates, waited_s: float, answers: bool) -> Decision:
+    def _decide(self, candidates: _RoundCandidates, waited_s: float, answers: bool) -> Decision:
         """A round for which somebody drafts, though none of it may be there."""
-        choice = prospect.outlook.choice
+        choice = candidates.estimate.choice
         if not choice.nodes:
-            why = _why_none(prospect, answers)
-        elif (governing := self.placing.governing) is not None and governing.governor.trying:
+            why = _why_none(candidates, answers)
+        elif (mode_config := self.execution.mode_config) is not None and mode_config.controller.exploring:
             why = DecisionReason.TRYING
         else:
             why = DecisionReason.PAYS
         chosen = CostEstimate(choice.nodes, choice.tokens, choice.seconds)
-        other = prospect.without_nodes if choice.nodes else prospect.with_one_node
+        other = candidates.without_nodes if choice.nodes else candidates.with_one_node
         return Decision(self._drafters.mode, why, choice.nodes, waited_s, chosen, other)
 
-    def _prospect(self, pending: _Pending, steps: int) -> _RoundCandidates:
+    def _candidates(self, pending: _PendingRound, steps: int) -> _RoundCandidates:
         """The round as it would be now, after so many awaited draft steps."""
         bounds, requests = self._bounds, pending.requests
-        rate = self._rate.value(len(pending.parts))  # who waits for a prompt waits too
+        rate = self._rate.value(len(pending.chunks))  # who waits for a prompt waits too
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
         least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
         instant = self._drafters.lookup_sources if self._drafters.step_s else 0
-        ranking = rank(pending.parts, most, bounds.context, bounds.width, least, instant)
+        ranking = rank(pending.chunks, most, bounds.context, bounds.width, least, instant)
         reaches = np.array([item[0] for item in ranking.nodes])
-        seconds = self._round_seconds(pending, max(len(reaches), _NEXT))
-        few = seconds[: _NEXT + 1]
-        row_s = float(few[-1] - few[0]) / max(1, len(few) - 1)
+        seconds = self._round_seconds(pending, max(len(reaches), _AVERAGED_NODES))
+        shared_cores = seconds[: _AVERAGED_NODES + 1]
+        row_s = float(shared_cores[-1] - shared_cores[0]) / max(1, len(shared_cores) - 1)
         seconds = seconds[: len(reaches) + 1]
         choice = choose(reaches, requests, seconds, rate, bounds.max_tpot_s)
         # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
         leaves = np.maximum(ranking.leaves - rate * row_s, 0.0)
-        outlook = RoundEstimate(choice, leaves, rate, self._drafters.step_s, steps, ranking.missed)
-        return _RoundCandidates(requests, outlook, ranking, seconds)
+        estimate = RoundEstimate(choice, leaves, rate, self._drafters.step_s, steps, ranking.missed)
+        return _RoundCandidates(requests, estimate, ranking, seconds)
 
-    def _round_seconds(self, pending: _Pending, most: int) -> npt.NDArray[np.float64]:
+    def _round_seconds(self, pending: _PendingRound, most: int) -> npt.NDArray[np.float64]:
         """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
         rows = pending.rows
         most = max(0, min(most, MAX_ROWS - rows))
@@ -277,18 +277,18 @@ class RoundPlanner:
         return forward_s + self.host.node_s * np.arange(most + 1)
 
 
-def _why_none(prospect: _RoundCandidates, answers: bool) -> DecisionReason:
+def _why_none(candidates: _RoundCandidates, answers: bool) -> DecisionReason:
     """Why a round verifies no node though drafters work."""
-    ranking = prospect.ranking
-    if not prospect.requests:
+    ranking = candidates.ranking
+    if not candidates.requests:
         return DecisionReason.PROMPTS
     if not ranking.trees:
         return DecisionReason.ENDING
     if not ranking.nodes and ranking.missed:
         return DecisionReason.NOTHING_DRAFTED if answers else DecisionReason.NO_DRAFTER
-    if len(prospect.seconds) < 2 and ranking.nodes:
+    if len(candidates.seconds) < 2 and ranking.nodes:
         return DecisionReason.FULL
-    return DecisionReason.LATE if prospect.outlook.choice.held_back else DecisionReason.NOT_WORTH
+    return DecisionReason.LATE if candidates.estimate.choice.held_back else DecisionReason.NOT_WORTH
 
 
 def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
@@ -299,17 +299,17 @@ def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
     their later rounds.
     """
     most = len(seconds) - 1
-    if most <= _MIN_PROMPT_ROWS:
+    if most <= _MIN_PREFILL_TOKENS:
         return most
-    rows = np.arange(_MIN_PROMPT_ROWS, most + 1)
-    prices = seconds[_MIN_PROMPT_ROWS:] / rows
-    if prices.min() >= _CLEARLY_CHEAPER * prices[-1]:
+    rows = np.arange(_MIN_PREFILL_TOKENS, most + 1)
+    prices = seconds[_MIN_PREFILL_TOKENS:] / rows
+    if prices.min() >= _MIN_CHUNK_SAVING * prices[-1]:
         return most
-    return int(rows[prices <= _AS_CHEAP * prices.min()][-1])
+    return int(rows[prices <= _EQUAL_COST * prices.min()][-1])
 
 
-def _reading(parts: Sequence[ScheduledChunk]) -> Reading:
+def _reading(chunks: Sequence[ScheduledChunk]) -> Reading:
     """What attention reads for the pending tokens alone."""
-    contexts = [len(part.request.slots) for part in parts]
-    rows = [len(part.slots) for part in parts]
+    contexts = [len(chunk.request.slots) for chunk in chunks]
+    rows = [len(chunk.slots) for chunk in chunks]
     return Reading(sum(contexts), sum(a * b for a, b in zip(contexts, rows, strict=True)))

@@ -94,7 +94,7 @@ class FeatureSender:
         if self._unsent + length > _MAX_UNSENT_BYTES and not self.has_room:
             return False
         self._unsent += length
-        return self._channel.post(replace(message, data=table.part(start, count, self.layers)))
+        return self._channel.post(replace(message, data=table.rows(start, count, self.layers)))
 
     def _share(self, memory: SharedWriter, message: Features, table: TokenFeatures, count: int) -> bool:
         length = 2 * message.width * count
