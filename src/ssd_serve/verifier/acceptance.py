@@ -20,7 +20,7 @@ def _counts() -> defaultdict[int, int]:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Of one request, or of several."""
+    """Counters of one request, or of several."""
 
     verified_depths: defaultdict[int, int] = field(default_factory=_counts)
     """Rounds by the depth of the deepest node that they verified; 0: there was none."""
@@ -57,7 +57,7 @@ class Acceptance:
             self.accepted[proposed_by[place]] += 1
 
     def add(self, other: "Acceptance") -> None:
-        """Those of another request, too."""
+        """Add the counts of another request."""
         for mine, its in (
             (self.verified_depths, other.verified_depths),
             (self.accepted_depths, other.accepted_depths),
@@ -124,8 +124,8 @@ class AcceptanceMonitor:
         self._gave = False
 
     def observe(self, right: bool | None, hit: bool) -> None:
-        """One request's round: whether its likeliest guess was right (None: none was verified), and whether
-        its new root was drafted."""
+        """Note a round of one request. `right`: whether its likeliest draft token was accepted, None if none
+        was verified; `hit`: whether the new root was in the replica."""
         self._gave = self._gave or hit or bool(right)
         if right is not None:
             self._present.add(right)

@@ -70,7 +70,7 @@ class AssembledVerifier:
     gains: GainFile
     differences: DifferenceLog
     sampling: Mapping[str, int | float]
-    """What the model asks for where a request leaves it out."""
+    """Sampling values that requests take from the model's `generation_config.json` if they name none."""
 
     def remember(self) -> None:
         """Keep for the next start what each layout gave."""
@@ -170,7 +170,7 @@ def assemble_verifier(
 
 
 def ready_report(config: EngineConfig, verifier: AssembledVerifier) -> Ready:
-    """What front ends are told of a verifier that can generate."""
+    """Return the message by which front ends learn that the verifier can generate."""
     drafts = ", ".join(map(without_revision, config.drafts))
     return Ready(
         target=verifier.facts.name,
@@ -189,7 +189,7 @@ def ready_report(config: EngineConfig, verifier: AssembledVerifier) -> Ready:
 
 
 def _gain_file(config: EngineConfig, device: str, model: Model, folder: Path, log: Logger) -> GainFile:
-    """Where it is remembered what each layout gives with this pair on these devices."""
+    """Return the file of measured mode gains for this pair on these devices."""
     draft = (config.drafts, config.drafters, config.draft_device, config.target_device_alone)
     return GainFile(folder, {**identity(model, device), "draft": draft, "mode": config.mode.value}, log)
 
@@ -222,7 +222,7 @@ def _modes(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
 def _timings(
     model: Model, cores: Cores, modes: Sequence[SpeculationMode], files: TimingFiles
 ) -> dict[str, list[Timing]]:
-    """What forwards cost on the cores of each layout, on which they are computed for that."""
+    """Measure or read the times of forwards on the cores of each mode."""
     timings: dict[str, list[Timing]] = {}
     for mode in reversed(modes):
         cores.enter(mode)
@@ -240,8 +240,8 @@ def _governing(
     files: TimingFiles,
     gains: GainFile,
 ) -> ModeConfig:
-    """What may change while the engine runs, beginning with the first layout. Gains of earlier sessions count
-    only where forwards take the times that they took then."""
+    """Return the configuration of the mode controller. Gains of earlier sessions count only if forwards still
+    take the same time."""
     devices = {mode: str(cores.of(mode)) for mode in modes}
     timings = _timings(model, cores, modes, files)
     tables = {device: CostTable(each) for device, each in timings.items()}

@@ -28,7 +28,7 @@ from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine is made of. `drafters` has none connected yet; without any it decodes plainly."""
+    """Parts of an engine. `drafters` has no connections yet; without any the engine decodes plainly."""
 
     model: Model
     drafters: DrafterPool
@@ -46,9 +46,9 @@ class EngineParts:
     """Rounds of another kind, with the same model; None: the usual ones."""
     planner_kind: type[RoundPlanner] = RoundPlanner
     features: FeatureStore | None = None
-    """What drafters may read of the target; its model gives it."""
+    """Store of target features for drafters; None if no draft reads them."""
     grammars: Grammars | None = None
-    """What outputs may have to match; None: none can."""
+    """Grammar compiler; None if no output can be constrained."""
 
 
 def build_engine(chunks: EngineParts) -> Engine:

@@ -78,12 +78,12 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has work."""
+        """True if `step` has work."""
         return bool(self._requests)
 
     @property
     def figures(self) -> Figures:
-        """Of all requests since start."""
+        """Figures of all requests since start."""
         return self.totals.snapshot(self._requests.values(), self.drafters.sources.names)
 
     def handle(self, message: ServerMessage) -> Sequence[Refused | Finished]:
@@ -152,7 +152,7 @@ class Engine:
         return Finished(number, "stop", self._final_figures(request))
 
     def step(self) -> list[VerifierReport]:
-        """One round over everything that is running; returns what the front end must know."""
+        """Run one round over all running requests; returns reports for the front end."""
         started = self._round_began = self._clock()
         self.drain()
         admitted = self._admit()
@@ -283,7 +283,6 @@ class Engine:
         return reports
 
     def _finished(self, request: Request, why: str) -> Finished:
-        """Its text has ended, by its last token."""
         stop_token = request.tokens[-1] if why == "stop" else None
         return Finished(request.number, why, self._final_figures(request), stop_token)
 

@@ -1,9 +1,8 @@
-"""What the target has computed of committed tokens, for drafters that read it.
+"""Stores features that the target has computed of committed tokens, for drafters that read them.
 
-It is kept by KV slot: where a token's keys and values are, there its features are too. So a drafter that
-comes later, or was not listening, loses nothing, nor does a request whose prompt the prefix cache knew. There
-is room for some rows; those written first make room for others, and a reader begins behind them. Knows slots,
-walks and tensors; not who reads them.
+Rows are kept by KV slot, next to the keys and values of the token. So a drafter that joins late, or was
+paused, loses nothing, nor does a request with a cached prefix. The oldest rows make room for new ones, and a
+reader then begins behind them. Knows slots, walks and tensors, but not the readers.
 """
 
 from collections.abc import Sequence
@@ -72,7 +71,7 @@ class FeatureStore:
         torch.index_select(self._rows, 0, torch.from_numpy(places), out=rows)
 
     def only(self, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-        """What such rows say of some of the layers: [count, those * hidden]."""
+        """Select some of the layers: [count, width of those]."""
         if tuple(layers) == self.layers:
             return rows
         places = [self.layers.index(layer) for layer in layers]

@@ -29,7 +29,7 @@ from ssd_serve.sampling.grammar import Grammars
 
 _STATUS_S = 1.0
 _COMPILING_S = 0.002
-"""Where nothing else goes on than that grammars are compiled."""
+"""Wait of the loop while grammars are compiled and nothing else runs."""
 _CONNECT_S = 3600.0
 """A front end that has no descriptor comes later; one that dies takes this process with it."""
 _JOIN_S = 60.0
@@ -105,7 +105,7 @@ class VerifierLoop:
             self._engine.drain()
 
     def run(self) -> None:
-        """Until the server is gone."""
+        """Serve until the server is gone."""
         while not self._server.closed:
             self._turn()
 
@@ -133,7 +133,6 @@ class VerifierLoop:
         self._unsent.extend(self._engine.handle(message))
 
     def _sleep(self, timeout_s: float) -> None:
-        """Until anybody says anything."""
         sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]
         poll(sources, timeout_s)
 
@@ -165,7 +164,7 @@ class VerifierLoop:
 
 
 def _others(config: EngineConfig, log: Logger) -> list[Listener]:
-    """Where drafters of other places join, if they may."""
+    """Return the listener for remote drafters, if they may join."""
     if not config.drafter_address or config.mode is not Mode.SSD:
         return []
 
@@ -205,7 +204,8 @@ class GrammarQueue:
         return bool(self._held)
 
     def hold(self, message: ServerMessage) -> bool:
-        """Whether this one waits: its grammar is compiled, or its request waits for that."""
+        """Queue a message if its grammar must be compiled, or its request waits for that; returns whether it
+        did."""
         numbers, compiling = _numbers(message), None
         if isinstance(message, Submit | SubmitChoices):
             grammar = message.parameters.grammar
@@ -219,7 +219,8 @@ class GrammarQueue:
         return True
 
     def released(self) -> list[ServerMessage]:
-        """Those that need not wait any more. What could not be compiled is for the engine to refuse."""
+        """Return messages that need not wait any more. The engine refuses a grammar that could not be
+        compiled."""
         found: list[ServerMessage] = []
         while self._held and (self._held[0][1] is None or self._held[0][1].done()):
             message, _ = self._held.popleft()

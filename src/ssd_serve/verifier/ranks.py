@@ -26,7 +26,7 @@ from ssd_serve.base.engine_config import EngineConfig
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """What rank 0 decides for all before they load."""
+    """Values that rank 0 decides for all ranks before they load."""
 
     path: str
     slots: int

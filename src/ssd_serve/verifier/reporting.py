@@ -1,4 +1,4 @@
-"""What the log is told about an engine's rounds, and when. Knows the engine's figures; changes nothing."""
+"""Log lines and status messages of an engine. Reads its figures and changes nothing."""
 
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import AcceptanceHealth, CostEstimate, DecisionReason
@@ -24,7 +24,7 @@ class EngineLogReporter:
         self._shortages = 0
 
     def report(self, now: float) -> None:
-        """What concerns the last rounds, in seconds of any clock."""
+        """Log events of the latest rounds; `now`: seconds of any clock."""
         self._report_oom()
         self._report_decision(now)
 

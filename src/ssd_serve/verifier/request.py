@@ -1,6 +1,6 @@
-"""One request's state in the verifier: its tokens, its committed slots, its replica and its figures.
+"""State of one request in the verifier: tokens, committed slots, replica and figures.
 
-Knows no scheduling and no text.
+Also the limits that requests must keep. Knows no scheduling and no text.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class TokenSequence(Sequence[int]):
 
 
 class TokenFeatures(Protocol):
-    """What the target has computed of a request's committed tokens, by position."""
+    """Features that the target has computed of a request's committed tokens, by position."""
 
     @property
     def end(self) -> int:
@@ -89,7 +89,7 @@ class TokenFeatures(Protocol):
         ...
 
     def rows(self, start: int, count: int, layers: Sequence[int]) -> bytes:
-        """Of positions that are there, of these layers: rows as they travel."""
+        """Return available rows of these layers as bytes for a message."""
         ...
 
     def write(self, start: int, count: int, layers: Sequence[int], into: memoryview) -> None:
@@ -117,14 +117,14 @@ class Request:
     """Most nodes in the replica."""
     vocabulary: int
     overrides: LogitOverrides | None = None
-    """What the parameters do to single tokens, where they do."""
+    """Changes of single logits by the parameters, if any."""
     grammar: MatcherState | None = None
-    """Where its output stands in what it must match."""
+    """State of the grammar that the output must match, if any."""
     slots: SlotTable = field(default_factory=SlotTable)
     options: RequestOptions = RequestOptions()
     handle: PrefixHandle | None = None
     first_scheduled_at: float | None = None
-    """When it was first taken from the queue."""
+    """Time at which it first left the queue."""
     epoch: int = 0
     replica: Replica | None = None
     figures: Figures = field(default_factory=Figures)
@@ -132,13 +132,13 @@ class Request:
     scored: int = 0
     """Tokens of the prompt, from the second on, whose log-probabilities were told."""
     features: TokenFeatures | None = None
-    """What the target has computed of its tokens, where a drafter reads it."""
+    """Features of its tokens, if a drafter reads them."""
     _common: dict[int, int] = field(default_factory=dict[int, int])
-    """How much of the texts of others, by number, is known to be that of this one."""
+    """Known common length with other requests, by number."""
 
     def common_length(self, other: "Request", end: int) -> int:
-        """How far the first `end` tokens of this text and another's are the same. Neither changes but by
-        growing, so that no token is compared twice."""
+        """Return how many of the first `end` tokens equal those of another request. Texts only grow, so no
+        token is compared twice."""
         known = self._common.get(other.number, 0)
         if known < end and other.tokens[known] == self.tokens[known]:
             known += common_length(other.tokens[known:end], self.tokens, known, end)
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def drafted(self) -> bool:
-        """Whether anything may be guessed for it."""
+        """True if drafts are allowed for it."""
         return self.options.max_nodes != 0
 
     @property
@@ -163,7 +163,7 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether only the root is pending."""
+        """True if only the root is pending."""
         return self.pending == 1
 
     @property
@@ -201,16 +201,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SharedPromptState:
-    """What the choices of a prompt have in common besides it."""
+    """State that the choices of a prompt share besides the prompt."""
 
     stop_token_ids: frozenset[int]
     overrides: LogitOverrides | None
     counts: TokenCounts | None
-    """Of the prompt."""
+    """Counts of the prompt's tokens."""
 
 
 def shared_state(message: Submit, eos: tuple[int, ...]) -> SharedPromptState:
-    """What this request has in common with other choices of its prompt."""
+    """Return the state that this request shares with other choices of its prompt."""
     parameters = message.parameters
     counted = () if parameters.ignore_eos else eos
     return SharedPromptState(
@@ -252,7 +252,7 @@ class RequestLimits:
     tree_nodes: int
 
     def impossible(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, str] | None:
-        """What is wrong with a prompt and so many tokens behind it, and in which field."""
+        """Return an error and its field for an impossible prompt or `max_tokens`, else None."""
         if not prompt:
             return "the prompt is empty", "prompt"
         if not self.known(prompt):
@@ -265,10 +265,9 @@ class RequestLimits:
         return None
 
     def known(self, tokens: Sequence[int]) -> bool:
-        """Whether the vocabulary has all of them."""
         return not tokens or (min(tokens) >= 0 and max(tokens) < self.vocabulary)
 
     @property
     def unknown(self) -> str:
-        """What is wrong with tokens that the vocabulary does not have."""
+        """Error message for tokens outside the vocabulary."""
         return f"token ids must lie in 0..{self.vocabulary - 1}"

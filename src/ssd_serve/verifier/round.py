@@ -1,7 +1,7 @@
-"""One round: build the batch, forward, sample the target's choices, and walk.
+"""A round: build the batch, run the forward, sample the target's choices, and walk the trees.
 
 `launch(work)` and `finish(flight)` are separate so that host work may overlap the forward. The round decides
-tokens; who is scheduled, and what happens to slots and drafters afterwards, is the engine's business.
+tokens; the engine schedules requests and handles slots and drafters afterwards.
 """
 
 import time
@@ -37,7 +37,7 @@ class TreeTokens:
         return len(self.tokens)
 
     def add(self, token: int, parent: int) -> None:
-        """One more node, below one that is here or below the root."""
+        """Append a node below an earlier node or below the root."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
@@ -51,7 +51,7 @@ class TreeTokens:
 
 @dataclass(frozen=True, slots=True)
 class RequestStep:
-    """One request's rows in a round: its pending tokens, and tree nodes with their slots."""
+    """Rows of one request in a round: pending tokens, and tree nodes with their slots."""
 
     chunk: ScheduledChunk
     tree: TreeTokens = field(default_factory=TreeTokens)
@@ -95,7 +95,6 @@ class InFlight:
         return sum([len(each.tree) for each in self.work])
 
     def ready(self) -> bool:
-        """Whether the device is done."""
         return self.result.completion.ready()
 
     def wait(self) -> float:
@@ -104,7 +103,7 @@ class InFlight:
 
 
 class Walk(NamedTuple):
-    """What a round decided for one request."""
+    """Result of a round for one request."""
 
     work: RequestStep
     accepted: tuple[int, ...]
@@ -118,7 +117,7 @@ class Walk(NamedTuple):
 
     @property
     def decoded(self) -> bool:
-        """Whether nothing of a prompt was read."""
+        """True for a decode step without prefill."""
         return len(self.work.chunk.slots) == 1 and bool(self.tokens)
 
     @property

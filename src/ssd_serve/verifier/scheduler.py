@@ -40,12 +40,12 @@ class SchedulerLimits:
 
 
 class ScheduledChunk(NamedTuple):
-    """One request's pending tokens in a round: the next `len(slots)` of them, written to `slots`."""
+    """Pending tokens of one request in a round: the next `len(slots)` of them, written to `slots`."""
 
     request: Request
     slots: tuple[int, ...]
     final: bool
-    """Whether the last of these tokens is the root, whose choice is wanted."""
+    """True if the last of these tokens is the root, at which the target's choice is sampled."""
 
 
 class Scheduler:
@@ -55,9 +55,9 @@ class Scheduler:
         self.pool = pool
         self.prefix = prefix
         self.waiting: deque[Request] = deque()
-        """As they begin: the urgent ones, and of these the older ones first."""
+        """Queue by priority, then by age."""
         self.running: list[Request] = []
-        """In the same order: whoever stands last makes room for the others."""
+        """Running requests in the same order; the last one is preempted first."""
         self.preemptions = 0
         self._limits = limits
         self._refused: Request | None = None
@@ -70,7 +70,7 @@ class Scheduler:
         return self._limits.prefill_chunk
 
     def full(self) -> bool:
-        """Whether another request would overfill the queue."""
+        """Return whether another request would overfill the queue."""
         return len(self.waiting) >= self._limits.max_waiting and len(self.running) >= self._limits.max_running
 
     def submit(self, request: Request) -> None:
@@ -104,7 +104,7 @@ class Scheduler:
         return admitted
 
     def _too_early(self, request: Request) -> bool:
-        """Whether it is too early to look again at a request that memory was too short for."""
+        """Return whether it is too early to retry a request that did not fit into memory."""
         if request is not self._refused or not self.running or self._rounds_left <= 0:
             self._refused = None
             return False
@@ -144,7 +144,7 @@ class Scheduler:
         return chunks, preempted
 
     def shrink(self, chunks: Sequence[ScheduledChunk], prefill_tokens: int) -> list[ScheduledChunk]:
-        """What is left of these parts with at most so many tokens of prompts; the other slots are freed."""
+        """Cut chunks to at most so many prompt tokens in all, and free the other slots."""
         kept: list[ScheduledChunk] = []
         for chunk in chunks:
             pending = len(chunk.slots)
@@ -228,7 +228,8 @@ class Scheduler:
             self.prefix.share(request.handle, request.tokens[known:count], slots)
 
     def _may_use_cached(self, request: Request) -> bool:
-        """Whether cached tokens spare this request anything: one whose prompt is scored needs every row."""
+        """Return whether the request may use cached tokens; one with prompt log-probabilities needs every
+        row."""
         return self.prefix is not None and not request.unscored
 
     def _use_cached(self, request: Request) -> int:
@@ -252,7 +253,7 @@ class Scheduler:
 
     @staticmethod
     def _tokens_others_will_cache(request: Request, chunks: Sequence[ScheduledChunk]) -> int:
-        """How many more tokens of this request will be cached once these parts are computed."""
+        """Return how many more tokens of this request will be cached once these chunks are computed."""
         read = len(request.slots)
         most = read
         for chunk in chunks:
@@ -278,9 +279,9 @@ class OomBackoff:
 
     def __init__(self, prefill_chunk: int) -> None:
         self.count = 0
-        """How often memory ran out."""
+        """Number of rounds that ran out of memory."""
         self.reason = ""
-        """What the device said last."""
+        """Latest error of the device."""
         self._largest = prefill_chunk
         self._chunk = prefill_chunk
         self._nodes: int | None = None

@@ -13,7 +13,7 @@ from ssd_serve.verifier.round import Walk
 
 @dataclass(slots=True)
 class TimeTotals:
-    """Where the time went, in seconds since start, and how many rounds and rows there were."""
+    """Seconds since start by kind of work, with the number of rounds and rows."""
 
     forward_s: float = 0.0
     wait_s: float = 0.0
@@ -23,11 +23,10 @@ class TimeTotals:
 
     @property
     def host_s(self) -> float:
-        """Everything that was neither a forward nor a deliberate wait."""
+        """Seconds that were neither a forward nor a deliberate wait."""
         return self.total_s - self.forward_s - self.wait_s
 
     def add(self, rows: int, forward_s: float, wait_s: float, total_s: float) -> None:
-        """One more round."""
         self.forward_s += forward_s
         self.wait_s += wait_s
         self.total_s += total_s
@@ -41,18 +40,19 @@ class Totals:
 
     figures: Figures = field(default_factory=Figures)
     acceptance: Acceptance = field(default_factory=Acceptance)
-    """Of requests that are over."""
+    """Counters of finished requests."""
     prompt_tokens: int = 0
     awaited_expansions: int = 0
     """Expanded nodes that a round waited for."""
     late_expansions: int = 0
-    """Those that came for nodes which a text had left."""
+    """Expansions that arrived after the root had moved past their node."""
     expected_tokens: float = 0.0
-    """What rounds with drafts should have given by the reach of their nodes, and what they gave."""
+    """Tokens that rounds with drafts should have given by the reach of their nodes, and those that they
+    gave."""
     given_tokens: int = 0
 
     def compare(self, decision: Decision, walks: Iterable[Walk]) -> None:
-        """What a round gave beside what was expected of it, where it had the nodes that were chosen."""
+        """Compare a round's tokens with its estimate, if it had the nodes that were chosen."""
         chosen = decision.chosen
         if chosen is not None and decision.nodes and decision.nodes == chosen.nodes:
             self.expected_tokens += chosen.tokens

@@ -15,13 +15,13 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class NodeChoice:
-    """How many of the best nodes to verify, and the tokens and seconds that the round should take."""
+    """Number of best nodes to verify, with the expected tokens and seconds of the round."""
 
     nodes: int
     tokens: float
     seconds: float
     held_back: bool = False
-    """Whether more nodes would pay, but take longer than a token may."""
+    """True if more nodes would pay but exceed the time per token."""
 
 
 def choose(
@@ -85,7 +85,7 @@ class Rate:
 
 
 class GrowthGain:
-    """How many expected tokens one draft step adds, as a share of the reach of the leaves that it can
+    """Estimates the tokens that one draft step adds, as a share of the reach of the leaves that it can
     expand."""
 
     def __init__(self, share: float = 0.6) -> None:
@@ -97,7 +97,8 @@ class GrowthGain:
         return self.share * float(leaf_reaches.sum())
 
     def forget(self) -> None:
-        """Nothing was awaited: drift to the prior, so that one bad time does not end waiting for ever."""
+        """Drift to the prior after a round without a wait, so that one bad estimate does not end waiting for
+        ever."""
         self.share += 0.02 * (self._prior - self.share)
 
     def observe(self, leaf_reach: float, added: float) -> None:
@@ -113,7 +114,7 @@ _STEP_COST_DISCOUNT, _MIN_STEP_COST = 0.99, 0.5
 
 @dataclass(frozen=True, slots=True)
 class RoundEstimate:
-    """What a round looks like before it starts."""
+    """Expected result of a round before it starts."""
 
     choice: NodeChoice
     leaves: npt.NDArray[np.float64]
@@ -136,7 +137,7 @@ class WaitPolicy(Protocol):
     """Decides whether to wait for one more draft step."""
 
     def should_wait(self, estimate: RoundEstimate) -> bool:
-        """Whether to wait."""
+        """Return whether to wait for one more draft step."""
         ...
 
     def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
@@ -161,10 +162,10 @@ class CostBasedWait:
         self._declined = 0
         """Rounds since it was awaited last, where it is synchronous."""
         self._awaited = False
-        """In this round, or in the last one that could have."""
+        """True if the drafter was awaited in this round, or in the last one that could have waited."""
 
     def should_wait(self, estimate: RoundEstimate) -> bool:
-        """Whether the expected gain of one more step exceeds its price."""
+        """Return whether the expected gain of one more step exceeds its cost."""
         if estimate.steps >= self._max_steps or estimate.step_s <= 0 or not len(estimate.leaves):
             return False
         if self._concurrent and estimate.steps == 0 and not estimate.missed:
@@ -177,8 +178,8 @@ class CostBasedWait:
         return pays
 
     def _price(self, steps: int) -> float:
-        """Of a step's time. Whoever is tried again is tried for the whole round: the first step may have a
-        text to read, and only the next ones tell what a step takes."""
+        """Cost of a step as a multiple of its time. A new trial lasts for a whole round: the first step may
+        include prefill, and only the next ones show the time of a step."""
         if self._concurrent:
             return _ASYNC_STEP_COST
         if not steps:
@@ -213,7 +214,7 @@ class FixedSteps:
         self._steps = steps
 
     def should_wait(self, estimate: RoundEstimate) -> bool:
-        """Whether the fixed number is not reached yet and anything can still grow."""
+        """Return whether fewer than `steps` steps were awaited and a leaf can still grow."""
         return estimate.steps < self._steps and len(estimate.leaves) > 0
 
     def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:

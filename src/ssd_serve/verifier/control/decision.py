@@ -1,6 +1,6 @@
-"""What a round decided about drafts, and why: the one answer to "why does it not speculate now?".
+"""Decision of a round about drafts, with its reason.
 
-A value that those who decide fill in. Knows no trees, no drafters and no governor.
+A value that planner and engine fill in. Knows no trees, no drafters and no controller.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class SpeculationMode(Enum):
-    """Who drafts: a drafter on its own device, one inline on the target's, or nobody."""
+    """Mode of drafting: a drafter on its own device, one on the target's device in turns with it, or none."""
 
     ASYNC = "async"
     SYNC = "sync"
@@ -18,9 +18,9 @@ class SpeculationMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One round's. `chosen` is what it should give as it was chosen, `other` what the other way should give:
-    no nodes for a round with nodes, one node for a round in which none was worth it, drafting for a layout
-    without drafts. None: not known."""
+    """Decision of one round. `chosen` is its estimate as it was chosen; `other` is the estimate of the
+    alternative: no nodes for a round with nodes, one node for a round in which none paid, drafting for plain
+    decoding. None: unknown."""
 
     mode: SpeculationMode
     why: DecisionReason
@@ -31,11 +31,11 @@ class Decision:
     other: CostEstimate | None = None
 
     def launched(self, nodes: int, short: DecisionReason) -> "Decision":
-        """With so many nodes in the end; `short` is why, where none is left of those that were chosen."""
+        """Return the decision with the number of nodes that were launched; `short` is the reason if all
+        chosen nodes were dropped."""
         if nodes == self.nodes:
             return self
         return replace(self, nodes=nodes, why=self.why if nodes else short)
 
     def to_message(self) -> DecisionMessage:
-        """As a message."""
         return DecisionMessage(self.mode.value, self.why, self.nodes, self.waited_s, self.chosen, self.other)

@@ -1,7 +1,8 @@
-"""Where a round computes, and who drafts for it: the governor's layout, on as many cores as are worth it.
+"""Chooses where a round computes: the controller's mode, on as many cores as pay.
 
-Prompts are read on all cores, where that saves more than a round without drafts loses. Knows the drafters as
-what works or pauses; chooses no nodes.
+Prompts are prefilled on all cores if that saves more than a round without drafts costs. Kernels on several
+threads wait for the slowest, so a round takes all cores only where it is clearly faster, by the times at
+start and by those of the latest rounds. Knows drafters as working or paused; chooses no nodes.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,14 +20,14 @@ import torch
 from ssd_serve.base.devices import Device
 
 _MIN_SAVING = 0.9
-"""All cores must take at most this share of the time of a few."""
+"""All cores must take at most this share of the time on the shared cores."""
 _CLEARLY_SLOWER = 1.2
 """A choice that takes less than this of its time at start counts as no slower, while others compute: what it
 did last may have been to read prompts, which says no more of rounds that decode."""
 _LATEST_ROUNDS = 5
 """Rounds of which the middle one tells how slow a choice is lately: one that was descheduled does not."""
 _PROBE_EVERY_S = 1.0
-"""How often one round looks whether all cores are as fast again as they were at start."""
+"""Seconds between rounds that probe whether all cores are as fast again as at start."""
 
 
 class ThreadCountSelector:
@@ -39,17 +40,17 @@ class ThreadCountSelector:
         self._looked_at = clock()
 
     def table(self, all_cores: bool) -> CostTable:
-        """What forwards cost on all cores (`all_cores`), or on a few."""
+        """Return the cost of forwards on all cores, or on the shared cores."""
         return self._tables[all_cores]
 
     def likely_table(self, rows: int, reading: Reading) -> CostTable:
-        """What forwards of so many rows cost where they would compute, if they did."""
+        """Return the cost table of the thread count that a batch of this size would use."""
         lately = {all_cores: median(self._slowness[all_cores]) for all_cores in self._tables}
         clearly = {all_cores: slowness if slowness > _CLEARLY_SLOWER else 1.0 for all_cores, slowness in lately.items()}
         return self._tables[self._pays(rows, reading, clearly)]
 
     def all_cores(self, rows: int, reading: Reading) -> bool:
-        """Whether the next round, of so many rows, computes on all cores."""
+        """Return whether the next round, of so many rows, computes on all cores."""
         shared_cores, lately = median(self._slowness[False]), self._slowness[True]
         if self._pays(rows, reading, {False: shared_cores, True: median(lately)}):
             return True
@@ -89,11 +90,11 @@ class Cores:
         self._beside = beside
         self._alone = alone or beside
         self.may_be_alone = alone is not None
-        """Whether the target may also compute without a drafter beside it, who drafts inline then."""
+        """True if the target may also use the drafter's cores, in modes without a drafter of its own."""
 
     @property
     def differ(self) -> bool:
-        """Whether the target has other cores alone than beside a drafter."""
+        """True if the target's cores depend on the mode."""
         return self._beside != self._alone
 
     def of(self, mode: SpeculationMode) -> Device:
@@ -115,9 +116,8 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class ModeConfig:
-    """What may change while the engine runs, by layout: the cores, what forwards cost there, and how long a
-    round waits for drafts. `shared_cores`: what they cost where a round without a drafter beside it computes on as few
-    cores as with one."""
+    """Choices of the mode controller: for each mode the cores, the cost of forwards there, and the wait
+    policy. `shared_cores`: cost of forwards on as many cores as beside a drafter, in modes without one."""
 
     controller: ModeController[SpeculationMode]
     cores: Cores
@@ -142,7 +142,7 @@ class ExecutionPlanner:
         self.policy = policy
         self.mode_config = mode_config
         self.mode: SpeculationMode | None = None
-        """Who drafts, by the governor; None while nobody chooses."""
+        """Mode that the controller has chosen; None without a controller."""
         self._drafters = drafters
         self._choice: ThreadCountSelector | None = None
         if mode_config is not None and mode_config.shared_cores is not None and mode_config.cores.differ:
@@ -150,20 +150,20 @@ class ExecutionPlanner:
         self._entered: tuple[SpeculationMode, bool] | None = None
         """The layout in which the round computes, and whether on all of its cores."""
         self._nodes = 0
-        """Of the last round."""
+        """Nodes of the last round."""
 
     @property
     def prefills_alone(self) -> bool:
-        """Whether rounds may read prompts on cores that a drafter has otherwise, which reads them later."""
+        """True if rounds may prefill on the drafter's cores, while the drafter pauses."""
         return self._choice is not None
 
     @property
     def prefilling_alone(self) -> bool:
-        """Whether the round reads prompts on cores that a drafter has otherwise."""
+        """True if this round prefills on the drafter's cores."""
         return self._entered is not None and self._entered[0] is not self.mode
 
     def costs(self, requests: int) -> dict[SpeculationMode, CostTable]:
-        """What forwards of so many rows cost in each layout, where they would compute."""
+        """Return the cost table of each mode for batches of so many requests."""
         if self.mode_config is None:
             return {}
         costs = dict(self.mode_config.costs)
@@ -190,8 +190,7 @@ class ExecutionPlanner:
             self._enter(mode, all_cores, self.mode_config)
 
     def _undrafted_round_s(self, choice: ThreadCountSelector, mode: SpeculationMode, decoding: int) -> float:
-        """What it costs at most that nobody drafts in a round: a draft step, and for those that decode what
-        nodes bring, which is less than a round of theirs."""
+        """Upper bound of the cost of one round without drafting: one draft step plus one decode round."""
         round_s = choice.table(all_cores=False).first_seconds(decoding, Reading()) if decoding else 0.0
         return self._drafters.step_s_in(mode) + round_s
 

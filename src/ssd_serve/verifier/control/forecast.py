@@ -1,7 +1,7 @@
-"""What each layout should give before it was tried: from measured step times and how often guesses are right.
+"""Forecasts the gain of each mode before it was tried, from measured step times and level acceptance.
 
-The governor begins with it, and tries only layouts that it puts near the best; what rounds really give
-counts more as soon as it is known. Plain Python; knows cost tables, not drafters.
+The mode controller starts from the forecast and tries only modes that it puts near the best; measured rounds
+count more as soon as there are some. `ModeForecaster` reads step times of drafters; chooses nothing.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ssd_serve.verifier.request import Request
 
 
 _ACCEPTANCE_PRIOR = 0.7
-"""How often the next level of a grown tree has the target's choice, while nothing is known."""
+"""Prior of the acceptance rate of a tree level."""
 _PRIOR_LEVELS = 16.0
 """Levels that this weighs."""
 _DISCOUNT = 1 - 1 / 1024
@@ -24,7 +24,7 @@ _MAX_DEPTH = 8
 _NODES_PER_LEVEL = (1, 2)
 """Nodes that a round verifies for each level that a tree has grown: fewer where many requests share it."""
 _PREFILL_TOKENS = 256
-"""Of a round that reads prompts, about."""
+"""Typical prompt tokens of a round with prefill."""
 _LEVELS_IN_FLIGHT = 3
 """Levels that are verified while a drafter beside the target grows below them: what it grows lies where the
 text goes on if they are all right."""
@@ -33,14 +33,14 @@ _STEPS_PER_LEVEL = 0.6
 
 
 class LevelAcceptance:
-    """How often a level of a tree of which nodes were verified has the target's choice among them."""
+    """Share of tree levels with verified nodes at which the target's choice was among them."""
 
     def __init__(self) -> None:
         self._level_acceptance, self._levels = _ACCEPTANCE_PRIOR * _PRIOR_LEVELS, _PRIOR_LEVELS
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
+        """Acceptance rate, from 0 to 1."""
         return self._level_acceptance / self._levels
 
     def observe(self, acceptance_rate: int, levels: int) -> None:
@@ -53,13 +53,13 @@ class LevelAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class DecodingLoad:
-    """So many `requests` that decode, of `context` tokens each."""
+    """A number of decoding `requests` of `context` tokens each."""
 
     requests: int
     context: float = 0.0
 
     def reading(self, nodes_each: int = 0) -> Reading:
-        """What attention reads in a round of theirs with so many nodes each."""
+        """KV reads of a decode round with so many nodes per request."""
         tokens = int(self.requests * self.context)
         return Reading(tokens, tokens * (1 + nodes_each))
 
@@ -85,8 +85,8 @@ def forecast(
     host: HostCost,
     acceptance_rate: float,
 ) -> dict[SpeculationMode, float]:
-    """Of each layout: how many tokens of a request it gives in `unit_s` seconds; none for a layout whose
-    draft steps are not known. `acceptance_rate` is `LevelAcceptance.share`."""
+    """Return tokens per request in `unit_s` seconds for each mode whose draft step time is known.
+    `acceptance_rate` is `LevelAcceptance.share`."""
     gains: dict[SpeculationMode, float] = {}
     shapes = [(depth, depth * nodes) for depth in range(1, _MAX_DEPTH + 1) for nodes in _NODES_PER_LEVEL]
     for mode, cost in costs.items():
@@ -102,16 +102,16 @@ def forecast(
 
 
 def with_prefill(gain: float, plain_s: float, read_s: float, concurrent: bool) -> float:
-    """What a layout that gives `gain` gives of texts for which plain decoding takes `plain_s` seconds, where
-    its drafters read their prompts for `read_s` seconds while they decode: `concurrent` the target, which decodes
-    plainly meanwhile, or in its stead."""
+    """Return the gain of a mode including its drafters' prefill of `read_s` seconds, for texts of `plain_s`
+    seconds of plain decoding. A `concurrent` drafter lets the target decode plainly meanwhile, a synchronous
+    one stops it."""
     lost_s = read_s * max(0.0, 1 - 1 / gain) if concurrent else read_s
     return plain_s / (plain_s / gain + lost_s)
 
 
 def prefill_slowdown_by_drafts(plain: CostTable, prefill_s_per_token: float) -> float:
-    """By how much rounds that read prompts take longer where the target's device reads them for drafts too,
-    in `prefill_s_per_token` seconds a token."""
+    """Factor by which rounds with prefill take longer if the target's device prefills the draft as well, at
+    `prefill_s_per_token`."""
     return 1 + prefill_s_per_token * _PREFILL_TOKENS / max(plain.first_seconds(_PREFILL_TOKENS, Reading()), 1e-9)
 
 
@@ -165,7 +165,7 @@ class ModeForecaster:
         self._running, self._context = tuple(running), context
 
     def _forecast(self, requests: int) -> dict[SpeculationMode, float]:
-        """What each layout should give with so many requests."""
+        """Return the expected gain of each mode with so many requests."""
         steps = {mode: DraftStep(self._drafters.step_s_in(mode), self._width) for mode in self._costs}
         load = DecodingLoad(requests, self._context)
         unit_s = self._costs[SpeculationMode.PLAIN].first_seconds(requests, load.reading())
@@ -185,8 +185,8 @@ class ModeForecaster:
         return 1 - 1 / max(1, len(self._running))
 
     def _remaining_benefit(self, mode: SpeculationMode) -> float:
-        """What the layout would give where it begins now, as a share of what it gives the running requests
-        from beginning to end: its drafters have their texts to read in either case, for fewer tokens now."""
+        """Share of a mode's gain that is left if it starts now: its drafters must prefill all running
+        requests, for fewer remaining tokens."""
         if mode is SpeculationMode.PLAIN or not (unread_s := self._drafters.pending_prefill_s(mode)):
             return 1.0
         left_s = self._plain_s(sum([request.remaining_tokens for request in self._running]))
@@ -201,8 +201,8 @@ class ModeForecaster:
         return max(self._plain_s(tokens), 1e-9), self._drafters.prefill_s_per_token(mode) * prompts
 
     def _prefill_slowdown(self, mode: SpeculationMode) -> float:
-        """By how much the layout should slow rounds that read prompts: drafters on the target's device read
-        them too."""
+        """Expected factor by which the mode slows rounds with prefill: synchronous drafters prefill on the
+        target's device."""
         if mode is not SpeculationMode.SYNC:
             return 1.0
         return prefill_slowdown_by_drafts(self._costs[SpeculationMode.PLAIN], self._overlapping_share * self._drafters.prefill_s_per_token(mode))

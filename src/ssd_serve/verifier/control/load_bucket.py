@@ -1,5 +1,9 @@
-"""What was found of ways to draft at a level of load: sums of live rounds, which fade. Plain Python; decides
-nothing."""
+"""Statistics of decoding modes at one level of load: discounted sums of measured rounds.
+
+Also detects sudden changes of round times. A neighbour that takes a core for a second slows drafts but not
+plain decoding, so plain decoding would never notice that the neighbour has left. Plain Python; decides
+nothing.
+"""
 
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -10,7 +14,7 @@ from dataclasses import dataclass
 ModeT = TypeVar("ModeT")
 
 _DISCOUNT, _OWN_DISCOUNT = 1 - 1 / 1536, 1 - 1 / 256
-"""What a round still counts after one more of its level, and after one more of its way."""
+"""Discount per round of the bucket, and per round of the same mode."""
 _SETTLING = 6
 """Rounds after a change that are not counted: a drafter has to catch up, or to fall silent."""
 
@@ -30,7 +34,6 @@ class DiscountedMean:
         self.rounds *= _DISCOUNT
 
     def add(self, plain: float, spent: float) -> None:
-        """One more round of the kind."""
         if self.rounds > 8:  # a descheduled process is not a slow way to decode
             spent = min(spent, 4 * plain / self.gain)
         self.plain = _OWN_DISCOUNT * self.plain + plain
@@ -46,14 +49,14 @@ class DiscountedMean:
 
     @property
     def gain(self) -> float:
-        """As a multiple of plain decoding; 0: unknown."""
+        """Gain as a multiple of plain decoding; 0: unknown."""
         return self.plain / self.spent if self.spent else 0.0
 
 
 _FAST, _SLOW = 1 / 16, 1 / 256
 _CHANGED = 0.25
-"""By so much, in logarithms, rounds take longer or less long than they did: something has changed about the
-machine, and what was found before is known less surely."""
+"""Change of log round time that counts as sudden: something about the machine changed, and earlier
+measurements are discounted."""
 _RETRY_AFTER = 64
 """Rounds of other ways after which a way that fell behind is tried again where that costs no more than it may
 bring; twice as many the next time."""
@@ -67,14 +70,14 @@ _ACCEPTED_AFTER = 1024
 
 @dataclass(slots=True)
 class RoundTimeTrend:
-    """What the running way's rounds take lately, and what they took, in logarithms of plain rounds."""
+    """Round times of the running mode, lately and before, as logarithms of multiples of plain rounds."""
 
     lately: float = 0.0
     before: float = 0.0
     rounds: int = 0
 
     def observe(self, seconds: float) -> float:
-        """By what rounds take longer than before if that has changed; 0: it has not."""
+        """Return the change of log round time if it is sudden, else 0."""
         self.rounds += 1
         taken = math.log(seconds)
         if self.rounds > 1:
@@ -90,7 +93,7 @@ class RoundTimeTrend:
 
 @dataclass(slots=True)
 class RegressionTracker:
-    """Of a way whose rounds suddenly took longer: what it gave until then, and the rounds since."""
+    """Tracks a mode whose rounds suddenly took longer: its former gain and the rounds since."""
 
     gain: float
     _retry_after: int = _RETRY_AFTER
@@ -105,7 +108,8 @@ class RegressionTracker:
             self._other_rounds += 1
 
     def has_recovered(self, gain: float) -> bool:
-        """Whether the way, which gives so much lately, has recovered, or has run for long without."""
+        """Return whether the mode has regained its former gain, or has run long enough that the new gain is
+        normal."""
         recovered = self._own_rounds >= _RECOVERED_ROUNDS and gain >= _RECOVERED * self.gain
         return recovered or self._own_rounds >= _ACCEPTED_AFTER
 
@@ -114,8 +118,8 @@ class RegressionTracker:
         self._retry_after = 0
 
     def should_retry(self, gives: float, running: float) -> bool:
-        """Whether to try the way again, which gave `gives` lately (0: forgotten) where the running one gives
-        `running`; the next time is later by twice as many rounds."""
+        """Return whether to retry the mode, which gave `gives` lately (0: forgotten) while the running one
+        gives `running`. The next retry comes after twice as many rounds."""
         if not 0 < running < self.gain:
             return False
         may_bring, costs = self.gain / running - 1, _RETRY_COST * (running / gives - 1) if gives else 0.0
@@ -127,23 +131,24 @@ class RegressionTracker:
 
 @dataclass(slots=True)
 class LoadBucket(Generic[ModeT]):
-    """Which way runs at the level, and what each has given there."""
+    """Running mode and statistics of all modes at one level of load."""
 
     running: ModeT
     decoding: dict[ModeT, DiscountedMean]
-    """In plain rounds."""
+    """Decode rounds; times are multiples of a plain round."""
     prefill: dict[ModeT, DiscountedMean]
     """Rounds that read prompts, in seconds."""
     rounds: int = 0
     """Since the last change."""
     explores: bool = False
-    """Whether another way was the best so far, when that was last looked at."""
+    """True if another mode was the best at the last decision."""
     prior: float = 1.0
     decoding_s: float = 0.0
     prefill_s: float = 0.0
-    """What plain decoding should take for recent rounds of each kind, whichever way ran."""
+    """Discounted seconds that plain decoding would take for recent rounds of each kind, in whatever mode they
+    ran."""
     raw_forecast: dict[ModeT, float] = field(default_factory=dict)
-    """What ways should give by measured step times."""
+    """Forecast of each mode by measured step times."""
     forecast: dict[ModeT, float] = field(default_factory=dict)
     """The same, corrected by what they gave of it at other levels."""
     trend: RoundTimeTrend = field(default_factory=RoundTimeTrend)
@@ -151,12 +156,12 @@ class LoadBucket(Generic[ModeT]):
 
     @property
     def settled(self) -> bool:
-        """Whether rounds count: the last change was a while ago."""
+        """True if rounds count: the last switch is some rounds ago."""
         return self.rounds >= _SETTLING
 
     @property
     def prefill_share(self) -> float:
-        """Of what plain decoding should take."""
+        """Share of prefill in the time of plain decoding."""
         return self.prefill_s / ((self.prefill_s + self.decoding_s) or 1.0)
 
     def switch(self, mode: ModeT, settled: bool = False) -> None:

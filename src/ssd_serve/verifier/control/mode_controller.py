@@ -1,10 +1,9 @@
-"""Which way to draft: what each really gives, timed on live rounds, by level of load.
+"""Chooses the decoding mode by the measured gain of each mode, by level of load.
 
-The budget prices nodes; it does not see what a drafter costs by being there: messages, waits, a memory bus
-that two devices share, a core that the target could have. So the ways are the arms of a bandit with a prior
-(discounted upper confidence bounds), which is what step times forecast: the one runs of which most may be
-hoped, which is what it gave and a bonus that grows while it does not run. When rounds suddenly take longer or
-less long, all that was found is doubted. `python -m lab.controller` measures what finding out costs. Plain
+The budget prices nodes, but not what a drafter costs by its presence: messages, waits, a shared memory bus, a
+core that the target could use. So modes are the arms of a bandit with a prior (discounted upper confidence
+bounds): the forecast from step times. The mode with the best score runs; a score is the measured gain plus a
+bonus that grows while the mode does not run. A sudden change of round times discounts all measurements. Plain
 Python; knows no drafters and no trees.
 """
 
@@ -16,9 +15,9 @@ from ssd_serve.verifier.control.load_bucket import LoadBucket, DiscountedMean, M
 from ssd_serve.verifier.control.load_bucket import RegressionTracker
 
 _EXPLORATION = 0.6
-"""What may be hoped beyond what a way gave in one round; less with the root of their number."""
+"""Exploration bonus of a mode that was measured for one round; it falls with the root of the rounds."""
 _PRIOR_GAIN = 1.2
-"""Of a way to draft of which nothing is known; weighs one round."""
+"""Prior gain of a drafting mode without a forecast; its weight is one round."""
 _FORECAST_WEIGHT = 32.0
 """Rounds that a forecast weighs: a way that is forecast clearly below the best is not tried, nor is one left
 because the texts that it met were hard to draft."""
@@ -34,13 +33,13 @@ _PREFILL_PRIOR, _PREFILL_FORECAST_WEIGHT = 4.0, 32.0
 is is_forecast: one that was descheduled is no slow way to read."""
 _DECIDE_EVERY, _FORECAST_EVERY = 8, 64
 _SWITCH_MARGIN = 1.02
-"""By this factor more must be hoped of another way: a change costs drafters their trees."""
+"""Factor by which another mode's score must exceed the running one's: a switch costs drafters their trees."""
 _LOAD_SMOOTHING = 1 / 16
 _DISCOUNTED_ROUNDS, _DISCOUNTED_RUNNING_ROUNDS = 4.0, 16.0
 """Rounds that what was found of the other ways weighs, and of the running one, when rounds suddenly take
 longer or less long: something has changed about the machine."""
 _BUCKET_HYSTERESIS = 0.15
-"""How far past the edge of a level, as a share of it, the load must be."""
+"""Hysteresis of load buckets: share of an edge by which the load must exceed it."""
 
 
 class ModeController(Generic[ModeT]):
@@ -49,9 +48,9 @@ class ModeController(Generic[ModeT]):
 
     def __init__(self, modes: Sequence[ModeT]) -> None:
         self.forecast: Callable[[int], Mapping[ModeT, float]] | None = None
-        """What ways should give with so many requests, as far as that is known without trying them."""
+        """Callback: expected gain of each mode with so many requests."""
         self.prefill_slowdown: Callable[[ModeT], float | None] = lambda _: None
-        """By how much a way should slow rounds that read prompts; None: not known without trying it."""
+        """Callback: expected factor by which a mode slows rounds with prefill; None: unknown."""
         self.remaining_benefit: Callable[[ModeT], float] = lambda _: 1.0
         """The share of what running requests still have to come for which a way is really there, when it
         begins now: its drafters may have to read texts first."""
@@ -61,7 +60,7 @@ class ModeController(Generic[ModeT]):
         self._load = 0.0
         self._exponent = 0
         self._last: ModeT | None = None
-        """That of the last round."""
+        """Mode of the last round."""
 
     def choose(self, requests: int, decoding: bool = True) -> ModeT:
         """The way of the next round while `requests` requests run, of which some decode or none.
@@ -84,21 +83,19 @@ class ModeController(Generic[ModeT]):
         return bucket.running
 
     def _starts_too_late(self, bucket: LoadBucket[ModeT], now: ModeT) -> bool:
-        """Whether the way that the level has chosen takes so long to begin that no more may be hoped of it
-        than of the one that runs."""
+        """Return whether the bucket's mode starts so slowly that its score is below that of the mode that
+        runs."""
         share = self.remaining_benefit(bucket.running)
         return share < 1 and share * self._ucb_score(bucket, bucket.running) <= self._ucb_score(bucket, now)
 
     @property
     def exploring(self) -> bool:
-        """Whether the way of the next round is only tried: another one was the best when that was last looked
-        at."""
+        """True if the mode of the next round is a trial: another one was the best at the last decision."""
         bucket = self._buckets.get(self._exponent)
         return bucket is not None and bucket.explores
 
     def current_gains(self) -> tuple[float, float]:
-        """What the running way gives at this level of load, and the best of the others, in the units of
-        `gains`; 0: unknown."""
+        """Return the gain of the running mode at this load, and the best gain of the others; 0: unknown."""
         bucket = self._buckets.get(self._exponent)
         if bucket is None:
             return 0.0, 0.0
@@ -106,8 +103,8 @@ class ModeController(Generic[ModeT]):
         return bucket.decoding[bucket.running].gain, max(others, default=0.0)
 
     def gains(self) -> dict[int, dict[ModeT, float]]:
-        """By the middle number of requests of each level: what each way gives, in units of plain decoding as
-        the cost model expects it; 0: unknown."""
+        """Return the gain of each mode as a multiple of plain decoding, by the middle number of requests of
+        each bucket; 0: unknown."""
         return {
             1 << exponent: {mode: rounds.gain for mode, rounds in bucket.decoding.items()}
             for exponent, bucket in sorted(self._buckets.items())
@@ -231,11 +228,11 @@ class ModeController(Generic[ModeT]):
         return max(known, key=lambda mode: (self._gain(bucket, mode), mode == bucket.running))
 
     def _gain(self, bucket: LoadBucket[ModeT], mode: ModeT) -> float:
-        """What the way is worth at this level's shares of decoding and of prompts."""
+        """Gain over decoding and prefill together, at this bucket's share of prefill."""
         return self._total_gain(bucket, self._decoding(bucket, mode), self._prefill_time(bucket, mode)[0])
 
     def _ucb_score(self, bucket: LoadBucket[ModeT], mode: ModeT) -> float:
-        """What the way may be worth: more than it gave, the less it was measured lately."""
+        """Upper confidence bound of the gain."""
         decoding, (prefill_time, is_forecast) = self._decoding(bucket, mode), self._prefill_time(bucket, mode)
         rounds = bucket.decoding[mode].rounds + self._prior(bucket, mode)[1]
         more = 1 + _EXPLORATION / math.sqrt(max(rounds, 1e-6)) / decoding
@@ -247,15 +244,15 @@ class ModeController(Generic[ModeT]):
         return 1 / ((1 - share) / decoding + share * prefill_time)
 
     def _prior(self, bucket: LoadBucket[ModeT], mode: ModeT) -> tuple[float, float]:
-        """What the way should give without having been tried, and how many rounds that weighs."""
+        """Return the prior of a mode's gain and its weight in rounds."""
         if mode in bucket.forecast:
             return bucket.forecast[mode], bucket.prior * (1.0 if mode in bucket.regressions else _FORECAST_WEIGHT)
         return (1.0, _PLAIN_PRIOR) if mode == self._plain else (_PRIOR_GAIN, bucket.prior)
 
     def _prefill_time(self, bucket: LoadBucket[ModeT], mode: ModeT) -> tuple[float, bool]:
-        """What rounds that read prompts take, in units of the cost model, and whether it is is_forecast. As far
-        as none was measured with the way, they take as long as with the one that slows them least, but for
-        what it should slow them, or does at other levels."""
+        """Time of rounds with prefill in units of the cost model, and whether it is a forecast. Without
+        measurements of this mode, it is that of the mode that slows prefill least, times the expected
+        slowdown."""
         mine = bucket.prefill[mode]
         known = {each: rounds.gain for each, rounds in bucket.prefill.items() if rounds.gain}
         if not known:
@@ -269,8 +266,8 @@ class ModeController(Generic[ModeT]):
         return prefill_time, is_forecast
 
     def _expected_prefill_slowdown(self, mode: ModeT) -> float:
-        """By how much rounds that read prompts take longer than in plain decoding: as it should be, and over
-        all levels that know both."""
+        """Factor by which rounds with prefill take longer than in plain decoding: the forecast, and the
+        measurements of all buckets that have both."""
         prefill_slowdown = self.prefill_slowdown(mode)
         rounds = _PREFILL_PRIOR if prefill_slowdown is None else _PREFILL_FORECAST_WEIGHT
         slower = rounds * ((prefill_slowdown or 1.0) - 1)
@@ -283,7 +280,7 @@ class ModeController(Generic[ModeT]):
         return 1 + slower / rounds
 
     def _decoding(self, bucket: LoadBucket[ModeT], mode: ModeT) -> float:
-        """Its gain in decoding: what it gave and, as far as it was hardly tried, what it should give."""
+        """Gain in decoding: the measured one, blended with the prior while there are few rounds."""
         seen, (prior, weight) = bucket.decoding[mode], self._prior(bucket, mode)
         if mode not in bucket.forecast:
             return seen.gain or prior
@@ -291,5 +288,5 @@ class ModeController(Generic[ModeT]):
 
 
 def _exponent(requests: float) -> int:
-    """Of the power of two that is nearest by ratio."""
+    """Return the exponent of the nearest power of two by ratio."""
     return round(math.log2(max(1.0, requests)))

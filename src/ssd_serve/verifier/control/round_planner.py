@@ -37,7 +37,7 @@ _CANDIDATES, _CANDIDATES_EACH = 64, 8
 """Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
 chooses among them."""
 _AVERAGED_NODES = 8
-"""What one more node adds to a round is the mean of so many."""
+"""Number of nodes over which the cost of one more node is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class DraftBounds:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round was: `requests` decoding requests and some prompts, in `rows` rows, gave `tokens` tokens
-    to the decoding ones, whose texts came to `levels` levels of their trees with nodes."""
+    """Measurements of a round: `requests` decoding requests and `prompts` prompts in `rows` rows gave the
+    decoding ones `tokens` tokens. `levels`: tree levels with nodes that their texts reached."""
 
     requests: int
     prompts: int
@@ -69,7 +69,7 @@ class Round:
 
 
 class _PendingRound(NamedTuple):
-    """What a round computes without nodes: `rows` rows, of `requests` decoding requests and of prompts."""
+    """Work of a round without nodes: `rows` rows of `requests` decoding requests and of prompts."""
 
     chunks: Sequence[ScheduledChunk]
     requests: int
@@ -134,7 +134,7 @@ class RoundPlanner:
 
     @property
     def cost(self) -> CostTable:
-        """What forwards cost where the next round computes."""
+        """Cost of forwards where the next round computes."""
         return self.execution.cost
 
     def choose(
@@ -169,9 +169,9 @@ class RoundPlanner:
         return nodes, self._decide(candidates, waited_s, answers)
 
     def prefill_tokens(self, requests: int, most: int) -> int:
-        """How many of `most` prompt rows a round should read beside `requests` decoding requests: as many as
-        read prompts fastest, but with a target no more than let tokens come in time; never so few that
-        prompts would not get on."""
+        """Return how many of `most` prompt tokens a round should prefill beside `requests` decoding requests:
+        as many as prefill fastest. With a target for the time per token no more than meet it, but never so
+        few that prompts starve."""
         seconds = self.cost.span(requests, requests + most)
         rows = cheapest_chunk(seconds)
         limit_s = self._bounds.max_tpot_s
@@ -182,7 +182,8 @@ class RoundPlanner:
         return min(most, rows)
 
     def mode_gains(self) -> dict[int, dict[str, float]]:
-        """What each layout gave, plain decoding being 1, by the middle number of requests of each level."""
+        """Return the gain of each mode as a multiple of plain decoding, by the middle number of requests of
+        each bucket."""
         mode_config = self.execution.mode_config
         gains = mode_config.controller.gains() if mode_config is not None else {}
         return {
@@ -270,7 +271,8 @@ class RoundPlanner:
         return _RoundCandidates(requests, estimate, ranking, seconds)
 
     def _round_seconds(self, pending: _PendingRound, most: int) -> npt.NDArray[np.float64]:
-        """What the round takes with 0 to `most` nodes: [at most `most` + 1], beyond that nothing is known."""
+        """Seconds of the round with 0 to `most` nodes: array of at most `most` + 1, as far as the cost table
+        reaches."""
         rows = pending.rows
         most = max(0, min(most, MAX_ROWS - rows))
         forward_s = self.cost.span(rows, rows + most, pending.reading, pending.context)
@@ -309,7 +311,7 @@ def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
 
 
 def _reading(chunks: Sequence[ScheduledChunk]) -> Reading:
-    """What attention reads for the pending tokens alone."""
+    """KV reads of the pending tokens alone."""
     contexts = [len(chunk.request.slots) for chunk in chunks]
     rows = [len(chunk.slots) for chunk in chunks]
     return Reading(sum(contexts), sum(a * b for a, b in zip(contexts, rows, strict=True)))

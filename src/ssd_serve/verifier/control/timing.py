@@ -50,7 +50,7 @@ class TimingFiles:
         self._folder = folder
         self._log = log
         self.measured_otherwise = False
-        """Whether something that was remembered has turned out to be different."""
+        """True if a remembered time has turned out to be different."""
 
     def timings(
         self,
@@ -58,11 +58,11 @@ class TimingFiles:
         measure: Callable[[], Sequence[Timing]],
         probe: Callable[[], Sequence[Timing]],
     ) -> Sequence[Timing]:
-        """What is remembered, if `probe` agrees with it; else what `measure` finds.
+        """Return remembered timings if `probe` agrees with them, else the result of `measure`.
 
-        That is remembered where `probe` agrees with it afterwards. Where it never does, other work disturbs
-        the machine: the least of everything is returned, and the next start measures again. `identity` is
-        what the times depend on.
+        A measurement is remembered if `probe` agrees with it afterwards. If it never does, other work
+        disturbs the machine: the least of all times is returned, and the next start measures again.
+        `identity`: everything that the times depend on.
         """
         path = self._folder / f"cost-{_digest(identity)}.json"
         known = _read(path)
@@ -84,7 +84,7 @@ class TimingFiles:
 
 
 class GainFile:
-    """What each layout gave, by its name and by the level of load, for one set-up."""
+    """Measured gain of each mode by level of load, for one pair and its devices."""
 
     def __init__(self, folder: Path, identity: Mapping[str, object], log: Logger) -> None:
         self._path = folder / f"layouts-{_digest(identity)}.json"
@@ -143,7 +143,7 @@ def least(timings: Iterable[Timing]) -> list[Timing]:
 
 
 def _agree(known: Sequence[Timing], probed: Sequence[Timing]) -> bool:
-    """Whether every probed time is there and about right."""
+    """Return whether every probed time is known and about the same."""
     seconds = {(each.rows, each.context): each.seconds for each in known}
     return all(
         1 / _MAX_OFF < each.seconds / seconds.get((each.rows, each.context), float("inf")) < _MAX_OFF
@@ -159,8 +159,7 @@ _LEAST_S, _PROBE_S = 0.3, 0.05
 """A device of half a millisecond a step is asked more often: a busy moment is as long as many of its
 steps."""
 _MOST_S = 2.0
-"""Of each of both measurements: a start need not wait for several long steps of each kind, as a busy moment
-is short beside them."""
+"""Most seconds of each measurement: a busy moment is short beside several long steps."""
 
 
 def measure_cost(model: Model) -> CostTable:
@@ -175,7 +174,7 @@ def remembered_timings(model: Model, device: str, files: TimingFiles) -> list[Ti
 
 
 def identity(model: Model, device: str) -> dict[str, object]:
-    """What step times depend on."""
+    """Return everything that step times depend on."""
     return {
         **asdict(model.facts),
         "device": device,

@@ -1,4 +1,4 @@
-"""One drafter's connection, and the state of each of its requests.
+"""Connection of one drafter, and the state of each of its requests.
 
 Each request is in one state, and `_sync` sends the message that the state owes:
 
@@ -58,7 +58,7 @@ _BATCHED_TOKENS = 64
 
 
 class SyncState(Enum):
-    """What a drafter knows of a request; see the module's table."""
+    """State of a drafter's knowledge of a request; see the module's table."""
 
     UNKNOWN = auto()
     CURRENT = auto()
@@ -164,7 +164,7 @@ class DrafterConnection:
         """Time at which it connected, or joined."""
         self.failed = False
         self.unbanned = False
-        """Whether its earlier bans were forgiven."""
+        """True once its earlier bans were forgiven."""
         self.inbox: deque[Message] = deque()
         """Received messages that wait for credit; later ones stay in the socket."""
         self.credit = 0
@@ -186,12 +186,11 @@ class DrafterConnection:
 
     @property
     def active(self) -> bool:
-        """Whether it has joined and has not failed."""
         return self.joined and not self.failed
 
     @property
     def working(self) -> bool:
-        """Whether nodes may be expected of it."""
+        """True if nodes may be expected of it."""
         return self.active and not self.paused
 
     @property
@@ -200,7 +199,7 @@ class DrafterConnection:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it answers at once: rounds do not wait for it, and it works in each mode that drafts."""
+        """True if it answers at once: rounds do not wait for it, and it works in each mode that drafts."""
         return self.synchronous and self.joined and not self.liveness.step_s
 
     def state_of(self, request: int) -> SyncState | None:

@@ -107,7 +107,7 @@ class DrafterPool:
 
     @property
     def working(self) -> bool:
-        """Whether nodes may be expected: a drafter has joined and is not paused."""
+        """True if nodes may be expected: a drafter has joined and is not paused."""
         return any(each.working for each in self._connections.values())
 
     @property
