@@ -16,9 +16,7 @@ UNUSED = -1
 """Choice at a node off the accepted path, which the sampler may skip."""
 
 
-def walked(
-    choices: list[int], tree: TreeTokens = TREE, parameters: SamplingParameters | None = None
-) -> Walk:
+def walked(choices: list[int], tree: TreeTokens = TREE, parameters: SamplingParameters | None = None) -> Walk:
     """Walk a tree with the target's choices at the root and at each node."""
     submit = Submit(0, PROMPT, parameters or SamplingParameters(max_tokens=9), 0)
     chunk = ScheduledChunk(create_request(submit, shared_state(submit, (EOS,)), 64, 50), (0,), final=True)

@@ -17,7 +17,9 @@ class Machine:
         self.now = 0.0
         self.slower = 1.0
         self.seconds = {False: FEW_S, True: all_s}
-        shared_cores, whole = (CostTable([Timing(1, 0, self.seconds[all_cores])]) for all_cores in (False, True))
+        shared_cores, whole = (
+            CostTable([Timing(1, 0, self.seconds[all_cores])]) for all_cores in (False, True)
+        )
         self.choice = ThreadCountSelector(shared_cores, whole, lambda: self.now)
 
     def round(self) -> bool:
@@ -50,7 +52,11 @@ def test_live_rounds_decide_where_a_start_has_misjudged_what_contexts_cost() -> 
         CostTable([Timing(1, read, seconds) for read, seconds in ((0, least_s), (1000, long_s))])
         for least_s, long_s in ((0.010, 0.010), (0.006, 0.014))
     )
-    choice, reading, rounds = ThreadCountSelector(shared_cores, whole, lambda: 0.0), Reading(1000, 1000), list[bool]()
+    choice, reading, rounds = (
+        ThreadCountSelector(shared_cores, whole, lambda: 0.0),
+        Reading(1000, 1000),
+        list[bool](),
+    )
     for _ in range(20):
         rounds.append(choice.all_cores(1, reading))
         choice.observe(rounds[-1], 1, 0.009 if rounds[-1] else 0.016, reading)

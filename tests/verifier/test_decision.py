@@ -94,7 +94,9 @@ def engine_of(
 
 def governing_by(controller: ModeController[SpeculationMode]) -> ModeConfig:
     costs = dict.fromkeys(WAYS, CostTable())
-    return ModeConfig(controller, Cores(Device("cpu"), None), costs, {WAYS[0]: FixedSteps(2), WAYS[1]: NoWait()})
+    return ModeConfig(
+        controller, Cores(Device("cpu"), None), costs, {WAYS[0]: FixedSteps(2), WAYS[1]: NoWait()}
+    )
 
 
 def governed(controller: ModeController[SpeculationMode]) -> Engine:
@@ -171,7 +173,9 @@ SCENARIOS: dict[DecisionReason, Callable[[], Iterator[Decision]]] = {
     DecisionReason.LATE: lambda: decisions(dear(tpot_target_ms=10.5, rate=0.1)),
     DecisionReason.NOT_WORTH: lambda: decisions(dear()),
     DecisionReason.MEMORY: lambda: decisions(short_of_memory()),
-    DecisionReason.SLOTS: lambda: decisions(inline(engine_of(slots=40)), *(submit(n, 8, 10) for n in range(3))),
+    DecisionReason.SLOTS: lambda: decisions(
+        inline(engine_of(slots=40)), *(submit(n, 8, 10) for n in range(3))
+    ),
 }
 
 
@@ -218,7 +222,9 @@ def test_a_round_with_nodes_is_priced_beside_the_one_without() -> None:
 
 
 def test_nodes_that_are_not_worth_it_are_priced_too() -> None:
-    each = next(each for each in SCENARIOS[DecisionReason.NOT_WORTH]() if each.why is DecisionReason.NOT_WORTH)
+    each = next(
+        each for each in SCENARIOS[DecisionReason.NOT_WORTH]() if each.why is DecisionReason.NOT_WORTH
+    )
     assert each.chosen is not None
     assert each.other is not None
     assert (each.chosen.nodes, each.chosen.tokens) == (0, 1.0)
@@ -278,13 +284,22 @@ def test_what_is_told_is_what_was_launched(
         assert decision.nodes == engine.totals.figures.drafted - drafted
         assert decision.mode is controller.chosen[-1]
         assert decision.waited_s == pytest.approx(engine.times.wait_s - waited_s)
-        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.mode is not SpeculationMode.PLAIN)
+        assert bool(decision.nodes) == (
+            decision.why in SPECULATING and decision.mode is not SpeculationMode.PLAIN
+        )
         assert decision.chosen is None or decision.nodes <= (decision.chosen.nodes or 0)
     assert model.forwards == engine.times.rounds
 
 
 def test_a_decision_travels() -> None:
-    decision = Decision(SpeculationMode.ASYNC, DecisionReason.PAYS, 4, 0.001, CostEstimate(4, 3.5, 0.02), CostEstimate(0, 1.0, 0.018))
+    decision = Decision(
+        SpeculationMode.ASYNC,
+        DecisionReason.PAYS,
+        4,
+        0.001,
+        CostEstimate(4, 3.5, 0.02),
+        CostEstimate(0, 1.0, 0.018),
+    )
     told = decision.to_message()
     assert (told.layout, told.why, told.nodes, told.waited_s) == ("async", DecisionReason.PAYS, 4, 0.001)
     assert (told.chosen, told.other) == (decision.chosen, decision.other)

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.base.cost import CostTable, HostCost, Timing
-from ssd_serve.verifier.control.forecast import DecodingLoad, DraftStep, LevelAcceptance, forecast, with_prefill
+from ssd_serve.verifier.control.forecast import (
+    DecodingLoad,
+    DraftStep,
+    LevelAcceptance,
+    forecast,
+    with_prefill,
+)
 from ssd_serve.verifier.control.decision import SpeculationMode
 
 ROWS = (1, 8, 64)
@@ -25,7 +31,11 @@ def gains(
 ) -> dict[SpeculationMode, float]:
     """One core beside a drafter, or two; a row takes half of its time on two."""
     alone = table(two, row_s / 2)
-    costs = {SpeculationMode.ASYNC: table(one, row_s), SpeculationMode.SYNC: alone, SpeculationMode.PLAIN: alone}
+    costs = {
+        SpeculationMode.ASYNC: table(one, row_s),
+        SpeculationMode.SYNC: alone,
+        SpeculationMode.PLAIN: alone,
+    }
     steps = {mode: DraftStep(draft_s, 16) for mode in (SpeculationMode.ASYNC, SpeculationMode.SYNC)}
     unit_s = alone.seconds(requests)
     return forecast(DecodingLoad(requests), unit_s, costs, steps, HostCost(0.0), acceptance_rate)
@@ -51,7 +61,9 @@ def test_an_inline_draft_is_forecast_best_where_two_cores_are_twice_as_fast() ->
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-def test_what_drafters_read_before_they_draft_costs_more_where_the_target_waits_for_it(concurrent: bool) -> None:
+def test_what_drafters_read_before_they_draft_costs_more_where_the_target_waits_for_it(
+    concurrent: bool,
+) -> None:
     """A second of plain decoding takes half; a tenth of a second of reading loses half of that beside a
     target that decodes plainly meanwhile, else all."""
     given = with_prefill(2.0, plain_s=1.0, read_s=0.1, concurrent=concurrent)

@@ -63,7 +63,14 @@ def test_the_log_has_a_line_when_the_reason_changes_and_at_most_one_a_second() -
     def lines(now: float, why: DecisionReason) -> list[str]:
         log.seek(0)
         log.truncate()
-        engine.decision = Decision(SpeculationMode.ASYNC, why, 2 * (why is DecisionReason.PAYS), 0.0, CostEstimate(2, 3.0, 0.02), None)
+        engine.decision = Decision(
+            SpeculationMode.ASYNC,
+            why,
+            2 * (why is DecisionReason.PAYS),
+            0.0,
+            CostEstimate(2, 3.0, 0.02),
+            None,
+        )
         reporter.report(now)
         return log.getvalue().splitlines()
 

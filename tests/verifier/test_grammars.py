@@ -72,7 +72,10 @@ def test_thoughts_end_in_time_with_any_drafts() -> None:
 
 
 def test_for_a_request_without_drafts_nothing_is_verified() -> None:
-    submits = [replace(each, options=RequestOptions(max_nodes=0 if place % 2 else None)) for place, each in enumerate(asked(""))]
+    submits = [
+        replace(each, options=RequestOptions(max_nodes=0 if place % 2 else None))
+        for place, each in enumerate(asked(""))
+    ]
     plain, some = run(harness(False), asked("")), run(harness(True), submits)
     for submit in submits:
         assert some[submit.request].tokens == plain[submit.request].tokens

@@ -81,7 +81,9 @@ def restless(seed: int) -> tuple[Engine, Restless, StillCores]:
         {way: FixedSteps(0 if way is SpeculationMode.PLAIN else 2) for way in WAYS},
         slow,
     )
-    engine.planner.execution = ExecutionPlanner(engine.drafters, slow, FixedSteps(2), mode_config, lambda: 0.0)
+    engine.planner.execution = ExecutionPlanner(
+        engine.drafters, slow, FixedSteps(2), mode_config, lambda: 0.0
+    )
     return engine, controller, places
 
 
@@ -113,7 +115,9 @@ def test_a_drafter_does_not_read_a_prompt_while_the_target_reads_it_on_all_cores
     controller.load_prior({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}})
     costs = {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast}
     mode_config = ModeConfig(controller, StillCores(), costs, dict.fromkeys(ways, FixedSteps(0)), slow)
-    engine.planner.execution = execution = ExecutionPlanner(engine.drafters, slow, FixedSteps(0), mode_config, lambda: 0.0)
+    engine.planner.execution = execution = ExecutionPlanner(
+        engine.drafters, slow, FixedSteps(0), mode_config, lambda: 0.0
+    )
     for submit in mixed_requests(1):
         engine.submit(submit)
     opened = list[tuple[bool, bool]]()
@@ -176,7 +180,7 @@ def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
     assert entered[-1] is SpeculationMode.ASYNC, "it begins beside its drafter"
 
 
-def test_where_the_target_may_be_alone_drafts_are_made_inline_too(tmp_path: Path) -> None:
+def test_where_the_target_has_exclusive_drafts_are_made_inline_too(tmp_path: Path) -> None:
     """A GPU beside which a core drafts is one device in all layouts, and its steps are measured once."""
     write_pair(tmp_path)
     settings = Settings(
@@ -187,7 +191,10 @@ def test_where_the_target_may_be_alone_drafts_are_made_inline_too(tmp_path: Path
         cache_dir=tmp_path / "cache",
         max_running=4,
     )
-    for alone, modes in ((None, {SpeculationMode.ASYNC, SpeculationMode.PLAIN}), ("cpu:0", set(SpeculationMode))):
+    for alone, modes in (
+        (None, {SpeculationMode.ASYNC, SpeculationMode.PLAIN}),
+        ("cpu:0", set(SpeculationMode)),
+    ):
         own = settings.model_copy(update={"target_device_alone": alone})
         engine = assembly.assemble_verifier(own.engine_config(), lambda _: None).engine
         mode_config = engine.planner.execution.mode_config

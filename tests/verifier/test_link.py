@@ -62,7 +62,9 @@ class World:
         self.open: dict[int, Request] = {}
         self.begun = 0
         self.capacity = capacity
-        self.far = {SpeculationMode.ASYNC: [Far(self.drafters, capacity, f"d{place}") for place in range(beside)]}
+        self.far = {
+            SpeculationMode.ASYNC: [Far(self.drafters, capacity, f"d{place}") for place in range(beside)]
+        }
 
     def act(self, action: str, number: int, count: int) -> None:
         request = self.open.get(number)

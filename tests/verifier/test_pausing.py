@@ -148,7 +148,9 @@ def test_a_layout_knows_how_long_its_drafters_beside_would_read_what_they_have_n
     harness.drafters.set_mode(SpeculationMode.ASYNC)
     assert harness.drafters.pending_prefill_s(SpeculationMode.ASYNC) == 0.0
     harness.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, prefill_ms=2.0))
-    assert harness.drafters.prefill_s_per_token(SpeculationMode.ASYNC) == pytest.approx(0.001), "each reads half of the texts"
+    assert harness.drafters.prefill_s_per_token(SpeculationMode.ASYNC) == pytest.approx(0.001), (
+        "each reads half of the texts"
+    )
 
 
 def test_a_drafter_inline_has_read_what_it_has_grown_a_tree_below() -> None:

@@ -27,8 +27,12 @@ class Place:
         controller.load_prior({1: forecast})
         self.cores = StillCores()
         costs = {way: self.shared_cores if way is SpeculationMode.ASYNC else self.whole for way in WAYS}
-        mode_config = ModeConfig(controller, self.cores, costs, {way: NoWait() for way in WAYS}, self.shared_cores)
-        self.execution = ExecutionPlanner(self.drafters, self.shared_cores, NoWait(), mode_config, lambda: 0.0)
+        mode_config = ModeConfig(
+            controller, self.cores, costs, {way: NoWait() for way in WAYS}, self.shared_cores
+        )
+        self.execution = ExecutionPlanner(
+            self.drafters, self.shared_cores, NoWait(), mode_config, lambda: 0.0
+        )
 
     def round(self, decoding: int, rows: int) -> tuple[SpeculationMode, bool]:
         self.execution.choose(2, decoding, rows, Reading())

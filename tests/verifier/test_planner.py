@@ -95,7 +95,9 @@ def governed(
     drafters = drafters or joined()
     places = Cores(Device("cpu"), None)
     alike = ModeConfig(controller, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, NoWait()))
-    return RoundPlanner(drafters, cost, NoWait(), DraftBounds(4096, None, 8), mode_config=mode_config or alike)
+    return RoundPlanner(
+        drafters, cost, NoWait(), DraftBounds(4096, None, 8), mode_config=mode_config or alike
+    )
 
 
 def told(round_: Round, row_s: float = 0.001, forward_s: float = 0.0) -> tuple[float, float, float, bool]:
@@ -138,7 +140,11 @@ def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() 
         controller,
         slow,
         ModeConfig(
-            controller, StillCores(), {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast}, dict.fromkeys(WAYS, NoWait()), slow
+            controller,
+            StillCores(),
+            {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast},
+            dict.fromkeys(WAYS, NoWait()),
+            slow,
         ),
     )
     request = make_request(0, list(range(60)), 8)
@@ -190,7 +196,12 @@ def test_what_a_layout_gives_where_it_begins_now_is_a_share(tokens: int, prompt:
 def test_who_waits_for_a_prompt_to_be_read_counts_for_the_level_of_load() -> None:
     """A burst is a crowd from its first prompt on."""
     controller = ModeController[SpeculationMode](WAYS)
-    controller.load_prior({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}, 16: {SpeculationMode.ASYNC: 0.5, SpeculationMode.PLAIN: 1.0}})
+    controller.load_prior(
+        {
+            1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0},
+            16: {SpeculationMode.ASYNC: 0.5, SpeculationMode.PLAIN: 1.0},
+        }
+    )
     planner = governed(controller, CostTable())
     burst = [make_request(number, [1, 2], 8) for number in range(16)]
     modes = list[SpeculationMode | None]()
@@ -212,7 +223,11 @@ def test_a_drafter_inline_should_slow_prompts_that_it_reads_while_others_wait_fo
         planner = governed(controller, cost, drafters=joined(hello, synchronous=inline))
         planner.choose(requests, [ScheduledChunk(requests[0], (0, 1), final=True)], lambda: None)
         assert controller.prefill_slowdown(SpeculationMode.SYNC) == pytest.approx(1 + slower * inline)
-        assert controller.prefill_slowdown(SpeculationMode.ASYNC) == controller.prefill_slowdown(SpeculationMode.PLAIN) == 1.0
+        assert (
+            controller.prefill_slowdown(SpeculationMode.ASYNC)
+            == controller.prefill_slowdown(SpeculationMode.PLAIN)
+            == 1.0
+        )
 
 
 def foreseen(mode: SpeculationMode, prefill_ms: float, prompt: int = 50) -> float:
@@ -220,9 +235,15 @@ def foreseen(mode: SpeculationMode, prefill_ms: float, prompt: int = 50) -> floa
     where the drafter has one of them."""
     ways = (mode, SpeculationMode.PLAIN)
     controller = ModeController[SpeculationMode](ways)
-    shared_cores, whole = (CostTable([Timing(rows, 0, seconds) for rows in (1, 64)]) for seconds in (0.020, 0.015))
+    shared_cores, whole = (
+        CostTable([Timing(rows, 0, seconds) for rows in (1, 64)]) for seconds in (0.020, 0.015)
+    )
     mode_config = ModeConfig(
-        controller, StillCores(), {mode: shared_cores, SpeculationMode.PLAIN: whole}, dict.fromkeys(ways, NoWait()), shared_cores
+        controller,
+        StillCores(),
+        {mode: shared_cores, SpeculationMode.PLAIN: whole},
+        dict.fromkeys(ways, NoWait()),
+        shared_cores,
     )
     drafters = joined(replace(HELLO, prefill_ms=prefill_ms), synchronous=mode is SpeculationMode.SYNC)
     planner = governed(controller, shared_cores, mode_config, drafters)

@@ -7,7 +7,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ssd_serve.base.messages import RequestOptions
 from ssd_serve.verifier.request import Request
 from tests.examples import examples
-from tests.verifier.scheduler_factory import SLOTS, commit, make_request, make_scheduler, until_memory_is_short
+from tests.verifier.scheduler_factory import (
+    SLOTS,
+    commit,
+    make_request,
+    make_scheduler,
+    until_memory_is_short,
+)
 
 PROMPT = st.lists(st.integers(1, 3), min_size=1, max_size=30)
 
@@ -43,7 +49,9 @@ class Rounds(RuleBasedStateMachine):
         assert not {request.number for request in preempted} & set(numbers)
         assert sum(len(chunk.slots) for chunk in chunks if not chunk.request.decoding) <= 8
         wanted = [
-            data.draw(st.integers(0, 6)) if chunk.request.decoding and chunk.request.remaining_tokens > 1 else 0
+            data.draw(st.integers(0, 6))
+            if chunk.request.decoding and chunk.request.remaining_tokens > 1
+            else 0
             for chunk in chunks
         ]
         trees = self.scheduler.tree_slots(chunks, wanted)

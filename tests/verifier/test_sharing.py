@@ -97,7 +97,9 @@ def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
     }
     later = run(engine, [msgspec.structs.replace(choices(1)[0], request=9)])
     assert later[9].figures.cached_prompt_tokens == 0
-    again = run(engine, [msgspec.structs.replace(choices(1)[0], request=10, options=RequestOptions(salt=b"anna"))])
+    again = run(
+        engine, [msgspec.structs.replace(choices(1)[0], request=10, options=RequestOptions(salt=b"anna"))]
+    )
     assert again[10].figures.cached_prompt_tokens == LENGTH - 1
 
 

@@ -68,7 +68,8 @@ class Acceptance:
                 mine[key] += count
 
     def add_to(self, figures: Figures, names: Sequence[str]) -> Figures:
-        """A copy of these figures that tells this, too. `names` of sources, in the order of their bits."""
+        """Return a copy of these figures with acceptance by depth and source. `names`: sources by their
+        bits."""
         return replace(
             figures,
             verified_depths=_listed(self.verified_depths),

@@ -73,7 +73,7 @@ class AssembledVerifier:
     """Sampling values that requests take from the model's `generation_config.json` if they name none."""
 
     def remember(self) -> None:
-        """Keep for the next start what each layout gave."""
+        """Write the measured gains of all modes for the next start."""
         gains = self.engine.planner.mode_gains()
         if gains:
             self.gains.write(gains)
@@ -214,7 +214,7 @@ def _modes(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
         return SpeculationMode.SYNC, SpeculationMode.PLAIN
     if mode is not Mode.SSD:
         return (SpeculationMode.PLAIN,)
-    if cores.may_be_alone:
+    if cores.has_exclusive:
         return SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN
     return SpeculationMode.ASYNC, SpeculationMode.PLAIN
 

@@ -175,11 +175,11 @@ class Engine:
         return reports
 
     def drain(self) -> None:
-        """Take what drafters have said."""
+        """Handle messages of drafters."""
         self.drafters.drain(self._active)
 
     def _drain_awaited(self) -> None:
-        """`drain` of what was waited for: all other drafting went on beside the target's work."""
+        """Drain and count expansions that a round waited for; all others grew while the target worked."""
         before = self.drafters.expansions
         self.drain()
         self.totals.awaited_expansions += self.drafters.expansions - before
@@ -223,8 +223,8 @@ class Engine:
         return admitted
 
     def _open(self, admitted: Sequence[Request]) -> None:
-        """Let drafters begin, once the round has its layout: who pauses while prompts are read on all cores
-        must not begin to read too."""
+        """Open requests at the drafters, once the round has its mode: a drafter that pauses during prefill on
+        all cores must not start prefill either."""
         for request in admitted:
             if request.number in self._active:
                 self.drafters.open(request)
@@ -258,9 +258,9 @@ class Engine:
         request.slots.extend([*work.chunk.slots, *walk.kept])
         request.scored += len(walk.prompt_logprobs)
         if not walk.tokens:
-            told = walk.prompt_logprobs
+            scored = walk.prompt_logprobs
             self.drafters.send_features(request)
-            return [Committed(request.number, (), prompt_logprobs=told)] if told else []
+            return [Committed(request.number, (), prompt_logprobs=scored)] if scored else []
         before = request.generated
         if request.first_scheduled_at is not None and not request.figures.prompt_s:
             request.figures.prompt_s = self._clock() - request.first_scheduled_at

@@ -21,8 +21,8 @@ _NOWHERE = -1
 
 
 class FeatureStore:
-    """Outputs of some `layers` of the target, or `FINAL`, for so many KV `slots`: at most `limit` bytes of
-    them, but always those of a round, so that who listens misses nothing."""
+    """Outputs of some `layers` of the target, or `FINAL`, for as many KV `slots`. Keeps at most `limit`
+    bytes, but always the rows of one round."""
 
     def __init__(self, layers: Sequence[int], limit: int, slots: int) -> None:
         self.layers = tuple(layers)

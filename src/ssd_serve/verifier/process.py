@@ -93,8 +93,8 @@ class VerifierLoop:
         self._heap = Heap()
 
     def await_drafters(self, timeout_s: float, count: int) -> None:
-        """Wait until so many drafters with a device of their own have joined; go on without those that do not
-        come, or when requests wait that a verifier before this one has begun."""
+        """Wait until so many asynchronous drafters have joined. Stops at the timeout, or if requests wait
+        that an earlier verifier has begun."""
         self._engine.drain()
         deadline = time.monotonic() + timeout_s
         while self._engine.drafters.num_async < count and time.monotonic() < deadline:
@@ -114,7 +114,7 @@ class VerifierLoop:
         self._accept()
         if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
             reports = self._engine.step()
-            if not self._engine.busy:  # before the last tokens: whoever has them may read the counters
+            if not self._engine.busy:  # before the last tokens, so that a client that has them reads final counters
                 self._unsent.append(self._status())
             self._unsent.extend(reports)
         else:
@@ -168,7 +168,7 @@ def _others(config: EngineConfig, log: Logger) -> list[Listener]:
     if not config.drafter_address or config.mode is not Mode.SSD:
         return []
 
-    sparingly = Sparingly(log)  # anybody who reaches the port can be refused
+    sparingly = Sparingly(log)  # any process that reaches the port can cause refusals
 
     def refused(why: str) -> None:
         sparingly.warning("drafter refused", reason=why)

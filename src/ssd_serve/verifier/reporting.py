@@ -9,11 +9,11 @@ from ssd_serve.verifier.assembly import AssembledVerifier
 
 
 _WHY_S = 1.0
-"""A reason that changes from round to round is told no more often."""
+"""Least seconds between two log lines of the decision's reason."""
 
 
 class EngineLogReporter:
-    """Tells what has changed since it was told last."""
+    """Logs changes of an engine's state."""
 
     def __init__(self, engine: Engine, log: Logger) -> None:
         self._engine = engine
@@ -59,15 +59,15 @@ class EngineLogReporter:
         )
 
     def report_health(self) -> None:
-        """A speculation that has become useless changes no text: without a word nobody would know."""
+        """Log when acceptance collapses or recovers: no text changes, so that nothing else would show it."""
         health = self._engine.monitor.health
         if health is self._health:
             return
         self._health = health
         if health is AcceptanceHealth.GOOD:
-            self._log.info("speculation is well again")
+            self._log.info("speculation recovered")
         else:
-            self._log.warning("speculation is useless", reason=health.value, advice="run `ssd doctor`")
+            self._log.warning("speculation gives nothing", reason=health.value, advice="run `ssd doctor`")
 
 
 def _price(price: CostEstimate | None) -> str:

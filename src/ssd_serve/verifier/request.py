@@ -130,7 +130,7 @@ class Request:
     figures: Figures = field(default_factory=Figures)
     acceptance: Acceptance = field(default_factory=Acceptance)
     scored: int = 0
-    """Tokens of the prompt, from the second on, whose log-probabilities were told."""
+    """Tokens of the prompt, from the second on, whose log-probabilities were reported."""
     features: TokenFeatures | None = None
     """Features of its tokens, if a drafter reads them."""
     _common: dict[int, int] = field(default_factory=dict[int, int])
@@ -147,7 +147,7 @@ class Request:
 
     @property
     def unscored(self) -> range:
-        """Positions of the prompt whose rows must tell the log-probability of the next token."""
+        """Positions of the prompt whose rows give the log-probability of the next token."""
         asked = self.parameters.prompt_logprobs is not None
         return range(self.scored, self.prompt_length - 1) if asked else range(0)
 

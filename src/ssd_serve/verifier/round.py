@@ -269,9 +269,9 @@ def walk(work: RequestStep, sampled: Sampled, start: int) -> Walk:
     """
     request = work.chunk.request
     first, start = start, start + len(work.scoring)
-    told = tuple(each for each in sampled.logprobs[first:start] if each is not None)
+    prompt_logprobs = tuple(each for each in sampled.logprobs[first:start] if each is not None)
     if not work.chunk.final:
-        return Walk(work, (), (), "", (), told)
+        return Walk(work, (), (), "", (), prompt_logprobs)
     tree, choices = work.tree, sampled.choices
     rows, accepted = [start], []
     here, token, left = -1, choices[start], request.remaining_tokens
@@ -286,4 +286,4 @@ def walk(work: RequestStep, sampled: Sampled, start: int) -> Walk:
         ended = request.ended(token, left - len(rows))
     tokens = tuple([choices[row] for row in rows])
     logprobs = tuple([found for row in rows if (found := sampled.logprobs[row]) is not None])
-    return Walk(work, tuple(accepted), tokens, ended, logprobs, told)
+    return Walk(work, tuple(accepted), tokens, ended, logprobs, prompt_logprobs)

@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> int:
-        """Number of running requests whose prompts are read."""
+        """Number of running requests whose prefill is complete."""
         return sum(request.decoding for request in self.running)
 
     def plan(self, prefill_tokens: int | None = None) -> tuple[list[ScheduledChunk], list[Request]]:

@@ -126,7 +126,7 @@ class RoundEstimate:
     steps: int
     """Draft steps already awaited in this round."""
     missed: int = 0
-    """Decoding requests below whose root nothing has grown."""
+    """Decoding requests without growth below their root."""
 
     def worth(self, rate: float) -> float:
         """Expected tokens, less what the time of the round is worth: more nodes also make it longer."""

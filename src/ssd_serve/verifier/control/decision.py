@@ -25,7 +25,7 @@ class Decision:
     mode: SpeculationMode
     why: DecisionReason
     nodes: int
-    """Verified, which memory may have made fewer than `chosen` says."""
+    """Verified nodes; fewer than `chosen` has if memory is short."""
     waited_s: float
     chosen: CostEstimate | None = None
     other: CostEstimate | None = None

@@ -22,16 +22,16 @@ from ssd_serve.base.devices import Device
 _MIN_SAVING = 0.9
 """All cores must take at most this share of the time on the shared cores."""
 _CLEARLY_SLOWER = 1.2
-"""A choice that takes less than this of its time at start counts as no slower, while others compute: what it
-did last may have been to read prompts, which says no more of rounds that decode."""
+"""A choice below this multiple of its time at start counts as unchanged while others compute: its latest
+rounds may have been prefill, which does not predict decoding."""
 _LATEST_ROUNDS = 5
-"""Rounds of which the middle one tells how slow a choice is lately: one that was descheduled does not."""
+"""Number of latest rounds; their median slowness counts, so that one descheduled round does not."""
 _PROBE_EVERY_S = 1.0
 """Seconds between rounds that probe whether all cores are as fast again as at start."""
 
 
 class ThreadCountSelector:
-    """`shared_cores` and `all_cores`: what forwards cost on as many cores as beside a drafter, and on all."""
+    """Chooses between `shared_cores`, as many as beside a drafter, and `all_cores`, by their cost tables."""
 
     def __init__(self, shared_cores: CostTable, all_cores: CostTable, clock: Callable[[], float]) -> None:
         self._tables = {False: shared_cores, True: all_cores}
@@ -84,33 +84,34 @@ class ThreadCountSelector:
 
 
 class Cores:
-    """The target's cores: `beside` a drafter, and `alone`. Other devices than CPUs stay as they are."""
+    """Cores of the target: with a concurrent drafter, or `exclusive`. Other devices than CPUs do not
+    change."""
 
-    def __init__(self, beside: Device, alone: Device | None) -> None:
-        self._beside = beside
-        self._alone = alone or beside
-        self.may_be_alone = alone is not None
+    def __init__(self, shared: Device, exclusive: Device | None) -> None:
+        self._shared = shared
+        self._exclusive = exclusive or shared
+        self.has_exclusive = exclusive is not None
         """True if the target may also use the drafter's cores, in modes without a drafter of its own."""
 
     @property
     def differ(self) -> bool:
         """True if the target's cores depend on the mode."""
-        return self._beside != self._alone
+        return self._shared != self._exclusive
 
     def of(self, mode: SpeculationMode) -> Device:
-        """The cores of a layout."""
-        return self._beside if mode is SpeculationMode.ASYNC else self._alone
+        """Return the cores of a mode."""
+        return self._shared if mode is SpeculationMode.ASYNC else self._exclusive
 
     def enter(self, mode: SpeculationMode, all_cores: bool = True) -> None:
-        """Compute on the cores of this layout from now on, with as many threads; without `all_cores` with no more
-        than beside a drafter, wherever a core is free."""
+        """Bind the process to the cores of this mode, with as many threads; without `all_cores` with no more
+        threads than with a concurrent drafter."""
         device = self.of(mode)
         if device.kind != "cpu" or not device.indices or not self.differ:
             return
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):  # cores may be taken from this process while it runs
                 os.sched_setaffinity(0, device.indices)
-        shared_cores = len(self._beside.indices) or len(device.indices)
+        shared_cores = len(self._shared.indices) or len(device.indices)
         torch.set_num_threads(len(device.indices) if all_cores else min(shared_cores, len(device.indices)))
 
 
@@ -148,7 +149,7 @@ class ExecutionPlanner:
         if mode_config is not None and mode_config.shared_cores is not None and mode_config.cores.differ:
             self._choice = ThreadCountSelector(mode_config.shared_cores, mode_config.costs[SpeculationMode.PLAIN], clock)
         self._entered: tuple[SpeculationMode, bool] | None = None
-        """The layout in which the round computes, and whether on all of its cores."""
+        """Mode in which the round computes, and whether on all of its cores."""
         self._nodes = 0
         """Nodes of the last round."""
 

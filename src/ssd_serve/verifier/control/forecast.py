@@ -26,8 +26,8 @@ _NODES_PER_LEVEL = (1, 2)
 _PREFILL_TOKENS = 256
 """Typical prompt tokens of a round with prefill."""
 _LEVELS_IN_FLIGHT = 3
-"""Levels that are verified while a drafter beside the target grows below them: what it grows lies where the
-text goes on if they are all right."""
+"""Levels in verification while a concurrent drafter grows below them; its growth is useful only if all of
+them are accepted."""
 _STEPS_PER_LEVEL = 0.6
 """Steps that an inline draft takes for a verified level: a tree that is re-rooted has some of the next."""
 
@@ -66,8 +66,7 @@ class DecodingLoad:
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """A draft step of a layout: its seconds, 0: not known, and the nodes that it expands over all
-    requests."""
+    """Draft step of a mode: its seconds (0: unknown), and the nodes that it expands over all requests."""
 
     seconds: float
     width: int

@@ -34,7 +34,7 @@ class DiscountedMean:
         self.rounds *= _DISCOUNT
 
     def add(self, plain: float, spent: float) -> None:
-        if self.rounds > 8:  # a descheduled process is not a slow way to decode
+        if self.rounds > 8:  # a descheduled process is not a slow mode
             spent = min(spent, 4 * plain / self.gain)
         self.plain = _OWN_DISCOUNT * self.plain + plain
         self.spent = _OWN_DISCOUNT * self.spent + spent
@@ -58,10 +58,10 @@ _CHANGED = 0.25
 """Change of log round time that counts as sudden: something about the machine changed, and earlier
 measurements are discounted."""
 _RETRY_AFTER = 64
-"""Rounds of other ways after which a way that fell behind is tried again where that costs no more than it may
-bring; twice as many the next time."""
+"""Rounds of other modes after which a regressed mode is retried, if a retry costs no more than it may gain;
+twice as many the next time."""
 _RETRY_COST = 1.5
-"""Two changes of the way cost as much again as half of the rounds between them."""
+"""Cost of two switches as a multiple of half of the rounds between them."""
 _RECOVERED, _RECOVERED_ROUNDS = 0.9, 64
 """The share of what it gave that it gives again, after so many rounds of its own."""
 _ACCEPTED_AFTER = 1024
@@ -101,7 +101,7 @@ class RegressionTracker:
     _own_rounds: int = 0
 
     def observe(self, own: bool) -> None:
-        """A round is over, the way's own or another's."""
+        """Count a round of this mode (`own`) or of another."""
         if own:
             self._own_rounds += 1
         else:
@@ -114,7 +114,7 @@ class RegressionTracker:
         return recovered or self._own_rounds >= _ACCEPTED_AFTER
 
     def retry_soon(self) -> None:
-        """Another way's rounds suddenly take less long: what slowed this one may have passed."""
+        """Retry soon: another mode's rounds suddenly take less time, so the disturbance may have ended."""
         self._retry_after = 0
 
     def should_retry(self, gives: float, running: float) -> bool:
@@ -165,7 +165,7 @@ class LoadBucket(Generic[ModeT]):
         return self.prefill_s / ((self.prefill_s + self.decoding_s) or 1.0)
 
     def switch(self, mode: ModeT, settled: bool = False) -> None:
-        """Run another way from now on, `settled` if it runs already."""
+        """Switch to another mode; `settled` if it runs already."""
         self.running, self.rounds, self.trend = mode, _SETTLING if settled else 0, RoundTimeTrend()
         self.explores = False
 

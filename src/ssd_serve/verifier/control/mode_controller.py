@@ -19,32 +19,32 @@ _EXPLORATION = 0.6
 _PRIOR_GAIN = 1.2
 """Prior gain of a drafting mode without a forecast; its weight is one round."""
 _FORECAST_WEIGHT = 32.0
-"""Rounds that a forecast weighs: a way that is forecast clearly below the best is not tried, nor is one left
-because the texts that it met were hard to draft."""
+"""Weight of a forecast in rounds. A mode that is forecast clearly below the best is not tried, and one is not
+left after a few texts that are hard to draft."""
 _FORECAST_PRIOR = 4.0
-"""Rounds that weighs that ways give just what is is_forecast."""
+"""Pseudo-count of the prior that a mode performs as forecast."""
 _PLAIN_PRIOR = 64.0
-"""Rounds that weighs, for ever, what the cost model says of plain decoding: who leads clearly over it is not
-disturbed to look at it."""
+"""Permanent pseudo-count of the cost model's forecast for plain decoding: a mode that leads clearly is not
+interrupted to measure plain decoding."""
 _LOADED_ROUNDS = 6.0
 """Rounds that weighs what an earlier process has found."""
 _PREFILL_PRIOR, _PREFILL_FORECAST_WEIGHT = 4.0, 32.0
-"""Rounds that weighs that a way slows prompts as it does elsewhere, or not at all, and that it slows them as
-is is_forecast: one that was descheduled is no slow way to read."""
+"""Pseudo-counts of two priors on prefill slowdown: that of other buckets, and the forecast. They keep one
+descheduled round from counting as a slow mode."""
 _DECIDE_EVERY, _FORECAST_EVERY = 8, 64
 _SWITCH_MARGIN = 1.02
 """Factor by which another mode's score must exceed the running one's: a switch costs drafters their trees."""
 _LOAD_SMOOTHING = 1 / 16
 _DISCOUNTED_ROUNDS, _DISCOUNTED_RUNNING_ROUNDS = 4.0, 16.0
-"""Rounds that what was found of the other ways weighs, and of the running one, when rounds suddenly take
-longer or less long: something has changed about the machine."""
+"""Weights in rounds of earlier measurements after a sudden change of round times: of the other modes, and of
+the running one."""
 _BUCKET_HYSTERESIS = 0.15
 """Hysteresis of load buckets: share of an edge by which the load must exceed it."""
 
 
 class ModeController(Generic[ModeT]):
-    """Chooses among ways to draft; the first is the first to run, the last is plain decoding. Levels of load
-    lie about powers of two of requests, those whose prompt is still to be read included."""
+    """Chooses among decoding modes; the first runs first, the last is plain decoding. Load buckets are
+    centred on powers of two of running requests, those in prefill included."""
 
     def __init__(self, modes: Sequence[ModeT]) -> None:
         self.forecast: Callable[[int], Mapping[ModeT, float]] | None = None
@@ -52,8 +52,8 @@ class ModeController(Generic[ModeT]):
         self.prefill_slowdown: Callable[[ModeT], float | None] = lambda _: None
         """Callback: expected factor by which a mode slows rounds with prefill; None: unknown."""
         self.remaining_benefit: Callable[[ModeT], float] = lambda _: 1.0
-        """The share of what running requests still have to come for which a way is really there, when it
-        begins now: its drafters may have to read texts first."""
+        """Callback: share of a mode's gain that running requests still get if it starts now, after its
+        drafters' prefill."""
         self._modes = tuple(modes)
         self._plain = self._modes[-1]
         self._buckets: dict[int, LoadBucket[ModeT]] = {}
@@ -63,11 +63,12 @@ class ModeController(Generic[ModeT]):
         """Mode of the last round."""
 
     def choose(self, requests: int, decoding: bool = True) -> ModeT:
-        """The way of the next round while `requests` requests run, of which some decode or none.
+        """Return the mode of the next round while `requests` requests run, of which some are `decoding` or
+        none.
 
-        What changes the level is the load of some rounds, clearly past its edge, or a sudden jump: changing
-        the way costs drafters their trees. It does not fall while nothing decodes: a first prompt may be that
-        of a burst. Nor does the way change where another level begins with one that begins too late.
+        The bucket changes by the smoothed load, clearly past its edge, or by a sudden jump: a switch costs
+        drafters their trees. It does not fall while nothing decodes, since a first prompt may be that of a
+        burst. The running mode stays if the mode of a new bucket would start too late.
         """
         if decoding or requests >= self._load:
             jumped = requests >= 2 * self._load or 2 * requests <= self._load
@@ -111,8 +112,8 @@ class ModeController(Generic[ModeT]):
         }
 
     def load_prior(self, gains: Mapping[int, Mapping[ModeT, float]]) -> None:
-        """Start with what an earlier process found (`gains`): the best way runs, all are still tried in their
-        time."""
+        """Start with the gains that an earlier process measured: the best mode runs, and all are still
+        tried."""
         for requests, by_way in gains.items():
             bucket = self._bucket_at(_exponent(requests))
             for mode, gain in by_way.items():
@@ -151,7 +152,7 @@ class ModeController(Generic[ModeT]):
             self._reconsider(bucket)
 
     def _reconsider(self, bucket: LoadBucket[ModeT]) -> None:
-        """Begin the way of which most may be hoped, if that is clearly more than of the running one."""
+        """Switch to the mode with the best score if it clearly exceeds that of the running one."""
         scores = {mode: self._ucb_score(bucket, mode) for mode in self._modes}
         current = scores[bucket.running]
         worth = {mode: score * self.remaining_benefit(mode) for mode, score in scores.items() if score > _SWITCH_MARGIN * current}
@@ -163,7 +164,7 @@ class ModeController(Generic[ModeT]):
         bucket.explores = best != bucket.running and lead > self._gain(bucket, bucket.running)
 
     def _track_regression(self, bucket: LoadBucket[ModeT], slower: bool) -> None:
-        """The running way's rounds suddenly take longer, which may pass, or less long: that has passed."""
+        """Note a sudden change: a slower mode may recover, a faster one has recovered."""
         mode = bucket.running
         if slower:
             bucket.regressions.setdefault(mode, RegressionTracker(bucket.decoding[mode].gain))
@@ -173,7 +174,8 @@ class ModeController(Generic[ModeT]):
             regression.retry_soon()
 
     def _retry_regressed(self, bucket: LoadBucket[ModeT]) -> None:
-        """Hope for as much as they once gave of ways that fell behind, from time to time."""
+        """Reset modes that regressed to their former gain, from time to time, so that they are tried
+        again."""
         for mode, regression in tuple(bucket.regressions.items()):
             gives = bucket.decoding[mode].gain
             if regression.has_recovered(gives):
@@ -197,8 +199,8 @@ class ModeController(Generic[ModeT]):
         bucket.forecast = {mode: self._forecast_correction(bucket, mode) * gain for mode, gain in bucket.raw_forecast.items()}
 
     def _forecast_correction(self, bucket: LoadBucket[ModeT], mode: ModeT) -> float:
-        """The share of what was is_forecast that the way gave at other levels, and that all ways to draft gave
-        here: texts that are drafted well are so in each of them. The nearest count most."""
+        """Factor between measured and forecast gain: of this mode in other buckets, the nearest most, and of
+        all drafting modes in this one. Texts that are easy to draft are so in each mode."""
         seen = [(bucket, each, bucket.prior) for each in self._modes if self._plain not in (each, mode)]
         for exponent, other in self._buckets.items():
             if other is not bucket:
@@ -223,7 +225,7 @@ class ModeController(Generic[ModeT]):
         return bucket
 
     def _best(self, bucket: LoadBucket[ModeT]) -> ModeT:
-        """The way that gives most, of those that were measured; the running one among equals."""
+        """Return the measured mode with the largest gain; the running one among equals."""
         known = [mode for mode in self._modes if bucket.decoding[mode].gain or mode in (self._plain, bucket.running)]
         return max(known, key=lambda mode: (self._gain(bucket, mode), mode == bucket.running))
 

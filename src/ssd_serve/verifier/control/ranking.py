@@ -27,9 +27,9 @@ _Tree = tuple[SpeculationTree, int, float, frozenset[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Candidate nodes by falling reach, parents first; of the best leaves the reach that nothing below them
-    has; decoding requests that a node could help (`trees`), and those of them below whose root nothing has
-    grown."""
+    """Result of `rank`: candidate `nodes` by falling reach, parents first, and the remaining reach of the
+    best `leaves`. `trees`: decoding requests that nodes could help; `missed`: those of them without growth
+    below the root."""
 
     nodes: list[RankedNode]
     leaves: npt.NDArray[np.float64]

@@ -1,8 +1,7 @@
-"""The decisions of a round: in which layout, which nodes, and whether the trees grow first.
+"""Decides each round: the mode, the nodes, and whether the trees grow first.
 
-One objective, the expected committed tokens per second, under what was measured: forwards, host time, waits,
-and what each layout really gives. Knows the drafters as something to wait for; runs no forward and owns no
-request.
+The one objective is the expected number of committed tokens per second, under measured times of forwards,
+host work, waits and modes. Knows drafters as something to wait for; runs no forward and owns no request.
 """
 
 import math
@@ -34,7 +33,7 @@ _MIN_CHUNK_SAVING = 0.85
 first token of a prompt comes later."""
 _EQUAL_COST = 1.03
 _CANDIDATES, _CANDIDATES_EACH = 64, 8
-"""Most nodes of a round, and of each request of a crowd, where the settings name no budget; the cost model
+"""Most nodes of a round, and per request if there are many, without a budget in the settings; the cost model
 chooses among them."""
 _AVERAGED_NODES = 8
 """Number of nodes over which the cost of one more node is averaged."""
@@ -106,8 +105,7 @@ class _RoundCandidates:
 
 
 class RoundPlanner:
-    """Decides rounds and learns from them. `mode_config` None: one layout for ever, with this cost and
-    policy."""
+    """Decides rounds and learns from them. Without `mode_config` the mode, cost and policy never change."""
 
     def __init__(
         self,
@@ -205,7 +203,8 @@ class RoundPlanner:
         self._level_acceptance.observe(round_.tokens - round_.requests, round_.levels)
 
     def _update_controller(self, round_: Round, mode_config: ModeConfig) -> None:
-        """Tell the governor what plain decoding should have taken for the same tokens and prompt rows."""
+        """Report to the mode controller what plain decoding would have taken for the same tokens and prompt
+        rows."""
         cost, reading = mode_config.costs[SpeculationMode.PLAIN], round_.reading
         rows = round_.requests + round_.prefill_tokens
         if not round_.prompts:
@@ -214,14 +213,14 @@ class RoundPlanner:
         else:
             share = rows / round_.rows  # of what attention read: nodes read too
             plain_s = cost.first_seconds(rows, Reading(reading.context, int(share * reading.row_context)))
-            # Those whose prompts are read decode beside them before long: a token saves its share of a round.
+            # Requests in prefill decode soon: a token saves its share of a round.
             together = round_.requests + round_.prompts
             saved_s = cost.first_seconds(together, Reading()) / together
             gained_s = plain_s + (round_.tokens - round_.requests) * saved_s
         mode_config.controller.observe(gained_s, round_.total_s, plain_s, prefill=round_.prompts > 0)
 
     def _decide_plain(self, requests: int) -> Decision:
-        """A round for which nobody drafts."""
+        """Decide a round without drafts."""
         mode_config = self.execution.mode_config
         controller = mode_config.controller if mode_config is not None else None
         mode, other_s = self._drafters.mode, 0.0
@@ -239,7 +238,7 @@ class RoundPlanner:
         return Decision(mode, why, 0, 0.0, chosen, other)
 
     def _decide(self, candidates: _RoundCandidates, waited_s: float, answers: bool) -> Decision:
-        """A round for which somebody drafts, though none of it may be there."""
+        """Decide a round with working drafters, though they may have drafted nothing for it."""
         choice = candidates.estimate.choice
         if not choice.nodes:
             why = _why_none(candidates, answers)
@@ -254,7 +253,7 @@ class RoundPlanner:
     def _candidates(self, pending: _PendingRound, steps: int) -> _RoundCandidates:
         """The round as it would be now, after so many awaited draft steps."""
         bounds, requests = self._bounds, pending.requests
-        rate = self._rate.value(len(pending.chunks))  # who waits for a prompt waits too
+        rate = self._rate.value(len(pending.chunks))  # requests in prefill wait too
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
         least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
         instant = self._drafters.lookup_sources if self._drafters.step_s else 0
@@ -294,11 +293,11 @@ def _why_none(candidates: _RoundCandidates, answers: bool) -> DecisionReason:
 
 
 def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
-    """The number of prompt rows a round by which prompts are read fastest, where `seconds` [most + 1] is what
-    a round takes with 0, 1, ... most of them; the most, unless fewer are clearly faster.
+    """Return the number of prompt tokens per round by which prefill is fastest.
 
-    All of a round counts, also what its decoding requests would take alone: who waits with a prompt shares
-    their later rounds.
+    `seconds` [most + 1] is the time of a round with 0, 1, ... most of them. The result is `most` unless fewer
+    are clearly faster. The time of the decoding requests counts too: a longer prefill takes more of their
+    rounds.
     """
     most = len(seconds) - 1
     if most <= _MIN_PREFILL_TOKENS:

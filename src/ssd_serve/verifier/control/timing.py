@@ -178,7 +178,7 @@ def identity(model: Model, device: str) -> dict[str, object]:
     return {
         **asdict(model.facts),
         "device": device,
-        "step": type(model).__name__,  # whatever stands before a model may change its times
+        "step": type(model).__name__,  # a wrapper may change the model's times
         "processor": platform.processor() or platform.machine(),
         "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else "",
         "torch": torch.__version__,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 MAX_MOVES = 2
 """Most requests that one `rebalance` moves: the new drafter of a request must prefill it."""
 _SLOWER, _AS_FAST = 2.0, 1.5
-"""A drafter counts as slower than the fastest once its step takes 2 times as long, until it takes less than
-1.5 times as long: step times are measured on busy machines."""
+"""Ratio of step times above which a drafter counts as slower than the fastest, and below which it no longer
+does: step times are measured on busy machines."""
 _CHANGED = 1.5
 """A slow drafter's weight follows its step time once the two differ by this factor."""
 

@@ -75,7 +75,7 @@ class _RequestSync:
     grown_from: int = 0
     """Tokens below which the drafter has grown a tree, at least."""
     features_end: int = 0
-    """Position behind the last one whose features were sent."""
+    """Position behind the last one with sent features."""
     resyncs: deque[float] = field(default_factory=lambda: deque[float](maxlen=_RESYNCS))
     """Times of the latest answers to `Resync`."""
 
@@ -313,7 +313,7 @@ class DrafterConnection:
         self._sync(sync)
 
     def send_pending(self) -> None:
-        """Send what did not fit, once there is room."""
+        """Send what did not fit, as far as it fits now."""
         if self._full and self.channel.flush():
             self._full = False
             self._send_paused()

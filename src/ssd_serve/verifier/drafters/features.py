@@ -29,7 +29,7 @@ class FeatureSender:
         self._message_bytes = min(_MESSAGE_BYTES, shared_bytes // 8)
         self.layers: tuple[int, ...] = ()
         self.behind = False
-        """Rows found no room and were not sent since."""
+        """Rows did not fit and were not sent since."""
         self._channel = channel
         self._unsent = 0
         """Bytes of rows that may still be in the channel's queue."""
