@@ -1,4 +1,4 @@
-"""What docs/adding.md tells to write, done as a reader would: in a copy of the sources, with files and lines.
+"""Applies the steps of docs/adding.md to a copy of the sources.
 
 The copy is run by programs of its own: whatever is derived from a table when it is imported is derived anew.
 """
@@ -48,7 +48,6 @@ class Clone:
         return self._folder / path.removeprefix("src/")
 
     def run(self, *arguments: str) -> str:
-        """What a Python program of the copy prints; it must succeed."""
         environment = {**os.environ, "PYTHONPATH": f"{self._folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, *arguments],

@@ -1,4 +1,4 @@
-"""What docs/adding.md tells to write, done as a reader would: a file, and its line in a registry."""
+"""Runs the code of docs/adding.md: a file, and its line in a registry."""
 
 import ast
 import re

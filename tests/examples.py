@@ -1,4 +1,4 @@
-"""How often a property is tried: as often as its test says in CI, a few times in the quick suite."""
+"""Number of hypothesis examples: as set by the test in CI, fewer in the quick suite."""
 
 import os
 
@@ -8,5 +8,4 @@ _SHARE = 4
 
 
 def examples(count: int) -> int:
-    """Of one test. The quick suite tries others every time, CI always the same."""
     return count if WHOLE else max(1, count // _SHARE)

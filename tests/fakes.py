@@ -129,8 +129,6 @@ GROWTH = GrowthLimits(width=4, fan_out=3, depth=8, nodes=96)
 
 @dataclass
 class Case:
-    """How an engine under test is put together."""
-
     slots: int = 512
     drafter: str = "inline"  # 'none', 'inline', 'memory'
     blur: float = 0.6
@@ -220,8 +218,6 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
 
 @dataclass(frozen=True)
 class Output:
-    """What one request gave."""
-
     tokens: tuple[int, ...]
     reason: str
     figures: Figures

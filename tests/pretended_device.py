@@ -177,7 +177,6 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _check(func: Any, name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-    """All tensors must lie on the device, but for copies, indices, and single numbers where one by one."""
     if name in _ACROSS:
         return
     if name in _INDEXING and isinstance(args[0], DeviceTensor):

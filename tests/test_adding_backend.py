@@ -56,7 +56,6 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 def test_it_passes_the_self_test_which_compares_it_with_the_reference(clone: Clone) -> None:
-    """In every ratio of heads; a copy that is off by a hundredth does not."""
     right, wrong = clone.run("-c", RIGHT).splitlines()
     assert all(f"{ratio} heads of 16 in float32: off by" in right for ratio in ("4/4", "16/4", "32/4"))
     assert "4/4 heads of 16 in float32: off by 0.0" in wrong

@@ -1,4 +1,4 @@
-"""What is skipped in CI and why: an unknown reason fails the run, a known one does not."""
+"""Skips in CI: an unlisted reason fails the run, a listed one does not."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def run(
 @pytest.mark.parametrize(
     "words", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)], ids=["alone", "xdist"]
 )
-def test_a_reason_that_nobody_knows_fails_the_run(
+def test_unlisted_skip_reason_fails_in_ci(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, source: str, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("CI", "1")
@@ -32,13 +32,13 @@ def test_a_reason_that_nobody_knows_fails_the_run(
     assert "the weather is bad: not a skip that tests.skips expects in CI" in told
 
 
-def test_a_known_reason_does_not(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_skip_reason_passes_in_ci(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "1")
     code, told = run(pytester, MARKED, reason=KNOWN)
     assert (code, "1 skipped" in told) == (0, True)
 
 
-def test_elsewhere_every_reason_is_as_good(
+def test_any_skip_reason_passes_outside_of_ci(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
@@ -46,13 +46,11 @@ def test_elsewhere_every_reason_is_as_good(
     assert (code, "1 skipped" in told) == (0, True)
 
 
-def test_what_fails_as_it_is_expected_to_is_no_skip(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_xfail_is_not_a_skip(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "1")
     code, told = run(pytester, "import pytest\n@pytest.mark.xfail\ndef test_one():\n    assert {!r} == ''\n")
     assert (code, "1 xfailed" in told) == (0, True)
 
 
-def test_every_known_reason_says_why() -> None:
+def test_listed_skip_reasons_have_explanations() -> None:
     assert all(why for why in EXPECTED.values())

@@ -23,7 +23,7 @@ def result_of(words: list[str], folder: Path) -> dict[str, Any]:
     return told
 
 
-def test_the_embedded_pair_is_loaded_as_any_endpoint_is(tmp_path: Path) -> None:
+def test_bench_serve_measures_an_openai_endpoint(tmp_path: Path) -> None:
     port = free_port()
     environment = {
         **os.environ,

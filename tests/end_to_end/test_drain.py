@@ -1,4 +1,4 @@
-"""SIGTERM while a request runs: the drain, what new requests are told, its end, and how it is cut short."""
+"""SIGTERM while a request runs: the drain, answers to new requests, its end, and a second signal."""
 
 import os
 import signal
@@ -16,10 +16,10 @@ import pytest
 
 from ssd_serve.bench.emulated import emulating
 from tests.end_to_end.tiny_pair import write_model
-from tests.servers import await_health, children, free_port, gone
+from tests.servers import children, free_port, gone, running
 
 SOME, MANY = 30, 400
-"""Tokens that take two seconds, and half a minute: a forward is stretched to 76 ms."""
+"""Tokens for two seconds and for half a minute, with forwards of 76 ms."""
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -32,20 +32,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A server that sends a stream, and what is left of the stream."""
+    """A server that sends a stream, and the rest of the stream."""
 
     process: "subprocess.Popen[bytes]"
     url: str
     events: Iterator[str]
     workers: list[psutil.Process]
 
-    def told_to_stop(self) -> "Streaming":
+    def send_sigterm(self) -> "Streaming":
         self.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         return self
 
     def refusals(self) -> list[tuple[int, str, str]]:
-        """What a new request and /health are answered: status, code and Retry-After."""
+        """Return status, code and Retry-After of a new request and of /health."""
         answers = [
             httpx.post(f"{self.url}/v1/completions", json={"prompt": "a"}, timeout=30.0),
             httpx.get(f"{self.url}/health", timeout=30.0),
@@ -56,15 +56,15 @@ class Streaming:
         return [event for event in self.events if event][-1]
 
     def exit_code(self) -> int:
-        """Once nobody is left."""
+        """Wait for the end of all processes."""
         code = self.process.wait(20)
         assert gone(self.workers)
         return code
 
 
 @contextmanager
-def streaming(target: Path, tokens: int, drain_seconds: int) -> Generator[Streaming]:
-    """A server of this drain, and the rest of a stream whose first token has come."""
+def streaming(target: Path, folder: Path, tokens: int, drain_seconds: int) -> Generator[Streaming]:
+    """Start a server and a stream, and yield after the first token."""
     port = free_port()
     environment = {
         **os.environ,
@@ -76,54 +76,48 @@ def streaming(target: Path, tokens: int, drain_seconds: int) -> Generator[Stream
         "SSD_DRAIN_SECONDS": str(drain_seconds),
     }
     command = [sys.executable, "-m", "ssd_serve", "serve"]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
     body = {"prompt": "def f(", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    try:
-        await_health(url)
+    with running(command, environment, folder, port) as (process, url, _):
         workers = list(children(process).values())
         assert len(workers) == 1
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as response:
             events = response.iter_lines()
             next(events)
             yield Streaming(process, url, events, workers)
-    finally:
-        process.kill()
-        process.wait()
 
 
-def test_what_runs_ends_well_while_new_requests_are_refused(target: Path) -> None:
-    with streaming(target, SOME, drain_seconds=60) as server:
+def test_drain_finishes_running_requests_and_refuses_new_ones(target: Path, tmp_path: Path) -> None:
+    with streaming(target, tmp_path, SOME, drain_seconds=60) as server:
         began = time.monotonic()
-        server.told_to_stop()
+        server.send_sigterm()
         assert server.refusals() == [(503, "shutting_down", "10")] * 2
         assert server.last_event() == "data: [DONE]"
         assert server.exit_code() == 0
         assert time.monotonic() - began < 45, "it waited longer than anything ran"
 
 
-def test_what_outlasts_the_drain_is_ended_with_an_error(target: Path) -> None:
-    with streaming(target, MANY, drain_seconds=2) as server:
+def test_requests_longer_than_the_drain_end_with_an_error(target: Path, tmp_path: Path) -> None:
+    with streaming(target, tmp_path, MANY, drain_seconds=2) as server:
         began = time.monotonic()
-        server.told_to_stop()
+        server.send_sigterm()
         assert server.refusals() == [(503, "shutting_down", "10")] * 2
         assert SHUTTING_DOWN in server.last_event()
         assert time.monotonic() - began >= 2
         assert server.exit_code() == 0
 
 
-def test_without_a_drain_nothing_is_waited_for(target: Path) -> None:
-    with streaming(target, MANY, drain_seconds=0) as server:
-        server.told_to_stop()
+def test_zero_drain_seconds_ends_requests_at_once(target: Path, tmp_path: Path) -> None:
+    with streaming(target, tmp_path, MANY, drain_seconds=0) as server:
+        server.send_sigterm()
         assert SHUTTING_DOWN in server.last_event()
         assert server.exit_code() == 0
 
 
-def test_a_second_signal_ends_the_drain_at_once(target: Path) -> None:
-    with streaming(target, MANY, drain_seconds=600) as server:
-        server.told_to_stop()
+def test_second_signal_ends_the_drain(target: Path, tmp_path: Path) -> None:
+    with streaming(target, tmp_path, MANY, drain_seconds=600) as server:
+        server.send_sigterm()
         time.sleep(1.0)
         assert server.process.poll() is None
-        server.told_to_stop()
+        server.send_sigterm()
         assert SHUTTING_DOWN in server.last_event()
         assert server.exit_code() == 0

@@ -1,4 +1,4 @@
-"""An EAGLE head as the draft of a real target, in this process and in another; what does not fit."""
+"""EAGLE heads as drafts of a real target, in modes sd and ssd."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
 PROMPTS = ["def read_lines(path):\n", "import os\n", "class Node:\n    def __init__(self"]
 PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=32, ignore_eos=True)
 _TRIES = 20
-"""A drafter on cores that others keep busy can be late for all rounds of a short text."""
+"""On busy cores a drafter can be late for all rounds of a short text."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random EAGLE-1 one."""
     return write_first_head(tmp_path_factory.mktemp("heads") / "first", resolve_model(EMBEDDED, "target"))
 
 
@@ -44,14 +43,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(cache: Path) -> list[tuple[int, ...]]:
-    """What plain decoding says."""
     with LLM(mode="ar", cache_dir=cache, **SETTINGS) as plain:
         return [tuple(each.token_ids) for each in plain.generate(PROMPTS, PARAMS)]
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize(("kind", "layers"), [("head", "0,2,4"), ("first_head", None)])
-def test_it_drafts_and_the_texts_are_those_of_plain_decoding(
+def test_eagle_head_drafts_and_texts_equal_plain_decoding(
     kind: str,
     layers: str | None,
     mode: str,
@@ -70,7 +68,7 @@ def test_it_drafts_and_the_texts_are_those_of_plain_decoding(
     pytest.fail("nothing was drafted")
 
 
-def test_the_embedded_head_guesses_what_its_target_says(expected: list[tuple[int, ...]], cache: Path) -> None:
+def test_embedded_head_drafts_are_accepted(expected: list[tuple[int, ...]], cache: Path) -> None:
     with LLM(draft="embedded-head", mode="sd", cache_dir=cache, **SETTINGS) as llm:
         found = llm.generate(PROMPTS, PARAMS)
     assert [tuple(each.token_ids) for each in found] == expected
@@ -81,6 +79,6 @@ def test_the_embedded_head_guesses_what_its_target_says(expected: list[tuple[int
     ("layers", "message"),
     [(None, "of a target of 5 .*name them with SSD_EAGLE_LAYERS"), ("0,2,5", "the target has 5")],
 )
-def test_layers_that_the_target_does_not_have(head: Path, layers: str | None, message: str) -> None:
+def test_eagle_layers_outside_the_target_are_refused(head: Path, layers: str | None, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         LLM(draft=str(head), eagle_layers=layers, mode="sd", **SETTINGS)

@@ -1,4 +1,4 @@
-"""Processes die and hang in the middle of streams: clients get the texts that they would have got."""
+"""Processes die and hang during streams, and clients still receive the same texts."""
 
 import json
 import os
@@ -20,8 +20,10 @@ from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import children, free_port, gone, running
 
 TOKENS = 60
-"""Some three seconds at least: a forward is stretched to 76 ms."""
-WISHES: tuple[dict[str, object], ...] = (
+"""At least three seconds, with forwards of 76 ms."""
+Texts = list[dict[int, list[int]]]
+
+REQUESTS: tuple[dict[str, object], ...] = (
     {"prompt": "def f(", "temperature": 0.0},
     {"prompt": "import os\n", "temperature": 0.9, "presence_penalty": 0.4, "logprobs": 1},
     {"prompt": "class Tree:", "temperature": 1.2, "top_p": 0.9, "n": 2},
@@ -30,27 +32,27 @@ WISHES: tuple[dict[str, object], ...] = (
 
 @dataclass(eq=False)
 class Client(threading.Thread):
-    """Streams one request, and remembers what came and the longest silence."""
+    """Streams one request, and keeps its tokens and the longest gap."""
 
     url: str
-    wish: dict[str, object]
+    fields: dict[str, object]
     tokens: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    longest_silence_s: float = 0.0
+    longest_gap_s: float = 0.0
     ends: list[str] = field(default_factory=list[str])
-    figures: dict[str, object] = field(default_factory=dict[str, object])
+    statistics: dict[str, object] = field(default_factory=dict[str, object])
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def run(self) -> None:
-        body = {**self.wish, "max_tokens": TOKENS, "seed": 11, "ignore_eos": True, "stream": True}
+        body = {**self.fields, "max_tokens": TOKENS, "seed": 11, "ignore_eos": True, "stream": True}
         last, pending = 0.0, b""
         with httpx.stream(
             "POST", f"{self.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60.0
         ) as response:
             for data in response.iter_raw():
                 now = time.monotonic()
-                self.longest_silence_s = max(self.longest_silence_s, now - (last or now))
+                self.longest_gap_s = max(self.longest_gap_s, now - (last or now))
                 last = now
                 *events, pending = (pending + data).split(b"\n\n")
                 for event in events:
@@ -58,7 +60,7 @@ class Client(threading.Thread):
                         self._take(json.loads(event.removeprefix(b"data: ")))
 
     def _take(self, chunk: dict[str, object]) -> None:
-        self.figures = chunk.get("metrics", self.figures)  # type: ignore[assignment]
+        self.statistics = chunk.get("metrics", self.statistics)  # type: ignore[assignment]
         choices: list[dict[str, object]] = chunk.get("choices", [])  # type: ignore[assignment]
         for choice in choices:
             new: list[int] = choice.get("token_ids") or []  # type: ignore[assignment]
@@ -76,7 +78,7 @@ class Serving:
     log: Path
 
     def pid(self, name: str) -> int:
-        """The process of this name, once it is there."""
+        """Wait for the process of this name."""
         deadline = time.monotonic() + 30
         while f"ssd: {name}" not in (found := children(self.process)):
             assert time.monotonic() < deadline, self.log.read_text()
@@ -84,8 +86,8 @@ class Serving:
         return int(found[f"ssd: {name}"].pid)
 
     def stream(self, disturb: Callable[[], object] = lambda: None) -> list[Client]:
-        """All wishes at once; `disturb` is called when all have begun and none can have ended."""
-        clients = [Client(self.url, wish) for wish in WISHES]
+        """Stream all requests at once; call `disturb` after their first tokens."""
+        clients = [Client(self.url, fields) for fields in REQUESTS]
         for client in clients:
             client.start()
         while not all(len(next(iter([*client.tokens.values()]), [])) > 2 for client in clients):
@@ -103,7 +105,7 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Serving]:
-    """The tiny pair, on devices that are slow enough to be killed in the middle of a text."""
+    """The tiny pair, on emulated devices that are slow enough to be killed during a stream."""
     folder = tmp_path_factory.mktemp("faults")
     target, draft = write_pair(folder / "pair")
     port = free_port()
@@ -123,19 +125,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Serving]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Serving) -> list[dict[int, list[int]]]:
+def expected(server: Serving) -> Texts:
     clients = server.stream()
     assert [len(tokens) for client in clients for tokens in client.tokens.values()] == [TOKENS] * 4
-    assert all(client.longest_silence_s < 3.0 for client in clients)
+    assert all(client.longest_gap_s < 3.0 for client in clients)
     return [client.tokens for client in clients]
 
 
-def texts(clients: list[Client]) -> list[dict[int, list[int]]]:
+def texts(clients: list[Client]) -> Texts:
     assert [end for client in clients for end in client.ends] == ["length"] * 4
     return [client.tokens for client in clients]
 
 
-def test_the_verifier_is_killed(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:
+def test_killed_verifier_is_replaced_and_streams_continue(server: Serving, expected: Texts) -> None:
     restarts = server.metric("ssd_engine_restarts_total")
     during: list[int] = []
 
@@ -147,42 +149,38 @@ def test_the_verifier_is_killed(server: Serving, undisturbed: list[dict[int, lis
         during.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).status_code)
 
     clients = server.stream(disturb)
-    assert texts(clients) == undisturbed
+    assert texts(clients) == expected
     assert during == [503, 200], "health tells of the restart, and a new request waits for its end"
     assert server.metric("ssd_engine_restarts_total") == restarts + 1
     assert server.metric("ssd_requests_resumed_total") >= 4
-    speculation: dict[str, object] = clients[0].figures["speculative_decoding"]  # type: ignore[assignment]
+    speculation: dict[str, object] = clients[0].statistics["speculative_decoding"]  # type: ignore[assignment]
     assert speculation["num_tokens"] == TOKENS
     assert speculation["num_draft_tokens"] is None, "no engine knows all of them"
 
 
-def test_who_was_cut_off_gets_the_rest_of_the_same_text(
-    server: Serving, undisturbed: list[dict[int, list[int]]]
-) -> None:
-    for wish, texts in zip(WISHES, undisturbed, strict=True):
+def test_generated_token_ids_continue_a_broken_stream(server: Serving, expected: Texts) -> None:
+    for wish, texts in zip(REQUESTS, expected, strict=True):
         had = {choice: tokens[: TOKENS // (2 + choice)] for choice, tokens in sorted(texts.items())}
         client = Client(server.url, {**wish, "generated_token_ids": list(had.values())})
         client.run()
         assert {choice: had[choice] + client.tokens[choice] for choice in had} == texts
 
 
-def test_the_verifier_hangs(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:
+def test_hanging_verifier_is_replaced_and_streams_continue(server: Serving, expected: Texts) -> None:
     clients = server.stream(lambda: os.kill(server.pid("verifier"), signal.SIGSTOP))
-    assert texts(clients) == undisturbed
+    assert texts(clients) == expected
     assert "the verifier process has given no sign of life for" in server.log.read_text()
 
 
-def test_the_drafter_is_killed_or_hangs(server: Serving, undisturbed: list[dict[int, list[int]]]) -> None:
+def test_killed_or_hanging_drafter_changes_no_text(server: Serving, expected: Texts) -> None:
     server.pid("drafter-0")
     for how in (signal.SIGSTOP, signal.SIGKILL):
         clients = server.stream(lambda how=how: os.kill(server.pid("drafter-0"), how))  # type: ignore[misc]
-        assert texts(clients) == undisturbed
-        assert all(client.longest_silence_s < 3.0 for client in clients), "nobody waits for a drafter"
+        assert texts(clients) == expected
+        assert all(client.longest_gap_s < 3.0 for client in clients), "nobody waits for a drafter"
 
 
-def test_the_server_is_stopped_for_longer_than_workers_may_be_silent(
-    server: Serving, undisturbed: list[dict[int, list[int]]]
-) -> None:
+def test_suspended_server_continues_with_the_same_workers(server: Serving, expected: Texts) -> None:
     def disturb() -> None:
         restarts.append(server.metric("ssd_engine_restarts_total"))
         server.process.send_signal(signal.SIGSTOP)
@@ -190,11 +188,11 @@ def test_the_server_is_stopped_for_longer_than_workers_may_be_silent(
         server.process.send_signal(signal.SIGCONT)
 
     restarts: list[float] = []
-    assert texts(server.stream(disturb)) == undisturbed
+    assert texts(server.stream(disturb)) == expected
     assert server.metric("ssd_engine_restarts_total") == restarts[0]
 
 
-def test_a_verifier_that_cannot_come_back_ends_the_server_with_the_reason(server: Serving) -> None:
+def test_verifier_that_cannot_restart_ends_the_server(server: Serving) -> None:
     """The last one of this server."""
     (server.log.parent / "pair" / "target" / "model.safetensors").unlink()
     workers = list(children(server.process).values())

@@ -45,7 +45,7 @@ def test_every_mode_gives_the_same_tokens(pair: Pair) -> None:
     assert all(result["rounds"] > 0 for result in results)
 
 
-def test_the_text_ends_with_a_line_of_figures(pair: Pair) -> None:
+def test_statistics_line_follows_the_text(pair: Pair) -> None:
     done = generate(pair, "--mode", "ar", "--max-tokens", "8", "--seed", "7")
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
@@ -54,7 +54,7 @@ def test_the_text_ends_with_a_line_of_figures(pair: Pair) -> None:
     assert "tokens a round" in last
 
 
-def test_a_damaged_checkpoint_is_one_sentence_and_exit_code_6(pair: Pair, tmp_path: Path) -> None:
+def test_damaged_checkpoint_exits_with_code_6(pair: Pair, tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path / "damaged")
     (target / "model.safetensors").unlink()
     done = generate((target, draft), "--mode", "ar")
@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_exit_code_6(pair: Pair, tmp_pa
     assert str(target) in done.stderr
 
 
-def test_no_such_model(pair: Pair) -> None:
+def test_missing_model_is_an_error(pair: Pair) -> None:
     done = generate((Path("/nowhere/at/all"), pair[1]), "--mode", "ar")
     assert done.returncode == 6, done.stderr
     assert "/nowhere/at/all" in done.stderr

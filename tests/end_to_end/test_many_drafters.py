@@ -17,7 +17,7 @@ from tests.end_to_end.tiny_pair import write_model, write_pair
 from tests.servers import await_health, free_port
 from tests.waiting import until
 
-KEY = "a key for the tests, long enough"
+KEY = "a key for the tests, long stop"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     with serving(folders, tmp_path_factory.mktemp("plain"), SSD_MODE="ar") as (_, url):
-        return crowd(url)
+        return complete_all(url)
 
 
 @contextmanager
@@ -54,7 +54,6 @@ def started(command: Sequence[str], folder: Path, settings: dict[str, str]) -> G
 
 @contextmanager
 def serving(folders: dict[str, Path], folder: Path, **settings: str) -> Generator[tuple[int, str]]:
-    """A server that answers, and its address."""
     port = free_port()
     always = {
         "SSD_TARGET": str(folders["target"]),
@@ -80,31 +79,31 @@ def complete(url: str, number: int) -> str:
     return text
 
 
-def crowd(url: str) -> list[str]:
+def complete_all(url: str) -> list[str]:
     with ThreadPoolExecutor(6) as pool:
         return list(pool.map(lambda number: complete(url, number), range(6)))
 
 
-class Enough:
-    """Set by `close`, so that whoever waits for the crowds does not wait for ever."""
+class StopFlag:
+    """Set by `close`, so that the loop ends even if a test fails."""
 
     def __init__(self) -> None:
-        self.said = False
+        self.is_set = False
 
     def close(self) -> None:
-        self.said = True
+        self.is_set = True
 
 
-def crowds(url: str, enough: Enough) -> list[list[str]]:
-    """One crowd after another: figures come once a second, and a crowd may be faster than that."""
-    texts = [crowd(url)]
-    while not enough.said:
-        texts.append(crowd(url))
+def complete_repeatedly(url: str, stop: StopFlag) -> list[list[str]]:
+    """Repeat the requests until stopped; statistics come only once a second."""
+    texts = [complete_all(url)]
+    while not stop.is_set:
+        texts.append(complete_all(url))
     return texts
 
 
 def metric(url: str, name: str) -> float:
-    """The sum over its labels."""
+    """Return the sum over all labels."""
     page = httpx.get(f"{url}/metrics", timeout=30.0).text
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))
 
@@ -124,42 +123,40 @@ def test_two_draft_models_in_one_process(
     with serving(folders, tmp_path, SSD_DRAFT=drafts, SSD_DRAFTERS="1") as (pid, url):
         assert {name for name in workers(pid) if name.startswith("drafter")} == {"drafter-0"}
         until(lambda: metric(url, "ssd_drafters_alive") == 2)
-        assert crowd(url) == expected
+        assert complete_all(url) == expected
         assert metric(url, "ssd_spec_decode_num_accepted_tokens_total") > 0
 
 
-def test_two_drafters_one_of_them_killed(
-    folders: dict[str, Path], expected: list[str], tmp_path: Path
-) -> None:
+def test_one_of_two_drafters_killed(folders: dict[str, Path], expected: list[str], tmp_path: Path) -> None:
     with serving(folders, tmp_path, SSD_DRAFTERS="2") as (pid, url):
         assert {"drafter-0", "drafter-1"} <= set(workers(pid))
         until(lambda: metric(url, "ssd_drafters_alive") == 2)
-        with ThreadPoolExecutor(1) as pool, closing(Enough()) as enough:
-            texts = pool.submit(crowds, url, enough)
+        with ThreadPoolExecutor(1) as pool, closing(StopFlag()) as stop:
+            texts = pool.submit(complete_repeatedly, url, stop)
             until(lambda: metric(url, "ssd_drafter_requests") > 3)
             workers(pid)["drafter-1"].kill()
             until(lambda: metric(url, "ssd_drafter_restarts_total") == 1)
             until(lambda: metric(url, "ssd_drafter_moves_total") > 0)
-            enough.close()
+            stop.close()
             assert texts.result() == [expected] * len(texts.result())
         assert metric(url, "ssd_drafters_alive") == 2
         accepted = metric(url, "ssd_spec_decode_num_accepted_tokens_total")
-        assert crowd(url) == expected
+        assert complete_all(url) == expected
         until(lambda: metric(url, "ssd_spec_decode_num_accepted_tokens_total") > accepted)
 
 
-def test_two_draft_models_beside_each_other(
+def test_two_draft_models_in_two_processes(
     folders: dict[str, Path], expected: list[str], tmp_path: Path
 ) -> None:
     both = f"{folders['draft']},{folders['other']}"
     with serving(folders, tmp_path, SSD_DRAFT=both) as (_, url):
         until(lambda: metric(url, "ssd_drafters_alive") == 2)
-        assert crowd(url) == expected
+        assert complete_all(url) == expected
         until(lambda: metric(url, "ssd_spec_decode_num_accepted_tokens_total") > 0)
         assert metric(url, "ssd_drafter_moves_total") == 0
 
 
-def test_one_drafter_for_two_servers_of_which_one_goes_and_comes_back(
+def test_drafter_of_two_servers_survives_a_restart_of_one(
     folders: dict[str, Path], expected: list[str], tmp_path: Path
 ) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
@@ -172,12 +169,12 @@ def test_one_drafter_for_two_servers_of_which_one_goes_and_comes_back(
     with started(["draft", *connect], tmp_path, drafting):
         with serving(folders, first, SSD_DRAFTER_ADDRESS=addresses[0], **remote) as (_, url):
             with serving(folders, second, SSD_DRAFTER_ADDRESS=addresses[1], **remote) as (_, other):
-                assert crowd(url) == expected
-                assert crowd(other) == expected
+                assert complete_all(url) == expected
+                assert complete_all(other) == expected
                 for each in (url, other):
                     assert metric(each, "ssd_drafters_alive") == 1
-            assert crowd(url) == expected  # the other has gone
+            assert complete_all(url) == expected  # the other has gone
         with serving(folders, first, SSD_DRAFTER_ADDRESS=addresses[0], **remote) as (_, url):
             until(lambda: metric(url, "ssd_drafters_alive") == 1)
-            assert crowd(url) == expected
+            assert complete_all(url) == expected
             until(lambda: metric(url, "ssd_spec_decode_num_accepted_tokens_total") > 0)

@@ -33,7 +33,7 @@ def configure(folder: Path, **keys: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps(keys), encoding="utf-8")
 
 
-def test_a_program_takes_the_models_parameters_where_it_gives_none(target: Path, tmp_path: Path) -> None:
+def test_llm_uses_generation_config_defaults(target: Path, tmp_path: Path) -> None:
     with LLM(target, cache_dir=tmp_path, **SETTINGS) as llm:
         assert llm.get_default_sampling_params() == GREEDY
         tokens = [each.token_ids for each in llm.generate(["def f(", "import os"])]
@@ -47,12 +47,12 @@ def test_a_program_takes_the_models_parameters_where_it_gives_none(target: Path,
         assert last.output.token_ids == tokens[0]
 
 
-def test_or_those_of_the_api(target: Path, tmp_path: Path) -> None:
+def test_llm_uses_api_defaults(target: Path, tmp_path: Path) -> None:
     with LLM(target, cache_dir=tmp_path, generation_config="none", **SETTINGS) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
 
 
-def test_the_command_takes_them_for_flags_that_are_left_out(
+def test_generate_command_uses_generation_config_defaults(
     target: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     fixed = ["--json", "--target", str(target), "--mode", "ar", "--dtype", "fp32", "--no-native-kernels"]
@@ -69,7 +69,7 @@ def test_the_command_takes_them_for_flags_that_are_left_out(
 
 
 @pytest.mark.slow
-def test_a_server_takes_them_for_fields_that_are_left_out(target: Path, tmp_path: Path) -> None:
+def test_server_uses_generation_config_defaults(target: Path, tmp_path: Path) -> None:
     port = free_port()
     named = {name.upper(): str(value) for name, value in SETTINGS.items()}
     environment = {**os.environ, **{f"SSD_{name}": value for name, value in named.items()}}
@@ -91,7 +91,7 @@ def test_a_server_takes_them_for_fields_that_are_left_out(target: Path, tmp_path
         assert card["default_sampling_params"] == {"temperature": 0.0, "max_tokens": 9}
 
 
-def test_a_wrong_value_is_told_before_anything_is_started(tmp_path: Path) -> None:
+def test_invalid_generation_config_is_refused_at_start(tmp_path: Path) -> None:
     write_model(tmp_path / "wrong", seed=1, noise=0.0)
     configure(tmp_path / "wrong", top_p=7)
     command = [sys.executable, "-m", "ssd_serve", "serve", str(tmp_path / "wrong"), "--mode", "ar", "--port"]

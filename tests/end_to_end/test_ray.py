@@ -64,12 +64,12 @@ class SimulatedCluster:
         return node
 
     def lose(self, node: Any) -> None:
-        """Without a word, as when a machine fails."""
+        """Kill a node, as if its machine had failed."""
         self._added.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
     def take_away_all(self) -> None:
-        """All nodes but the head; Ray knows it at once."""
+        """Remove all nodes but the head."""
         gone = {self.id(node) for node in self._added}
         while self._added:
             self._cluster.remove_node(self._added.pop(), allow_graceful=True)
@@ -95,7 +95,7 @@ def head() -> Iterator[SimulatedCluster]:
 
 @pytest.fixture
 def cluster(head: SimulatedCluster) -> Iterator[SimulatedCluster]:
-    """Whose nodes are this test's own: one that fails leaves none for the next."""
+    """A cluster whose nodes are removed after the test."""
     yield head
     head.take_away_all()
 
@@ -152,13 +152,13 @@ def text(engine: RunningEngine, settings: Settings) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(settings: Settings) -> list[int]:
-    """Of the local launcher, without drafts."""
+    """Tokens of the local launcher, without drafts."""
     plain = settings.model_copy(update={"mode": Mode.AR})
     with local_engine(plain, QUIET) as engine:
         return text(engine, plain)
 
 
-def test_target_and_drafter_share_a_node_and_come_back_on_another(
+def test_lost_node_moves_target_and_drafter_to_another(
     cluster: SimulatedCluster, settings: Settings, expected: list[int]
 ) -> None:
     small, large = cluster.add(1), cluster.add(2)
@@ -185,7 +185,7 @@ def test_target_and_drafter_share_a_node_and_come_back_on_another(
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 10.0)
 
 
-def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
+def test_ranks_share_a_node_and_a_lost_drafter_moves(
     cluster: SimulatedCluster, settings: Settings, expected: list[int]
 ) -> None:
     ranked = settings.model_copy(update={"tensor_parallel": 2})
@@ -204,13 +204,13 @@ def test_ranks_stay_together_and_a_lost_drafter_comes_back_on_another_node(
 
 
 def seen_gpus() -> tuple[list[str], str | None]:
-    """In an actor: the GPUs that Ray has counted for it, and which of them it is shown."""
+    """Runs in an actor: return the GPUs that Ray has assigned, and CUDA_VISIBLE_DEVICES."""
     ray: Any = importlib.import_module("ray")
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return sorted(map(str, ids)), visible_gpus()
 
 
-def test_kinds_of_gpu_and_their_numbers_are_rays(cluster: SimulatedCluster, settings: Settings) -> None:
+def test_accelerator_types_and_gpu_ids_come_from_ray(cluster: SimulatedCluster, settings: Settings) -> None:
     """Nodes that only say that they have GPUs: what is asked for goes to the right one; all stay visible."""
     parts, whole = cluster.add(8, 8, "AMD-Instinct-MI300X-OAM"), cluster.add(4, 2, "H200")
     wished = settings.model_copy(
@@ -255,15 +255,15 @@ with module.ray_cluster(Settings(launcher="ray")) as cluster:
 """
 
 
-def test_a_ray_of_its_own_is_told_of_the_gpus_that_torch_can_use() -> None:
-    """Of AMD's it may not know by itself."""
+def test_own_ray_registers_the_gpus_of_torch() -> None:
+    """Ray may not detect AMD GPUs itself."""
     variables = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [sys.executable, "-c", OF_ITS_OWN]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=90)
     assert done.stdout.splitlines()[-1] == "[3.0]"
 
 
-def test_a_target_that_fits_no_node_is_refused_at_once(cluster: SimulatedCluster, settings: Settings) -> None:
+def test_target_that_fits_no_node_is_refused(cluster: SimulatedCluster, settings: Settings) -> None:
     ranked = settings.model_copy(update={"tensor_parallel": 2})
     cluster.add(1)
     refused = pytest.raises(SettingsError, match="the target needs 2 CPU of one node")
@@ -271,7 +271,7 @@ def test_a_target_that_fits_no_node_is_refused_at_once(cluster: SimulatedCluster
         pass
 
 
-def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster, settings: Settings) -> None:
+def test_hanging_actor_is_restarted(cluster: SimulatedCluster, settings: Settings) -> None:
     plain = settings.model_copy(update={"mode": Mode.AR})
     cluster.add(1)
     # Long enough that an actor of a busy machine is not taken for one that hangs.
@@ -287,7 +287,7 @@ def test_an_actor_that_hangs_is_killed_and_comes_back(cluster: SimulatedCluster,
             engine.supervisor.expect_end()
 
 
-def test_what_an_actor_refuses_is_said_once_and_has_its_exit_code(
+def test_actor_error_has_its_exit_code_and_one_message(
     cluster: SimulatedCluster, settings: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target, _ = write_pair(tmp_path)

@@ -48,7 +48,7 @@ def serving(folder: Path, temporary: Path, *flags: str) -> Generator[Server]:
         "SIGKILL",
     ],
 )
-def test_a_server_on_ray_answers_and_leaves_nothing_behind(tmp_path: Path, temporary: Path, how: str) -> None:
+def test_server_on_ray_answers_and_leaves_no_processes(tmp_path: Path, temporary: Path, how: str) -> None:
     with serving(tmp_path, temporary, "--launcher", "ray") as (process, url, log):
         body = {"prompt": "def f(", "max_tokens": 16, "seed": 3}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
@@ -73,9 +73,7 @@ def test_a_server_on_ray_answers_and_leaves_nothing_behind(tmp_path: Path, tempo
             assert list(temporary.iterdir()) == []
 
 
-def test_a_server_joins_the_cluster_at_an_address_and_leaves_it_running(
-    tmp_path: Path, temporary: Path
-) -> None:
+def test_server_joins_a_running_cluster(tmp_path: Path, temporary: Path) -> None:
     with two_nodes() as (address, _), patch.dict(os.environ, {"RAY_ADDRESS": address}):
         devices = ("--target-device", "cpu:0", "--draft-device", "cpu:1")
         for start in ("first", "second"):  # the second finds everything given back

@@ -1,4 +1,4 @@
-"""A real Ray: the one that the server starts obeys nobody without its token; one without is warned of."""
+"""A Ray that the server starts requires its token, and a Ray without a token causes a warning."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ except SettingsError as error:
 
 
 def started(home: Path, **more: str) -> "tuple[list[str], str]":
-    """What a process printed and logged that started a Ray of its own, with a home folder of its own."""
+    """Start a Ray with its own home folder; return the printed lines and the log."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
         [sys.executable, "-c", OF_ITS_OWN, JOINING],
@@ -55,21 +55,21 @@ def started(home: Path, **more: str) -> "tuple[list[str], str]":
     return lines, done.stderr
 
 
-def test_only_who_has_the_token_joins_the_servers_own_ray(tmp_path: Path) -> None:
-    (strangers, task, without, with_token), said = started(tmp_path)
+def test_own_ray_requires_its_token(tmp_path: Path) -> None:
+    (strangers, task, without, with_token), log = started(tmp_path)
     assert strangers == "strangers: False"
     assert task == "a task: 42"
     assert "cannot be used" in without
     assert "set RAY_AUTH_TOKEN to it here too" in without
     assert with_token == "joined: here"
-    assert "anybody" not in said
+    assert "anybody" not in log
     assert not (tmp_path / ".ray" / "auth_token").exists(), "a token file that others may read"
 
 
-def test_a_ray_whose_token_was_switched_off_is_warned_of(tmp_path: Path) -> None:
-    (strangers, task, without, _), said = started(tmp_path, RAY_AUTH_MODE="disabled")
+def test_ray_without_token_causes_a_warning(tmp_path: Path) -> None:
+    (strangers, task, without, _), log = started(tmp_path, RAY_AUTH_MODE="disabled")
     assert strangers == "strangers: True"
     assert task == "a task: 42"
     assert without == "joined: here"
-    assert "runs what anybody tells it who reaches its ports" in said
-    assert "RAY_AUTH_MODE=token" in said
+    assert "runs what anybody tells it who reaches its ports" in log
+    assert "RAY_AUTH_MODE=token" in log

@@ -1,4 +1,4 @@
-"""`ssd serve` as one program: 503 while loading, answers, kills of each process, tidy ends."""
+"""`ssd serve` as a whole: 503 while loading, answers, killed processes, clean shutdown."""
 
 import http.server
 import os
@@ -26,7 +26,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @contextmanager
 def serving(pair: tuple[Path, Path], folder: Path) -> Generator[Server]:
-    """A running server; its run dir and log are below the folder."""
     port = free_port()
     environment = {
         **os.environ,
@@ -43,8 +42,8 @@ def serving(pair: tuple[Path, Path], folder: Path) -> Generator[Server]:
         yield server
 
 
-def figures_after_a_stop_string(url: str, text: str) -> object:
-    """How many nodes were verified for the same request, ended by a stop string from its text."""
+def draft_tokens_with_a_stop_string(url: str, text: str) -> object:
+    """Return the verified nodes of the same request with a stop string from its text."""
     body = {"prompt": "def f(", "max_tokens": 24, "seed": 3, "temperature": 0.8, "stop": text[8:11]}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -52,13 +51,13 @@ def figures_after_a_stop_string(url: str, text: str) -> object:
     return answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
 
 
-def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_server_survives_its_drafter_and_shuts_down_cleanly(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with serving(pair, tmp_path) as (process, url, log):
         assert 503 in await_health(url)
         workers = children(process)
         assert set(workers) == {"ssd: verifier", "ssd: drafter-0"}
         text = complete(url)
-        assert figures_after_a_stop_string(url, text) is not None
+        assert draft_tokens_with_a_stop_string(url, text) is not None
         workers["ssd: drafter-0"].suspend()
         assert complete(url) == text
         workers["ssd: drafter-0"].kill()
@@ -70,7 +69,7 @@ def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path],
         assert complete(url) == text
         everything = list(children(process).values())
         before = log.read_text()
-        # To the whole group, as a terminal or a process manager does.
+        # Signals the whole group, as a terminal does.
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(15) == 0, log.read_text()
         assert gone(everything)
@@ -79,7 +78,7 @@ def test_it_serves_survives_its_drafter_and_ends_tidily(pair: tuple[Path, Path],
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_while_it_loads_ends_it_tidily(
+def test_signal_while_loading_shuts_down_cleanly(
     pair: tuple[Path, Path], tmp_path: Path, number: signal.Signals
 ) -> None:
     with serving(pair, tmp_path) as (process, url, log):
@@ -97,29 +96,29 @@ def test_a_signal_while_it_loads_ends_it_tidily(
 
 
 @contextmanager
-def hub_that_hangs() -> Generator[tuple[str, threading.Event]]:
-    """Its address, and the event upon which it answers that it knows nothing."""
-    go_on = threading.Event()
+def hanging_hub() -> Generator[tuple[str, threading.Event]]:
+    """Yield the address of a hub that answers 404 once the event is set."""
+    answer = threading.Event()
 
-    class Answer(http.server.BaseHTTPRequestHandler):
+    class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            go_on.wait(60.0)
+            answer.wait(60.0)
             self.send_error(404)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as hub:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as hub:
         hub.daemon_threads = True
         threading.Thread(target=hub.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{hub.server_port}", go_on
-        go_on.set()
+        yield f"http://127.0.0.1:{hub.server_port}", answer
+        answer.set()
         hub.shutdown()
 
 
-def test_it_answers_while_models_are_looked_for_and_says_what_is_wrong(
+def test_health_is_503_during_download_and_a_hub_error_ends_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     model = Path("some/model")
-    with hub_that_hangs() as (hub, go_on):
+    with hanging_hub() as (hub, answer):
         monkeypatch.setenv("HF_ENDPOINT", hub)
         with serving((model, model), tmp_path) as (process, url, log):
             statuses: set[int] = set()
@@ -129,14 +128,14 @@ def test_it_answers_while_models_are_looked_for_and_says_what_is_wrong(
                 with suppress(httpx.TransportError):
                     statuses.add(httpx.get(f"{url}/health", timeout=30.0).status_code)
             assert statuses == {503}
-            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as dripping:
-                dripping.sendall(b"GET /hea")
-                go_on.set()
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as slow:
+                slow.sendall(b"GET /hea")
+                answer.set()
                 assert process.wait(30) == HubError.exit_code, log.read_text()
             assert "the hub does not show some/model" in log.read_text().splitlines()[-1]
 
 
-def test_a_killed_server_leaves_nobody(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_killed_server_leaves_no_processes(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with serving(pair, tmp_path) as (process, url, _):
         await_health(url)
         workers = list(children(process).values())

@@ -80,12 +80,11 @@ def expected(pair: Pair) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
-    """One server for all that may happen to a target of two ranks; the last test ends it."""
     with serving(pair, tmp_path_factory.mktemp("two"), "ssd", 2) as server:
         yield server
 
 
-def test_two_ranks_give_the_texts_of_one(two_ranks: Server, expected: list[str]) -> None:
+def test_two_ranks_equal_one_rank(two_ranks: Server, expected: list[str]) -> None:
     process, url, _ = two_ranks
     assert set(children(process)) == RANKS | {"ssd: drafter-0"}
     assert texts(url) == expected
@@ -100,7 +99,7 @@ def test_two_ranks_give_the_texts_of_one(two_ranks: Server, expected: list[str])
     ],
     ids=["rank killed", "rank stopped", "rank 0 stopped"],
 )
-def test_a_target_one_of_whose_ranks_dies_or_hangs_comes_back_and_texts_go_on(
+def test_killed_or_hanging_rank_restarts_the_target(
     two_ranks: Server, worker: str, how: signal.Signals
 ) -> None:
     process, url, log = two_ranks
@@ -119,7 +118,7 @@ def test_a_target_one_of_whose_ranks_dies_or_hangs_comes_back_and_texts_go_on(
     assert not psutil.wait_procs([before[name] for name in RANKS], timeout=5.0)[1]
 
 
-def ends_tidily(server: Server, folder: Path) -> None:
+def shuts_down_cleanly(server: Server, folder: Path) -> None:
     process, _, log = server
     running, before = children(process), log.read_text()
     # To the whole group, as a terminal or a process manager does.
@@ -130,25 +129,25 @@ def ends_tidily(server: Server, folder: Path) -> None:
     assert list((folder / "run").iterdir()) == []
 
 
-def test_two_ranks_end_tidily_whatever_has_happened_to_them(two_ranks: Server) -> None:
-    ends_tidily(two_ranks, two_ranks[2].parent)
+def test_two_ranks_shut_down_cleanly_after_faults(two_ranks: Server) -> None:
+    shuts_down_cleanly(two_ranks, two_ranks[2].parent)
 
 
-def test_a_target_of_two_ranks_may_draft_for_itself(pair: Pair, tmp_path: Path, expected: list[str]) -> None:
+def test_two_ranks_with_inline_drafts_equal_one_rank(pair: Pair, tmp_path: Path, expected: list[str]) -> None:
     with serving(pair, tmp_path, "sd", 2) as server:
         assert set(children(server[0])) == RANKS
         assert texts(server[1]) == expected
-        ends_tidily(server, tmp_path)
+        shuts_down_cleanly(server, tmp_path)
 
 
-def test_four_ranks_are_four_processes_and_give_the_texts_of_one(tmp_path: Path) -> None:
+def test_four_ranks_are_four_processes_and_equal_one_rank(tmp_path: Path) -> None:
     """Their heads share one key-value head."""
     wide = write_pair(tmp_path / "pair", heads=4)
     with serving(wide, tmp_path, "ssd", 4) as server:
         names = {"ssd: verifier", "ssd: drafter-0", *(f"ssd: rank-{n}" for n in range(1, 4))}
         assert set(children(server[0])) == names
         assert texts(server[1]) == texts_of_one_rank(wide[0])
-        ends_tidily(server, tmp_path)
+        shuts_down_cleanly(server, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_four_ranks_are_four_processes_and_give_the_texts_of_one(tmp_path: Path)
         ({"SSD_TENSOR_PARALLEL": "2", "SSD_TARGET_DEVICE_ALONE": "cpu:0"}, 2, "is for one rank"),
     ],
 )
-def test_wrong_settings_are_one_clear_sentence(
+def test_invalid_settings_are_one_sentence(
     pair: Pair, environment: dict[str, str], code: int, message: str
 ) -> None:
     command = [sys.executable, "-m", "ssd_serve", "generate", "x", "--target", str(pair[0]), "--mode", "ar"]

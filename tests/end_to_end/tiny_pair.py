@@ -1,5 +1,4 @@
-"""A random target, draft model and EAGLE heads with one tokenizer, in milliseconds, for tests of whole
-processes."""
+"""Writes small random targets, drafts and EAGLE heads with one tokenizer, for tests of whole processes."""
 
 import json
 from pathlib import Path
@@ -113,7 +112,7 @@ def _write_layer(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte."""
+    """Return a tokenizer with a token for each byte."""
     symbols = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(tokenizer_models.BPE({symbol: index for index, symbol in enumerate(symbols)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

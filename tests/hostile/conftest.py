@@ -1,4 +1,4 @@
-"""The server that hostile tests share; those that need other settings open one of their own."""
+"""Servers that hostile tests share; tests with other settings start their own."""
 
 from collections.abc import Generator
 from contextlib import suppress
@@ -13,15 +13,13 @@ from tests.hostile.target_server import TargetServer, start_target_server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[TargetServer]:
-    """A server with default limits, for one test process."""
     with start_target_server(tmp_path_factory.mktemp("server")) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that everybody may write to, with a library of the right name in it, where a compiler
-    can build one."""
+    """Create a world-writable cache folder with a planted kernel library, if there is a C compiler."""
     folder = tmp_path_factory.mktemp("shared") / "cache"
     folder.mkdir()
     with suppress(NativeError):
@@ -34,6 +32,5 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Generator[Guarded]:
-    """The server with secrets, for one test process."""
     with open_guarded(tmp_path_factory.mktemp("guarded"), shared) as found:
         yield found

@@ -1,7 +1,5 @@
-"""A server with everything that must stay secret, in a cache folder that everybody may write to."""
+"""A server with keys and other secrets, and a world-writable cache folder."""
 
-import os
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from tests.servers import free_port
 COMPLETIONS = "/v1/completions"
 OPERATOR, ANNA, BEN, MALLORY, METRICS = ("o" * 32, "a" * 32, "b" * 32, "m" * 32, "p" * 32)
 HUB_TOKEN, CLUSTER_KEY = "sesame-of-the-hub", "sesame-of-the-cluster"
-PLANTED = "planted by somebody else"
+PLANTED = "planted by another user"
 SECRETS = (OPERATOR, ANNA, BEN, MALLORY, METRICS, HUB_TOKEN, CLUSTER_KEY)
 KEYS = f"""
 anna {ANNA}
@@ -26,7 +24,7 @@ mallory {MALLORY} requests_per_minute=30 tokens_per_minute=3000
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server with keys, its file of them, its cache folder, and where its metrics are."""
+    """A server with its file of keys, its cache folder, and the URL of its metrics."""
 
     server: TargetServer
     file: Path
@@ -36,23 +34,6 @@ class Guarded:
     def post(self, key: str, body: object, path: str = COMPLETIONS) -> httpx.Response:
         return httpx.post(f"{self.server.url}{path}", json=body, headers=bearer(key), timeout=120.0)
 
-    def rewrite(self, text: str) -> None:
-        new = self.file.with_suffix(".new")
-        new.write_text(text)
-        new.chmod(0o600)
-        os.replace(new, self.file)
-
-    def opens(self, key: str) -> bool:
-        answer = httpx.get(f"{self.server.url}/v1/models", headers=bearer(key), timeout=30.0)
-        assert answer.status_code in (200, 401)
-        return answer.status_code == 200
-
-    def await_key(self, key: str, opens: bool) -> None:
-        deadline = time.monotonic() + 20.0
-        while self.opens(key) != opens:
-            assert time.monotonic() < deadline, self.server.log
-            time.sleep(0.1)
-
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}".strip()}
@@ -60,7 +41,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @contextmanager
 def open_guarded(folder: Path, shared: Path) -> Generator[Guarded]:
-    """At the level that logs most; `shared` is its cache folder."""
+    """Start a server with log level debug and the cache folder `shared`."""
     file, port = folder / "keys", free_port()
     file.write_text(KEYS)
     file.chmod(0o600)

@@ -1,4 +1,4 @@
-"""Bodies of up to the limit, of every kind that costs much: another client's stream goes on meanwhile."""
+"""Expensive request bodies up to the size limit, beside another client's stream."""
 
 import contextlib
 import json
@@ -12,19 +12,18 @@ import pytest
 from tests.hostile.target_server import KEPT_MB, TargetServer
 
 LIMIT = 8 * 2**20
-ROOM = LIMIT - 300
+BODY_BYTES = LIMIT - 300
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ONE_BODY_MB = 48.0
-"""A body, what is made of it, and what allocators keep: four times its size, and room for the witness."""
+"""Four times the body's size for the body, its parsed form and allocators; the rest for the other client."""
 
 WRITTEN_MB = KEPT_MB + 192.0
-"""With pages of the KV caches that nobody had written to: 24,000 tokens of the pair in fp32, as far as there
-is time for them. They are there for good: a second time less is kept."""
+"""Includes pages of the KV caches that are written for the first time: 24,000 tokens of the pair in fp32."""
 
 
 def filled(unit: bytes) -> bytes:
-    """As much of it as a body has room for."""
-    return unit * (ROOM // len(unit))
+    """Repeat the unit up to the body limit."""
+    return unit * (BODY_BYTES // len(unit))
 
 
 def numbered(pattern: bytes, count: int) -> bytes:
@@ -75,7 +74,7 @@ TEXTS: Mapping[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("kinds", [WRONG_IDS, WRONG_FIELDS, NO_JSON], ids=["ids", "fields", "no JSON"])
-def test_a_long_body_that_is_wrong_is_refused_at_no_cost_to_others(
+def test_long_invalid_body_is_refused_within_bounds(
     server: TargetServer, kinds: Mapping[str, tuple[str, bytes]]
 ) -> None:
     with server.unharmed() as harm:
@@ -86,7 +85,7 @@ def test_a_long_body_that_is_wrong_is_refused_at_no_cost_to_others(
     assert harm.peak_mb < ONE_BODY_MB
 
 
-def test_a_long_text_that_cannot_fit_is_refused_at_no_cost_to_others(server: TargetServer) -> None:
+def test_long_text_above_the_context_is_refused_within_bounds(server: TargetServer) -> None:
     with server.unharmed() as harm:
         for name, (path, body) in TEXTS.items():
             answer = server.post(path, body)
@@ -95,8 +94,8 @@ def test_a_long_text_that_cannot_fit_is_refused_at_no_cost_to_others(server: Tar
     assert harm.peak_mb < ONE_BODY_MB
 
 
-def test_answers_that_go_on_with_the_worst_stop_strings(server: TargetServer) -> None:
-    """What has come already ends with a stop string, so that only this front end works on it."""
+def test_worst_case_stop_strings_do_not_delay_other_clients(server: TargetServer) -> None:
+    """The generated tokens already end with a stop string, so that only the front end works."""
     many, last = (only_token(server, text) for text in ("aaaaaaaa", "b"))
     body = {
         "prompt": "a",
@@ -118,7 +117,7 @@ def only_token(server: TargetServer, text: str) -> int:
     return int(token)
 
 
-def test_who_leaves_has_nothing_more_done_for_them(server: TargetServer) -> None:
+def test_work_of_disconnected_clients_is_cancelled(server: TargetServer) -> None:
     body = {
         "prompt": "a",
         "n": 128,
@@ -128,8 +127,8 @@ def test_who_leaves_has_nothing_more_done_for_them(server: TargetServer) -> None
     }
     with server.unharmed():
         for _ in range(12):
-            leave_at_once(server, COMPLETIONS, json.dumps(body).encode())
-            leave_at_once(server, "/tokenize", TEXTS["words to tokenise"][1])
+            send_and_reset(server, COMPLETIONS, json.dumps(body).encode())
+            send_and_reset(server, "/tokenize", TEXTS["words to tokenise"][1])
         began = time.monotonic()
         assert server.post(COMPLETIONS, {"prompt": "a " * 1000, "max_tokens": 1}).status_code == 200
         assert time.monotonic() - began < 20.0
@@ -140,14 +139,13 @@ def head(path: str, framing: str) -> bytes:
     return "\r\n".join(lines).encode()
 
 
-def leave_at_once(server: TargetServer, path: str, body: bytes) -> None:
-    """Send all of a body, and reset the connection."""
+def send_and_reset(server: TargetServer, path: str, body: bytes) -> None:
     with server.connect() as attacker:
         attacker.sendall(head(path, f"Content-Length: {len(body)}") + body)
         attacker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def test_a_body_of_chunks_of_one_byte(server: TargetServer) -> None:
+def test_body_in_chunks_of_one_byte(server: TargetServer) -> None:
     chunks = b"1\r\n \r\n" * 200_000 + b"0\r\n\r\n"
     with server.unharmed(), server.connect(120.0) as attacker:
         with contextlib.suppress(OSError):
@@ -155,13 +153,13 @@ def test_a_body_of_chunks_of_one_byte(server: TargetServer) -> None:
         assert attacker.recv(12) == b"HTTP/1.1 400"
 
 
-def test_bodies_that_never_end_hold_neither_memory_nor_the_place_of_others(server: TargetServer) -> None:
-    """Together they would be twice of what all bodies may be; each stops before its last byte."""
+def test_unfinished_bodies_release_memory_for_others(server: TargetServer) -> None:
+    """Together they announce twice the limit of all bodies, and each stops before its last byte."""
     with server.unharmed() as harm, contextlib.ExitStack() as stack:
         for _ in range(16):
             attacker = stack.enter_context(server.connect())
             attacker.settimeout(0.5)
-            with contextlib.suppress(OSError):  # there is no room to take it
+            with contextlib.suppress(OSError):  # the server stops reading
                 attacker.sendall(head(COMPLETIONS, f"Content-Length: {LIMIT}") + filled(b" "))
         began = time.monotonic()
         assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
@@ -172,7 +170,7 @@ def test_bodies_that_never_end_hold_neither_memory_nor_the_place_of_others(serve
     assert harm.peak_mb < 200.0
 
 
-def test_a_stream_that_is_not_read_is_ended_before_it_fills_the_memory(server: TargetServer) -> None:
+def test_unread_stream_is_ended_before_it_fills_memory(server: TargetServer) -> None:
     body = {"prompt": "a", "n": 16, "max_tokens": 1500, "logprobs": 20, "stream": True, "ignore_eos": True}
     content = json.dumps(body).encode()
     for kept_mb in (WRITTEN_MB, KEPT_MB):
@@ -180,9 +178,3 @@ def test_a_stream_that_is_not_read_is_ended_before_it_fills_the_memory(server: T
             attacker.sendall(head(COMPLETIONS, f"Content-Length: {len(content)}") + content)
             time.sleep(10.0)
         assert harm.peak_mb < 150.0
-
-
-def test_messages_without_words(server: TargetServer) -> None:
-    messages = [{"role": "user", "content": "", "name": "n" * 256}] * 4096
-    with server.unharmed():
-        assert server.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 400

@@ -1,4 +1,4 @@
-"""Descriptors or threads run out while the engine dies: when they are there again, so is the engine."""
+"""The engine dies while descriptors or threads are exhausted, and restarts when they are free again."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.hostile.target_server import WISH, TargetServer, start_target_server
+from tests.hostile.target_server import REQUEST, TargetServer, start_target_server
 
 HOG = """
 import os, pathlib, resource, threading, time
@@ -33,15 +33,14 @@ def hog():
 threading.Thread.start = refuse
 threading.Thread(target=hog, daemon=True).start()
 """
-"""Takes every descriptor of the front end while a file is there, and refuses threads while another one is."""
+"""Takes all descriptors of the front end while a file exists, and refuses threads while another one does."""
 
 
 def answers(server: TargetServer, seconds: float) -> bool:
-    """Whether it answers again within so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            answer = httpx.post(f"{server.url}/v1/completions", json=WISH, timeout=60.0)
+            answer = httpx.post(f"{server.url}/v1/completions", json=REQUEST, timeout=60.0)
         except httpx.TransportError:
             time.sleep(0.2)
             continue
@@ -52,17 +51,17 @@ def answers(server: TargetServer, seconds: float) -> bool:
 
 
 def kill_target(server: TargetServer) -> int:
-    """Returns the process id that it had."""
+    """Kill the target, and return its process id."""
     target: int = server.workers()["ssd: verifier"].pid
     os.kill(target, signal.SIGKILL)
     return target
 
 
 @pytest.mark.parametrize("short", ["no-descriptors", "no-threads"])
-def test_an_engine_that_dies_in_need_comes_back_afterwards(tmp_path: Path, short: str) -> None:
+def test_engine_restarts_after_descriptors_or_threads_ran_out(tmp_path: Path, short: str) -> None:
     mark = tmp_path / "no-descriptors"
     hog = HOG.format(mark=str(mark))
-    # On one core: two threads that wait for each other are slow where others compute too.
+    # On one core: two threads that wait for each other are slow on shared cores.
     with start_target_server(tmp_path, before=hog, SSD_MODE="ar", SSD_TARGET_DEVICE="cpu:0") as server:
         (tmp_path / short).touch()
         time.sleep(0.5)

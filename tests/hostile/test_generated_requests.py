@@ -1,4 +1,4 @@
-"""Everything that the OpenAPI document allows and forbids, against a real engine, beside another client."""
+"""Generated requests, valid and invalid by the OpenAPI document, against a real engine."""
 
 import sys
 from pathlib import Path
@@ -14,6 +14,6 @@ pytestmark = [
 ]
 
 
-def test_generated_requests_harm_nobody(server: TargetServer, tmp_path: Path) -> None:
+def test_generated_requests_cause_no_harm(server: TargetServer, tmp_path: Path) -> None:
     with server.unharmed():
         generate_requests(server.url, tmp_path, 10, "--phases", "examples,fuzzing,stateful")

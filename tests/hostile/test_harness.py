@@ -1,4 +1,4 @@
-"""The harness itself: it sees harm that is done, and none where there is none."""
+"""Tests of `TargetServer.unharmed` itself."""
 
 import os
 import signal
@@ -9,23 +9,23 @@ import pytest
 from tests.hostile.target_server import TargetServer
 
 
-def test_an_idle_attacker_harms_nobody(server: TargetServer) -> None:
+def test_idle_attacker_causes_no_harm(server: TargetServer) -> None:
     with server.unharmed() as harm, server.connect():
         time.sleep(0.5)
     assert harm.answers >= 1
 
 
-def test_a_frozen_server_is_seen(server: TargetServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frozen_server_is_detected(server: TargetServer, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AssertionError), server.unharmed(longest_gap_s=0.5):  # noqa: PT012
         time.sleep(0.3)
         os.kill(server.process.pid, signal.SIGSTOP)
         time.sleep(0.8)
         os.kill(server.process.pid, signal.SIGCONT)
-    capsys.readouterr()  # this gap was made, and is not for the summary
+    capsys.readouterr()  # keeps this gap out of the summary
 
 
-def test_a_leaked_connection_is_seen(server: TargetServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.hostile.target_server._COMES_BACK_S", 0.5)
+def test_leaked_connection_is_detected(server: TargetServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.hostile.target_server._RELEASED_WITHIN_S", 0.5)
     attackers = []
     try:
         with pytest.raises(AssertionError), server.unharmed():  # noqa: PT012

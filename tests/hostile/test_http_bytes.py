@@ -1,10 +1,9 @@
-"""Bytes that are no HTTP, or HTTP that means two things, from clients that come and go as they like."""
+"""Invalid and ambiguous HTTP, and clients that disconnect at any time."""
 
 import contextlib
 import gzip
 import socket
 import struct
-import time
 
 import pytest
 
@@ -50,7 +49,7 @@ REFUSED: dict[str, bytes] = {
 
 
 def answer(attacker: socket.socket) -> bytes:
-    """What comes back until the server hangs up, or says nothing for a while."""
+    """Read until the server closes the connection or sends nothing for 1.5 s."""
     attacker.settimeout(1.5)
     parts = b""
     with contextlib.suppress(OSError):
@@ -60,60 +59,49 @@ def answer(attacker: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_request_is_refused_at_once(server: TargetServer, name: str) -> None:
+def test_invalid_request_is_refused(server: TargetServer, name: str) -> None:
     with server.unharmed(), server.connect() as attacker:
-        with contextlib.suppress(OSError):  # it may hang up before all is sent
+        with contextlib.suppress(OSError):  # the server may close before all is sent
             attacker.sendall(REFUSED[name])
-        told = answer(attacker)
-    status = told.partition(b"\r\n")[0]
-    assert status == b"" or status.startswith(b"HTTP/1.1 4"), told[:300]
-    assert b"root:" not in told
+        received = answer(attacker)
+    status = received.partition(b"\r\n")[0]
+    assert status == b"" or status.startswith(b"HTTP/1.1 4"), received[:300]
+    assert b"root:" not in received
 
 
 @pytest.mark.parametrize("chunks_first", [False, True])
-def test_a_length_and_chunks_are_not_two_requests(server: TargetServer, chunks_first: bool) -> None:
-    """Request smuggling: what a proxy takes for a body must not be answered as a request."""
+def test_request_smuggling_with_two_lengths_is_refused(server: TargetServer, chunks_first: bool) -> None:
     hidden = b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     lengths = [b"Content-Length: %d\r\n" % (5 + len(hidden)), b"Transfer-Encoding: chunked\r\n"]
     if chunks_first:
         lengths.reverse()
     with server.unharmed(), server.connect() as attacker:
         attacker.sendall(HEAD + b"".join(lengths) + b"\r\n0\r\n\r\n" + hidden)
-        told = answer(attacker)
-    assert told.startswith(b"HTTP/1.1 400")
-    assert b'"version"' not in told
+        received = answer(attacker)
+    assert received.startswith(b"HTTP/1.1 400")
+    assert b'"version"' not in received
 
 
-def test_a_hundred_requests_in_one_breath_are_answered_in_order(server: TargetServer) -> None:
+def test_pipelined_requests_are_answered(server: TargetServer) -> None:
     with server.unharmed(), server.connect() as attacker:
         attacker.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100)
-        told = answer(attacker)
-    assert told.count(b"HTTP/1.1 200") == 100
+        received = answer(attacker)
+    assert received.count(b"HTTP/1.1 200") == 100
 
 
-def test_a_body_that_never_comes_is_not_waited_for_by_others(server: TargetServer) -> None:
-    with server.unharmed():
-        attackers = [server.connect() for _ in range(50)]
-        for attacker in attackers:
-            attacker.sendall(HEAD + b"Content-Length: 4000000\r\nExpect: 100-continue\r\n\r\n{")
-        time.sleep(1)
-        for attacker in attackers:
-            attacker.close()
-
-
-def test_endless_chunks_end_at_the_limit(server: TargetServer) -> None:
+def test_endless_chunks_are_refused_at_the_body_limit(server: TargetServer) -> None:
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     with server.unharmed() as harm, server.connect() as attacker:
         attacker.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         with contextlib.suppress(OSError):
             for _ in range(1024):  # 64 MiB
                 attacker.sendall(chunk)
-        told = answer(attacker)
-    assert told == b"" or b"413" in told.partition(b"\r\n")[0]
+        received = answer(attacker)
+    assert received == b"" or b"413" in received.partition(b"\r\n")[0]
     assert harm.peak_mb < 48
 
 
-def test_clients_that_hang_up_at_once_leave_nothing(server: TargetServer) -> None:
+def test_immediate_disconnects_leak_nothing(server: TargetServer) -> None:
     stream = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     reset = struct.pack("ii", 1, 0)
     with server.unharmed():
@@ -123,12 +111,3 @@ def test_clients_that_hang_up_at_once_leave_nothing(server: TargetServer) -> Non
                 attacker.sendall(stream if index % 3 == 1 else stream[:40])
             attacker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             attacker.close()
-
-
-def test_an_upgrade_that_is_not_offered_is_answered_without_it(server: TargetServer) -> None:
-    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    key = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    with server.unharmed(), server.connect() as attacker:
-        attacker.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n" + upgrade + key)
-        told = answer(attacker)
-    assert not told.startswith(b"HTTP/1.1 101")

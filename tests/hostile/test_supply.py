@@ -1,4 +1,4 @@
-"""What a broken drafter, another user of the machine, or whoever made a model could get hold of."""
+"""Secrets in workers, planted kernel libraries, and malicious checkpoints."""
 
 import os
 import re
@@ -12,25 +12,25 @@ from tests.hostile.guarded import PLANTED, SECRETS, Guarded
 from tests.hostile.target_server import start_target_server
 
 
-def test_no_worker_has_a_secret_in_its_environment_or_on_its_command_line(guarded: Guarded) -> None:
+def test_workers_have_no_secrets_in_environment_or_command_line(guarded: Guarded) -> None:
     with guarded.server.unharmed():
         workers = guarded.server.workers()
         assert {"ssd: verifier", "ssd: drafter-0"} <= set(workers)
         for child in psutil.Process(guarded.server.process.pid).children(recursive=True):
             for file in ("environ", "cmdline"):
-                told = Path(f"/proc/{child.pid}/{file}").read_bytes()
-                assert not [secret for secret in SECRETS if secret.encode() in told], child.cmdline()
+                content = Path(f"/proc/{child.pid}/{file}").read_bytes()
+                assert not [secret for secret in SECRETS if secret.encode() in content], child.cmdline()
     assert not [secret for secret in SECRETS if secret in guarded.server.log]
 
 
-def test_a_library_that_somebody_planted_is_not_loaded(guarded: Guarded) -> None:
+def test_planted_kernel_library_is_not_loaded(guarded: Guarded) -> None:
     if not list(guarded.shared.glob("native-*.so")):
         pytest.skip("no C compiler")
     with guarded.server.unharmed():
         for child in guarded.server.workers().values():
             maps = Path(f"/proc/{child.pid}/maps").read_text()
             assert str(guarded.shared) + "/" not in maps
-            assert "/native-" in maps  # a compiled one is
+            assert "/native-" in maps  # the compiled library
     assert len(re.findall(f"others may write to {guarded.shared}", guarded.server.log)) == 1
     (planted,) = guarded.shared.glob("native-*.so")
     assert planted.read_text() == PLANTED
@@ -39,7 +39,7 @@ def test_a_library_that_somebody_planted_is_not_loaded(guarded: Guarded) -> None
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("allowed", ["0", "1"])
-def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path, allowed: str) -> None:
+def test_malicious_pickle_checkpoint_runs_no_code(tmp_path: Path, allowed: str) -> None:
     from ssd_serve.models.hub import embedded_folder
 
     folder = tmp_path / "evil"

@@ -1,21 +1,17 @@
-"""Users of one server who try to learn what others asked, to come in without a key, or to take all of it."""
+"""Users of one server who try to learn others' prompts, to get access without a key, or to exceed limits."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
-from ssd_serve.bench.metrics_page import by_label, metric
+from ssd_serve.bench.metrics_page import metric
 from tests.hostile.guarded import (
     ANNA,
     BEN,
     COMPLETIONS,
-    KEYS,
-    MALLORY,
     METRICS,
-    OPERATOR,
     SECRETS,
     Guarded,
     bearer,
@@ -23,11 +19,10 @@ from tests.hostile.guarded import (
 from tests.hostile.target_server import TargetServer
 
 SECRET = [3 + 17 * place % 900 for place in range(80)]
-"""Token ids of a prompt that only one user has; long enough to be worth keeping."""
+"""Token ids of one user's prompt, long enough for the prefix cache."""
 
 
 def cached(answer: httpx.Response) -> int | None:
-    """How much of its prompt an answer says was found in the cache."""
     assert answer.status_code == 200, answer.text
     details: dict[str, int] | None = answer.json()["usage"]["prompt_tokens_details"]
     return None if details is None else details["cached_tokens"]
@@ -38,8 +33,7 @@ def chunks(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
 
 
-def test_a_guess_of_anothers_prompt_is_never_confirmed_without_keys(server: TargetServer) -> None:
-    """Whole, streamed, and 100 guesses at once."""
+def test_cached_tokens_are_hidden_without_keys(server: TargetServer) -> None:
     ask = {"prompt": SECRET, "max_tokens": 1, "temperature": 0.0}
     usage = {"include_usage": True, "continuous_usage_stats": True}
     with server.unharmed():
@@ -52,7 +46,7 @@ def test_a_guess_of_anothers_prompt_is_never_confirmed_without_keys(server: Targ
         assert "cached" not in stream.text
 
 
-def test_salts_keep_prompts_apart_and_their_owner_still_reuses_them(server: TargetServer) -> None:
+def test_cache_salt_separates_prefixes_but_its_owner_reuses_them(server: TargetServer) -> None:
     ask = {"prompt": [*SECRET, 5], "max_tokens": 1, "temperature": 0.0}
     with server.unharmed():
         first, again = (server.post(COMPLETIONS, {**ask, "cache_salt": "anna's"}) for _ in range(2))
@@ -63,8 +57,8 @@ def test_salts_keep_prompts_apart_and_their_owner_still_reuses_them(server: Targ
     assert len(texts) == 1
 
 
-def test_a_guess_of_another_keys_prompt_finds_nothing(guarded: Guarded) -> None:
-    """Also with Anna's own salt, and while her request runs."""
+def test_prefix_cache_is_separate_for_each_key(guarded: Guarded) -> None:
+    """Also with the other user's salt, and while the other user's request runs."""
     ask = {"prompt": [*SECRET, 6], "max_tokens": 64, "ignore_eos": True, "cache_salt": "s"}
     with guarded.server.unharmed(), ThreadPoolExecutor(4) as pool:
         running = [pool.submit(guarded.post, ANNA, ask) for _ in range(2)]
@@ -73,13 +67,13 @@ def test_a_guess_of_another_keys_prompt_finds_nothing(guarded: Guarded) -> None:
         found = [cached(each) for each in answers[:2]]
         later = guarded.post(BEN, {**ask, "cache_salt": "anna\0s"})
         hers = guarded.post(ANNA, ask)
-    # Ben's two guesses may find each other.
+    # Ben's two requests may share a prefix with each other.
     assert min(found) == 0  # type: ignore[type-var]
     assert cached(later) == 0
     assert cached(hers) == len(SECRET)
 
 
-def test_wrong_keys_are_refused_as_fast_as_they_come(guarded: Guarded) -> None:
+def test_many_wrong_keys_are_refused_and_counted(guarded: Guarded) -> None:
     wrong = [ANNA[:-1], ANNA + "a", "", "Bearer x", "a" * 8000, "Bearer", "~" * 32, "default", "anna"]
     with guarded.server.unharmed():
         with httpx.Client(base_url=guarded.server.url, timeout=30.0) as http:
@@ -89,58 +83,7 @@ def test_wrong_keys_are_refused_as_fast_as_they_come(guarded: Guarded) -> None:
     assert metric(page, "ssd_unknown_keys_total") >= 400
 
 
-def test_keys_change_while_streams_run(guarded: Guarded) -> None:
-    """New ones come, old ones go, and files that are broken or gone change nothing."""
-    fresh = "f" * 32
-    with guarded.server.unharmed():
-        try:
-            guarded.rewrite(KEYS.replace(ANNA, fresh))
-            guarded.await_key(fresh, True)
-            assert not guarded.opens(ANNA)
-            for broken in ("", "anna\n", f"anna {ANNA}\nanna {fresh} limit=1\n", "\0" * 4096):
-                guarded.rewrite(broken)
-                time.sleep(1.2)
-                assert guarded.opens(fresh)
-                assert not guarded.opens(ANNA)
-            guarded.file.unlink()
-            time.sleep(1.2)
-            assert guarded.opens(fresh)
-        finally:
-            guarded.rewrite(KEYS)
-        guarded.await_key(ANNA, True)
-        assert not guarded.opens(fresh)
-    log = guarded.server.log
-    assert "line 1: a line is: name key" in log
-    assert not [key for key in (*SECRETS, fresh) if key in log]
-
-
-def test_a_limit_holds_and_refuses_before_a_body_is_sent(guarded: Guarded) -> None:
-    ask = {"prompt": "def f(", "max_tokens": 1}
-    head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {MALLORY}\r\n"
-        "Content-Type: application/json\r\nContent-Length: 8000000\r\n\r\n"
-    )
-    with guarded.server.unharmed():
-        begun = time.monotonic()
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda _: guarded.post(MALLORY, ask), range(90)))
-        served = sum(answer.status_code == 200 for answer in answers)
-        refused = [answer for answer in answers if answer.status_code == 429]
-        assert served + len(refused) == 90
-        # A minute's worth, and what flows in meanwhile: one each two seconds.
-        assert 30 <= served <= 31 + (time.monotonic() - begun) / 2
-        assert refused
-        assert {answer.json()["error"]["code"] for answer in refused} == {"rate_limit_exceeded"}
-        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-        while guarded.post(MALLORY, ask).status_code == 200:
-            pass
-        with guarded.server.connect(timeout_s=5.0) as attacker:
-            attacker.sendall(head.encode())
-            assert b"429" in attacker.recv(65536).partition(b"\r\n")[0]
-
-
-def test_nothing_that_users_write_is_in_the_log_whatever_goes_wrong(guarded: Guarded) -> None:
-    """At the level that logs most: who asked and what became of it, never a text, a salt or a key."""
+def test_log_never_contains_prompts_salts_or_keys(guarded: Guarded) -> None:
     mark = "zebra-crossing"
     bodies: list[object] = [
         {"prompt": mark, "max_tokens": 4},
@@ -162,19 +105,3 @@ def test_nothing_that_users_write_is_in_the_log_whatever_goes_wrong(guarded: Gua
     assert any("answered" in line and f"path={COMPLETIONS} status=200" in line for line in of_ben)
     assert any("request finished" in line and f"path={COMPLETIONS}" in line for line in of_ben)
     assert not [key for key in SECRETS if key in log]
-
-
-def test_metrics_are_for_their_key_at_their_port_alone(guarded: Guarded) -> None:
-    api, port = guarded.server.url, guarded.metrics.removesuffix("/metrics")
-    with guarded.server.unharmed():
-        for key, status in ((METRICS, 200), (OPERATOR, 401), (ANNA, 401), ("", 401)):
-            assert httpx.get(guarded.metrics, headers=bearer(key)).status_code == status
-            assert httpx.get(f"{api}/metrics", headers=bearer(key)).status_code == 404
-        assert httpx.get(f"{api}/v1/models", headers=bearer(METRICS)).status_code == 401
-        for path in ("/v1/models", "/openapi.json", "//metrics", "/metrics/x", "/metrics/../v1/models"):
-            assert httpx.get(f"{port}{path}", headers=bearer(OPERATOR)).status_code == 404
-        posted = httpx.post(f"{port}{COMPLETIONS}", json={"prompt": "a"}, headers=bearer(OPERATOR))
-        assert posted.status_code == 404
-        page = httpx.get(guarded.metrics, headers=bearer(METRICS)).text
-    assert "default" in by_label(page, "ssd_key_requests_total", "key")
-    assert not [key for key in SECRETS if key in page]

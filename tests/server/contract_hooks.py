@@ -1,4 +1,4 @@
-"""What schemathesis is told about this server: small requests, and why a valid one may still be refused.
+"""Schemathesis hooks: small requests, and reasons for which a valid request may be refused.
 
 Loaded by its command line (`SCHEMATHESIS_HOOKS=tests.server.contract_hooks`).
 """

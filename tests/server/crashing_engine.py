@@ -110,7 +110,6 @@ class CrashingEngine:
         theirs.send(READY)
 
     def close(self) -> None:
-        """Nobody waits any more, and nothing stays open."""
         self.client.stop()
         self.channels.put(None)  # a thread may wait
         self.engine.channel.close()
@@ -129,7 +128,6 @@ class CrashingEngine:
 
 @dataclass
 class Heard:
-    """Everything that one request was told."""
 
     reports: list[Report] = field(default_factory=list[Report])
 

@@ -122,7 +122,6 @@ class ByteDetokenizer:
 
 
 class ByteTokenizer:
-    """One token a byte, and three special ones."""
 
     eos_ids = frozenset({END})
     chat_template = ""
@@ -152,7 +151,6 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-    """What the engine does with a request: groups of tokens, one a message, then the end."""
 
     groups: tuple[tuple[int, ...], ...]
     refused: Refused | None = None
@@ -281,7 +279,6 @@ class FakeEngine:
             self._end(Finished(request, "length", FIGURES))
 
     def _commit(self, play: _Play, group: tuple[int, ...]) -> None:
-        """As the verifier: nothing beyond a stop id or the length limit is ever committed."""
         parameters, request = play.submit.parameters, play.submit.request
         kept: list[int] = []
         for token in group[: parameters.max_tokens - play.tokens]:

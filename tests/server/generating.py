@@ -11,7 +11,6 @@ PATIENCE_S = 500
 
 
 def generate_requests(url: str, folder: Path, examples: int, *more: str) -> str:
-    """What it says after all checks, of which none failed. The same `examples`, the same requests."""
     options = ["--checks", "all", "--seed", "15", "--max-examples", str(examples), "--no-color"]
     # The check of `contract_hooks` knows the rules that are told in words.
     options += ["--exclude-checks", "positive_data_acceptance", "--max-response-time", "60"]

@@ -1,4 +1,4 @@
-"""A server with a scripted engine: `running_server` in this process, `listening_server` on a real socket."""
+"""Servers with a scripted engine: `running_server` in this process, `listening_server` on a socket."""
 
 import asyncio
 import json

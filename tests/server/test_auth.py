@@ -1,4 +1,4 @@
-"""Who may come in, how often, and who reads the metrics."""
+"""API keys, rate limits, and access to the metrics."""
 
 import asyncio
 import logging
@@ -34,14 +34,14 @@ async def status(server: RunningServer, key: str, path: str = "/v1/models") -> i
     return (await server.http.get(path, headers=bearer(key))).status_code
 
 
-async def test_each_key_of_the_file_opens_and_the_operators_too(keys: Path) -> None:
+async def test_auth_accepts_keys_of_the_file_and_of_the_operator(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY + "\n")
     async with running_server(lambda _: say("x"), settings) as server:
         found = [await status(server, key) for key in (ANNA, BEN, OPERATOR_KEY, ANNA[:-1], ANNA + BEN, "")]
     assert found == [200, 200, 200, 401, 401, 401]
 
 
-async def test_a_new_key_works_and_an_old_one_does_not_while_a_stream_goes_on(keys: Path) -> None:
+async def test_auth_keys_reload_during_a_stream(keys: Path) -> None:
     async with running_server(lambda _: say("abcdef", hold_after=1), Settings(api_keys_file=keys)) as server:
         body = {"prompt": "a", "stream": True}
         stream = asyncio.ensure_future(server.http.post(COMPLETIONS, json=body, headers=bearer(ANNA)))
@@ -54,7 +54,7 @@ async def test_a_new_key_works_and_an_old_one_does_not_while_a_stream_goes_on(ke
         assert "[DONE]" in (await stream).text
 
 
-async def test_above_the_limit_of_requests_is_429_before_the_body_is_read(keys: Path) -> None:
+async def test_rate_limit_of_requests_answers_429_before_the_body_is_read(keys: Path) -> None:
     write(keys, f"anna {ANNA} requests_per_minute=2\nben {BEN}")
     async with running_server(lambda _: say("x"), Settings(api_keys_file=keys)) as server:
         answers = [
@@ -79,7 +79,7 @@ async def test_above_the_limit_of_requests_is_429_before_the_body_is_read(keys: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_are_charged_as_they_come_and_the_next_request_waits(stream: bool) -> None:
+async def test_rate_limit_of_tokens_is_charged_during_generation(stream: bool) -> None:
     """Four prompt tokens (three bytes and the begin token) and six of output."""
     settings = Settings(key_tokens_per_minute=6)
     async with running_server(lambda _: say("abcdef"), settings) as server:
@@ -95,7 +95,7 @@ async def test_tokens_are_charged_as_they_come_and_the_next_request_waits(stream
     assert "this server has a limit of 6 tokens a minute" in second.json()["error"]["message"]
 
 
-async def test_requests_that_came_together_cannot_all_take_the_same_tokens() -> None:
+async def test_rate_limit_of_tokens_for_concurrent_requests() -> None:
     settings = Settings(key_tokens_per_minute=6)
     async with running_server(lambda _: say("x", hold_after=0), settings) as server:
         asked = [server.http.post(COMPLETIONS, json={"prompt": "abcdefgh"}) for _ in range(4)]
@@ -106,7 +106,7 @@ async def test_requests_that_came_together_cannot_all_take_the_same_tokens() -> 
     assert found == [200, 429, 429, 429]
 
 
-async def test_a_key_that_is_changed_keeps_its_limits_used_up(tmp_path: Path) -> None:
+async def test_rate_limit_survives_a_replaced_key(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys", Clock()
     write(path, f"anna {ANNA} requests_per_minute=1")
     tenants = Tenants(Settings(api_keys_file=path), clock)
@@ -120,7 +120,7 @@ async def test_a_key_that_is_changed_keeps_its_limits_used_up(tmp_path: Path) ->
     assert anna.headers()["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_metrics_name_holders_and_never_keys_and_forget_who_left(keys: Path) -> None:
+async def test_metrics_by_key_have_names_of_current_holders_only(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, metrics_key="m" * 32)
     async with running_server(lambda _: say("abcdef"), settings) as server:
         await server.http.post(COMPLETIONS, json={"prompt": "abc"}, headers=bearer(ANNA))
@@ -147,7 +147,7 @@ async def test_metrics_name_holders_and_never_keys_and_forget_who_left(keys: Pat
         ({"metrics_key": "m" * 32}, {"m" * 32}),
     ],
 )
-async def test_what_opens_the_metrics(settings: dict[str, str], opening: set[str]) -> None:
+async def test_metrics_access_by_settings(settings: dict[str, str], opening: set[str]) -> None:
     async with running_server(lambda _: say("x"), Settings.model_validate(settings)) as server:
         for key in ("", ANNA, OPERATOR_KEY, "m" * 32):
             expected = key in opening or not settings
@@ -164,7 +164,7 @@ async def test_what_opens_the_metrics(settings: dict[str, str], opening: set[str
         ({"api_key": OPERATOR_KEY, "metrics_port": 9100}, True),
     ],
 )
-async def test_who_shares_a_key_cannot_read_hits_from_the_metrics(
+async def test_metrics_hide_cached_tokens_from_shared_keys(
     settings: dict[str, object], told: bool
 ) -> None:
     async with running_server(lambda _: say("x"), Settings.model_validate(settings)) as server:
@@ -176,20 +176,19 @@ async def test_who_shares_a_key_cannot_read_hits_from_the_metrics(
     assert ("ssd_prefix_cache_hits_total" in page) is told
 
 
-async def test_metrics_of_several_keys_are_not_for_one_of_them(keys: Path) -> None:
-    """They tell who else is there, and what was found in the prefix cache."""
+async def test_metrics_need_more_than_a_key_of_the_file(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY)
     async with running_server(lambda _: say("x"), settings) as server:
         assert [await status(server, key, "/metrics") for key in (ANNA, OPERATOR_KEY, "")] == [403, 200, 401]
 
 
-async def test_the_metrics_key_opens_nothing_else(keys: Path) -> None:
+async def test_metrics_key_gives_no_access_to_the_api(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, metrics_key="m" * 32)
     async with running_server(lambda _: say("x"), settings) as server:
         assert await status(server, "m" * 32) == 401
 
 
-async def test_a_port_of_their_own_has_the_metrics_and_health_alone() -> None:
+async def test_metrics_port_has_metrics_and_health_only() -> None:
     settings = Settings(api_key=OPERATOR_KEY, metrics_port=9100)
     async with running_server(lambda _: say("x"), settings) as server:
         there, here = "http://server:9100", "http://server:8000"
@@ -200,7 +199,7 @@ async def test_a_port_of_their_own_has_the_metrics_and_health_alone() -> None:
     assert keyed == 404
 
 
-async def test_a_failed_request_is_logged_with_the_holders_name(
+async def test_failed_request_log_has_the_key_name(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_server(lambda _: say("x"), Settings(api_keys_file=keys)) as server:
@@ -213,7 +212,7 @@ async def test_a_failed_request_is_logged_with_the_holders_name(
     assert ANNA not in caplog.text
 
 
-def test_who_can_be_reached_without_a_key_is_warned(keys: Path) -> None:
+def test_exposure_warnings(keys: Path) -> None:
     for settings, words in (
         (Settings(), ["anyone who reaches this address"]),
         (Settings(api_keys_file=keys), []),
@@ -226,7 +225,7 @@ def test_who_can_be_reached_without_a_key_is_warned(keys: Path) -> None:
         assert exposure_warnings(settings, loopback=True) == []
 
 
-async def test_one_answer_tells_its_usage_without_what_others_cached() -> None:
+async def test_usage_hides_cached_tokens_of_shared_prefixes() -> None:
     async with running_server(lambda _: say("x")) as server:
         found = await post(server, COMPLETIONS, prompt="a")
     assert found["usage"]["prompt_tokens_details"] is None

@@ -26,7 +26,7 @@ def changed(**fields: object) -> Ready:
     return msgspec.structs.replace(READY, **fields)
 
 
-def test_it_tells_mode_devices_and_what_the_embedded_model_is_not() -> None:
+def test_banner_shows_mode_devices_and_the_embedded_model() -> None:
     text = screen(READY)
     for told in (URL, "ssd: the draft model drafts on its own device", "cpu:0", "cpu:1", "20.0 ms", "2.0 ms"):
         assert told in text
@@ -35,17 +35,17 @@ def test_it_tells_mode_devices_and_what_the_embedded_model_is_not() -> None:
     assert "\x1b" not in text
 
 
-def test_another_model_is_not_described_as_the_embedded_one() -> None:
+def test_banner_of_another_model() -> None:
     assert "chatbot" not in screen(READY, Settings(target="/data/llama"))
 
 
-def test_plain_decoding_promises_no_speed_up() -> None:
+def test_banner_of_plain_decoding_has_no_speed_up() -> None:
     text = screen(changed(mode="ar", draft="", draft_device="", draft_step_ms=0.0))
     assert "at most 50 tokens/s" in text
     assert "tokens a round" not in text
 
 
-def test_a_draft_inline_whose_step_is_not_known_promises_nothing() -> None:
+def test_banner_without_draft_step_time_has_no_speed_up() -> None:
     text = screen(changed(mode="sd", draft="ngram", draft_device="", draft_step_ms=0.0))
     assert "ngram on cpu:0 " in text
     assert " 0.0 ms" not in text
@@ -53,20 +53,20 @@ def test_a_draft_inline_whose_step_is_not_known_promises_nothing() -> None:
     assert "tokens a round" not in text
 
 
-def test_step_times_of_wrapped_models_are_called_so() -> None:
+def test_banner_marks_wrapped_models() -> None:
     text = screen(READY, Settings(model_wrapper="server.slow:twice"))
     assert "models are wrapped by server.slow:twice; step times are not their own" in text
     assert "ms a step (wrapped)" in text
 
 
-def test_it_says_why_to_expect_less_and_only_what_is_true() -> None:
+def test_banner_caution_by_device_and_step_time() -> None:
     assert "less here, where each verified token costs time and target and drafter share" in screen(READY)
     assert "so short" in screen(changed(target_step_ms=1.5))
     on_gpus = screen(changed(target_device="cuda:0", draft_device="cuda:1"))
     assert "less here" not in on_gpus
 
 
-def test_the_estimate_follows_the_step_times() -> None:
+def test_estimate_from_step_times() -> None:
     fast, slow = estimate(READY), estimate(changed(draft_step_ms=10.0))
     inline = estimate(changed(mode="sd"))
     assert fast is not None
@@ -78,18 +78,18 @@ def test_the_estimate_follows_the_step_times() -> None:
     assert estimate(changed(target_step_ms=0.0)) is None
 
 
-def test_a_slow_draft_is_never_estimated_to_help_inline() -> None:
+def test_estimate_of_a_slow_inline_draft() -> None:
     found = estimate(changed(mode="sd", draft_step_ms=40.0))
     assert found is not None
     assert found.speed_up == 1.0
 
 
-def test_commands_are_called_as_this_shell_finds_them() -> None:
+def test_banner_commands_use_the_program_name() -> None:
     lines = commands(Settings(), URL, ".venv/bin/ssd")
     assert any(line.startswith(".venv/bin/ssd generate 'def fibonacci(n):'") for line in lines)
 
 
-def test_the_curl_line_can_be_copied() -> None:
+def test_banner_curl_line_works() -> None:
     words = shlex.split(commands(Settings(), URL)[0])
     assert words[:2] == ["curl", "-N"]
     assert json.loads(words[-1])["prompt"] == "def fibonacci(n):"

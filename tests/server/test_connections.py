@@ -1,4 +1,4 @@
-"""Connections that say nothing, say it in drips, read nothing, or are too many: all of them over sockets."""
+"""Silent, slow, unread and too many connections, over sockets."""
 
 import json
 import logging
@@ -34,7 +34,6 @@ def connected(address: ListeningServer) -> Generator[socket.socket]:
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Whether the server has closed it: to read it to its end never lasts then."""
     try:
         while client.recv(65536):
             pass
@@ -63,19 +62,19 @@ def drip(client: socket.socket, data: bytes) -> int:
     raise AssertionError("it was never closed")
 
 
-def test_who_says_nothing_is_closed() -> None:
+def test_silent_connection_is_closed() -> None:
     with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as silent:
         began = time.monotonic()
         assert is_closed(silent)
         assert time.monotonic() - began < PATIENCE_S
 
 
-def test_a_head_in_drips_gets_no_more_time() -> None:
+def test_slow_head_is_closed_at_its_deadline() -> None:
     with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
         assert drip(client, b"GET /health HTTP/1.1\r\n" + b"X-More: and more\r\n" * 20) < 100
 
 
-def test_a_later_head_in_drips_gets_no_more_time() -> None:
+def test_slow_later_head_is_closed_at_its_deadline() -> None:
     with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
         for _ in range(2):
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -86,7 +85,7 @@ def test_a_later_head_in_drips_gets_no_more_time() -> None:
         assert drip(client, b"GET /health HTTP/1.1\r\n" + b"X-More: and more\r\n" * 20) < 100
 
 
-def test_the_rest_of_a_body_that_was_answered_early_gets_no_more_time() -> None:
+def test_rest_of_an_early_answered_body_has_a_deadline() -> None:
     limits = Limits(head_s=0.1, body_timeout_s=0.5)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
     with listening_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
@@ -95,7 +94,7 @@ def test_the_rest_of_a_body_that_was_answered_early_gets_no_more_time() -> None:
         assert drip(client, b"x" * 500) < 200
 
 
-def test_after_a_body_that_was_answered_early_the_connection_is_as_good_as_before() -> None:
+def test_connection_is_reused_after_an_early_answer() -> None:
     limits = Limits(body_timeout_s=0.3)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n"
     with listening_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
@@ -111,7 +110,7 @@ def test_after_a_body_that_was_answered_early_the_connection_is_as_good_as_befor
             time.sleep(2 * limits.body_timeout_s)
 
 
-def test_a_connection_may_rest_between_requests_for_longer_than_a_head_may_take() -> None:
+def test_keep_alive_lasts_longer_than_the_head_timeout() -> None:
     with listening_server(lambda _: say("x"), limits=SOON) as address, httpx.Client() as client:
         mine: set[object] = set()
         for _ in range(3):
@@ -122,7 +121,7 @@ def test_a_connection_may_rest_between_requests_for_longer_than_a_head_may_take(
         assert len(mine) == 1
 
 
-def test_a_request_may_take_longer_than_its_head() -> None:
+def test_running_request_has_no_head_deadline() -> None:
     with (
         listening_server(lambda _: say("abc", hold_after=0), limits=SOON) as address,
         connected(address) as client,
@@ -135,7 +134,7 @@ def test_a_request_may_take_longer_than_its_head() -> None:
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_idle_connections_make_room_and_the_oldest_goes_first() -> None:
+def test_connection_limit_closes_the_oldest_idle_connection() -> None:
     settings = Settings(max_connections=8, drain_seconds=1)
     with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
         idle: list[socket.socket] = []
@@ -147,7 +146,7 @@ def test_idle_connections_make_room_and_the_oldest_goes_first() -> None:
         assert not is_closed(idle[-1])
 
 
-def test_requests_that_are_not_sent_to_their_end_make_room_too() -> None:
+def test_connection_limit_closes_unfinished_requests() -> None:
     settings = Settings(max_connections=8, drain_seconds=1)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
@@ -160,7 +159,7 @@ def test_requests_that_are_not_sent_to_their_end_make_room_too() -> None:
         assert is_closed(sending[0])
 
 
-def test_where_all_connections_are_busy_the_answer_is_503_and_health_still_tells_the_truth() -> None:
+def test_connection_limit_of_active_requests_answers_503() -> None:
     settings = Settings(max_connections=2, drain_seconds=1)
     body = {"prompt": "a", "stream": True}
     with listening_server(lambda _: say("abcdef", hold_after=1), settings) as address:
@@ -177,7 +176,7 @@ def test_where_all_connections_are_busy_the_answer_is_503_and_health_still_tells
     assert (health.status_code, ends) == (200, ["data: [DONE]"] * 2)
 
 
-def test_a_request_that_comes_in_parts_is_counted_from_its_first_one() -> None:
+def test_request_counts_as_active_only_when_complete() -> None:
     settings = Settings(max_connections=1, drain_seconds=1)
     body = json.dumps({"prompt": "a", "stream": True}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -195,7 +194,6 @@ def test_a_request_that_comes_in_parts_is_counted_from_its_first_one() -> None:
 
 @contextmanager
 def reading_little(address: ListeningServer, choices: int, length: int) -> Generator[socket.socket]:
-    """Who asks for megabytes, in a socket that takes little."""
     more = {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
     wish = {"prompt": "a", "n": choices, "max_tokens": length, "stream": True, **more}
     body = json.dumps(wish).encode()
@@ -209,7 +207,7 @@ def reading_little(address: ListeningServer, choices: int, length: int) -> Gener
 
 
 @pytest.mark.parametrize("bytes_a_time", [0, 1, 512])
-def test_who_reads_a_little_now_and_then_is_left_and_the_request_freed(bytes_a_time: int) -> None:
+def test_client_that_reads_too_little_is_aborted(bytes_a_time: int) -> None:
     with (
         listening_server(lambda _: say("x" * 400, group=1), limits=SOON) as address,
         reading_little(address, 64, 400) as client,
@@ -229,7 +227,7 @@ def test_who_reads_a_little_now_and_then_is_left_and_the_request_freed(bytes_a_t
             time.sleep(0.05)
 
 
-def test_who_reads_slowly_but_steadily_gets_everything() -> None:
+def test_slow_steady_reader_gets_everything() -> None:
     limits = Limits(unread_s=1.0, min_read_bytes=2048)
     with (
         listening_server(lambda _: say("x" * 200, group=1), limits=limits) as address,
@@ -244,7 +242,7 @@ def test_who_reads_slowly_but_steadily_gets_everything() -> None:
         assert not address.engine.sent(Abort)
 
 
-def test_a_handshake_that_never_ends_is_closed(tmp_path: Path) -> None:
+def test_unfinished_tls_handshake_is_closed(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
     with listening_server(lambda _: say("x"), settings, SOON) as address, connected(address) as silent:
         with connected(address) as dripping:
@@ -254,7 +252,7 @@ def test_a_handshake_that_never_ends_is_closed(tmp_path: Path) -> None:
         assert httpx.get(f"{address.url}/health", verify=trusting(settings)).status_code == 200
 
 
-def test_handshakes_make_room_as_idle_connections_do(tmp_path: Path) -> None:
+def test_connection_limit_closes_unfinished_tls_handshakes(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, "a")
     settings = pair.model_copy(update={"max_connections": 8})
     with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
@@ -263,7 +261,7 @@ def test_handshakes_make_room_as_idle_connections_do(tmp_path: Path) -> None:
         assert is_closed(silent[0])
 
 
-def test_an_encrypted_request_that_comes_with_the_handshake_is_answered(tmp_path: Path) -> None:
+def test_request_sent_with_the_tls_handshake_is_answered(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
     with listening_server(lambda _: say("x"), settings) as address, connected(address) as plain:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -286,7 +284,7 @@ def test_an_encrypted_request_that_comes_with_the_handshake_is_answered(tmp_path
         assert told.startswith(b"HTTP/1.1 200")
 
 
-def test_garbage_amid_a_request_closes_the_connection_quietly(caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_during_a_request_closes_the_connection_without_error_log(caplog: pytest.LogCaptureFixture) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with listening_server(lambda _: say("x")) as address, connected(address) as client:
         client.sendall(head.encode())
@@ -298,7 +296,6 @@ def test_garbage_amid_a_request_closes_the_connection_quietly(caplog: pytest.Log
 
 
 class Guest:
-    """Who leaves when asked to."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -315,7 +312,7 @@ EVENTS = st.tuples(st.sampled_from(["comes", "sends", "works", "rests", "left"])
 
 
 @given(most=st.integers(1, 5), events=st.lists(EVENTS))
-def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
+def test_connection_limiter_properties(
     most: int, events: list[tuple[str, int]]
 ) -> None:
     crowd = ConnectionLimiter(most)
@@ -368,7 +365,7 @@ def test_a_crowd_is_never_larger_than_allowed_but_by_one_newcomer(
         ({"max_connections": 5000}, 1024, 864),
     ],
 )
-def test_the_limit_follows_from_capacity_and_descriptors(
+def test_connection_limit_from_capacity_and_descriptors(
     fields: dict[str, int], descriptors: int, most: int
 ) -> None:
     assert max_connections(Settings.model_validate(fields), descriptors) == most

@@ -24,7 +24,7 @@ async def preflight(server: RunningServer, origin: str) -> httpx.Response:
     return await server.http.options(COMPLETIONS, headers={"Origin": origin, **ASKING})
 
 
-async def test_without_the_setting_no_web_page_may_read_an_answer() -> None:
+async def test_cors_is_off_by_default() -> None:
     async with running_server(lambda _: say("x")) as server:
         asked = await preflight(server, PAGE)
         answer = await server.http.get("/v1/models", headers={"Origin": PAGE})
@@ -33,7 +33,7 @@ async def test_without_the_setting_no_web_page_may_read_an_answer() -> None:
 
 
 @pytest.mark.parametrize("origins", [PAGE, f"http://localhost:3000, {PAGE.upper()}", "*"])
-async def test_named_origins_may_call_with_a_key(origins: str) -> None:
+async def test_cors_allows_named_origins(origins: str) -> None:
     """Browsers ask for permission without the key; the answer itself still needs it."""
     settings = resolve({"cors_origins": origins, "api_key": "sesame"})
     async with running_server(lambda _: say("x"), settings) as server:
@@ -52,7 +52,7 @@ async def test_named_origins_may_call_with_a_key(origins: str) -> None:
     assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
 
 
-async def test_a_fault_of_ours_can_be_read_by_web_pages_too() -> None:
+async def test_cors_headers_on_a_500() -> None:
     def fail(_: Sequence[int]) -> str:
         raise ZeroDivisionError
 
@@ -65,7 +65,7 @@ async def test_a_fault_of_ours_can_be_read_by_web_pages_too() -> None:
     assert answer.headers["access-control-allow-origin"] == "*"
 
 
-async def test_other_origins_may_not() -> None:
+async def test_cors_refuses_other_origins() -> None:
     async with running_server(lambda _: say("x"), resolve({"cors_origins": PAGE})) as server:
         asked = await preflight(server, "https://evil.example.org")
     assert asked.status_code == 400
@@ -73,12 +73,12 @@ async def test_other_origins_may_not() -> None:
 
 
 @pytest.mark.parametrize("origins", ["app.example.org", f"{PAGE}/", f"{PAGE}/page", f"{PAGE},", "https://"])
-async def test_what_is_no_origin_is_a_wrong_setting(origins: str) -> None:
+async def test_cors_rejects_invalid_origins(origins: str) -> None:
     with pytest.raises(SettingsError, match=r"--cors-origins: .* is no origin; write"):
         resolve({"cors_origins": origins})
 
 
-async def test_the_root_path_may_be_stripped_by_the_proxy_or_not() -> None:
+async def test_root_path_stripped_by_the_proxy_or_not() -> None:
     settings = resolve({"root_path": "/models/llm", "api_key": "sesame"})
     key = {"Authorization": "Bearer sesame"}
     async with running_server(lambda _: say("x"), settings) as server:
@@ -93,7 +93,7 @@ async def test_the_root_path_may_be_stripped_by_the_proxy_or_not() -> None:
 
 
 @pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a//b", "https://x.org/llm", "/a?b"])
-async def test_what_is_no_root_path_is_a_wrong_setting(path: str) -> None:
+async def test_invalid_root_path_is_a_settings_error(path: str) -> None:
     with pytest.raises(SettingsError, match="--root-path: must begin with /"):
         resolve({"root_path": path})
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends: an error in OpenAI's shape that names the field, and a server that goes on."""
+"""Invalid requests get an error in OpenAI's format that names the field."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -130,7 +130,7 @@ async def assert_refused(server: RunningServer, path: str, body: dict[str, Any],
     return str(error["code"])
 
 
-async def test_wrong_bodies_are_refused_by_name_and_harm_nothing() -> None:
+async def test_invalid_fields_are_named_in_the_error() -> None:
     async with running_server(lambda _: say("fine")) as server:
         for body, param in WRONG_COMPLETIONS:
             await assert_refused(server, COMPLETIONS, body, param)
@@ -140,7 +140,7 @@ async def test_wrong_bodies_are_refused_by_name_and_harm_nothing() -> None:
         assert (await post(server, COMPLETIONS, prompt="a"))["choices"][0]["text"] == "fine"
 
 
-async def test_codes_tell_unknown_fields_from_unbuilt_ones() -> None:
+async def test_error_codes_of_unknown_and_unsupported_fields() -> None:
     async with running_server(lambda _: say("x")) as server:
         wrong = {"messages": ASK, "top-p": 1}
         assert await assert_refused(server, CHAT, wrong, "top-p") == "unknown_field"
@@ -148,14 +148,14 @@ async def test_codes_tell_unknown_fields_from_unbuilt_ones() -> None:
         assert await assert_refused(server, COMPLETIONS, {}, "prompt") == "missing_field"
 
 
-async def test_a_hopelessly_long_prompt_is_refused_before_all_of_it_is_tokenised() -> None:
+async def test_very_long_prompt_is_refused_before_tokenization_ends() -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": "a" * 1_000_000})
     assert answer.status_code == 400
     assert "at least" in answer.json()["error"]["message"]
 
 
-async def test_context_errors_give_the_figures() -> None:
+async def test_context_length_error_has_the_numbers() -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 600})
     message = answer.json()["error"]["message"]
@@ -180,20 +180,20 @@ async def test_context_errors_give_the_figures() -> None:
         b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}",
     ],
 )
-async def test_broken_json_is_a_400(raw: bytes) -> None:
+async def test_invalid_json_is_a_400(raw: bytes) -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_other_media_types_are_a_415() -> None:
+async def test_wrong_media_type_is_a_415() -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, content=b'{"prompt": "a"}')
     assert answer.status_code == 415
 
 
-async def test_large_bodies_are_a_413_announced_or_not() -> None:
+async def test_large_body_is_a_413_with_and_without_content_length() -> None:
     async def parts() -> AsyncGenerator[bytes, None]:
         for _ in range(10):
             yield b"x" * 100
@@ -207,7 +207,7 @@ async def test_large_bodies_are_a_413_announced_or_not() -> None:
     assert "500 bytes" in announced.json()["error"]["message"]
 
 
-async def test_unknown_models_and_paths_are_a_404() -> None:
+async def test_unknown_model_or_path_is_a_404() -> None:
     async with running_server(lambda _: say("x")) as server:
         for body in ({"prompt": "a", "model": "gpt"}, {"prompt": "a", "model": ""}):
             answer = await server.http.post(COMPLETIONS, json=body)
@@ -220,7 +220,7 @@ async def test_unknown_models_and_paths_are_a_404() -> None:
     assert wrong.headers["allow"] == "POST"
 
 
-async def test_an_overfull_queue_is_a_429_with_retry_after() -> None:
+async def test_full_queue_is_a_429_with_retry_after() -> None:
     settings = Settings(max_running=1, max_waiting=1)
     async with running_server(lambda _: say("abc", hold_after=0), settings) as server:
         held = [asyncio.ensure_future(post(server, COMPLETIONS, prompt="a")) for _ in range(2)]
@@ -235,7 +235,7 @@ async def test_an_overfull_queue_is_a_429_with_retry_after() -> None:
         assert [(await one)["choices"][0]["text"] for one in held] == ["abc", "abc"]
 
 
-async def test_a_queue_that_the_engine_calls_full_is_a_429_too() -> None:
+async def test_queue_full_in_the_engine_is_a_429() -> None:
     full = Script((), refused=Refused(0, "no room", retry_after_s=2.5))
     async with running_server(lambda _: full) as server:
         for stream in (False, True):
@@ -243,7 +243,7 @@ async def test_a_queue_that_the_engine_calls_full_is_a_429_too() -> None:
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
 
 
-async def test_a_key_opens_everything_and_health_needs_none() -> None:
+async def test_auth_is_needed_except_for_health() -> None:
     async with running_server(lambda _: say("x"), Settings(api_key="sesame")) as server:
         for given in (None, "Bearer wrong", "Basic sesame", "Bearer", "sesame", "Bearer sésame"):
             headers = {} if given is None else {"Authorization": given.encode()}
@@ -274,7 +274,7 @@ class BrokenTokenizer(ByteTokenizer):
         return stream
 
 
-async def test_a_fault_of_ours_is_a_500_in_the_same_shape() -> None:
+async def test_unhandled_error_is_a_500_in_openai_format() -> None:
     async with running_server(lambda _: say("abcd", group=1), tokenizer=BrokenTokenizer()) as server:
         before = await server.http.post(COMPLETIONS, json={"prompt": "a"})
         whole = await server.http.post(COMPLETIONS, json={"prompt": [97]})
@@ -287,7 +287,7 @@ async def test_a_fault_of_ours_is_a_500_in_the_same_shape() -> None:
     assert before.headers["x-request-id"]
 
 
-async def test_a_wrong_path_or_method_is_told_what_is_right() -> None:
+async def test_wrong_path_or_method_names_alternatives() -> None:
     async with running_server(lambda _: say("x")) as server:
         path = await server.http.post("/v1/embeddings", json={})
         method = await server.http.get(COMPLETIONS)
@@ -307,7 +307,7 @@ class SpacesTokenizer(ByteTokenizer):
         return [32] * (len(text) // 16)
 
 
-async def test_little_of_a_hopeless_prompt_is_read_however_it_tokenises() -> None:
+async def test_long_prompt_is_tokenized_only_to_the_context() -> None:
     tokenizer = SpacesTokenizer()
     async with running_server(lambda _: say("abcd"), tokenizer=tokenizer) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": " " * 2_000_000})
@@ -316,7 +316,7 @@ async def test_little_of_a_hopeless_prompt_is_read_however_it_tokenises() -> Non
     assert tokenizer.longest <= CONTEXT * 32
 
 
-async def test_names_of_any_length_are_not_told_back() -> None:
+async def test_long_names_are_cut_in_errors() -> None:
     async with running_server(lambda _: say("x")) as server:
         wrong = {"x" * 100_000: "1"}
         for body in ({"prompt": "a", "metadata": wrong}, {"prompt": "a", "model": "x" * 100_000}):

@@ -1,4 +1,4 @@
-"""What operators are told of a request that has ended: a line in the log."""
+"""The log line of a finished request."""
 
 import asyncio
 import io
@@ -38,7 +38,7 @@ def finished(written: io.StringIO) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_line_for_each(written: io.StringIO, stream: bool) -> None:
+async def test_finished_request_has_one_log_line(written: io.StringIO, stream: bool) -> None:
     async with running_server(lambda _: say("four")) as server:
         body = {"prompt": "ab", "stream": stream, "n": 2}
         await server.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "mine"})
@@ -49,14 +49,14 @@ async def test_one_line_for_each(written: io.StringIO, stream: bool) -> None:
     assert "trace" not in line
 
 
-async def test_it_never_tells_what_was_said(written: io.StringIO) -> None:
+async def test_finished_request_log_has_no_texts(written: io.StringIO) -> None:
     async with running_server(lambda _: say("fig")) as server:
         await server.http.post(COMPLETIONS, json={"prompt": "apple", "user": "Eve"})
     assert len(finished(written)) == 1
     assert not any(word in written.getvalue() for word in ("apple", "fig", "Eve"))
 
 
-async def test_whose_key_it_was(written: io.StringIO) -> None:
+async def test_finished_request_log_has_the_key_name(written: io.StringIO) -> None:
     async with running_server(lambda _: say("x"), Settings(api_key="sesame-sesame")) as server:
         headers = {"Authorization": "Bearer sesame-sesame"}
         await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)
@@ -65,7 +65,7 @@ async def test_whose_key_it_was(written: io.StringIO) -> None:
     assert "sesame" not in written.getvalue()
 
 
-async def test_a_client_that_leaves_ends_it_too(written: io.StringIO) -> None:
+async def test_finished_request_log_after_disconnect(written: io.StringIO) -> None:
     async with running_server(lambda _: say("xy", hold_after=0)) as server:
         asking = server.http.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "gone"})
         with pytest.raises(asyncio.TimeoutError):
@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_ends_it_too(written: io.StringIO) -> None:
     assert line.items() >= {"request": "gone", "reason": "abort", "output_tokens": 0}.items()
 
 
-async def test_the_name_in_the_body_is_that_of_the_lines(written: io.StringIO) -> None:
+async def test_request_id_of_the_body_is_in_log_lines(written: io.StringIO) -> None:
     async with running_server(lambda _: say("x")) as server:
         await server.http.post(COMPLETIONS, json={"prompt": "a", "request_id": "named-in-body"})
     assert [line["request"] for line in finished(written)] == ["named-in-body"]

@@ -35,12 +35,12 @@ async def statuses(settings: Settings, hosts: list[str], path: str = "/health") 
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
-async def test_without_a_key_on_loopback_only_loopbacks_names_are_answered(path: str) -> None:
+async def test_host_check_without_key_on_loopback(path: str) -> None:
     assert await statuses(Settings(), LOOPBACK, path) == [200] * len(LOOPBACK)
     assert await statuses(Settings(), STRANGE, path) == [421] * len(STRANGE)
 
 
-async def test_other_names_can_be_allowed_beside_them() -> None:
+async def test_allowed_hosts_setting() -> None:
     settings = Settings(allowed_hosts="llm.example.org, 192.0.2.1")
     assert await statuses(settings, ["LLM.example.org:443", "192.0.2.1", *LOOPBACK]) == [200] * (
         2 + len(LOOPBACK)
@@ -48,7 +48,7 @@ async def test_other_names_can_be_allowed_beside_them() -> None:
     assert await statuses(settings, ["evil.example"]) == [421]
 
 
-async def test_the_answer_says_what_to_do() -> None:
+async def test_host_refusal_names_the_setting() -> None:
     guards = [Middleware(AllowedHosts, allowed=frozenset[str]())]
     async with running_server(lambda _: say("x"), guards=guards) as server:
         error = (await server.http.get("/health", headers={"Host": "evil.example"})).json()["error"]
@@ -64,14 +64,14 @@ async def test_the_answer_says_what_to_do() -> None:
         (Settings(allowed_hosts="*"), True),
     ],
 )
-async def test_with_a_key_or_for_others_or_where_all_are_allowed_any_name_will_do(
+async def test_host_check_is_off_with_keys_or_public_addresses(
     settings: Settings, alone: bool
 ) -> None:
     assert allowed_hosts(settings, alone) is None
 
 
 @pytest.mark.parametrize("value", ["https://a.example", "a.example:80", "a b", ","])
-async def test_what_is_no_name_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_allowed_hosts_rejects_invalid_names(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_ALLOWED_HOSTS", value)
     with pytest.raises(SettingsError, match="is no host name"):
         resolve({})
@@ -82,6 +82,6 @@ def _ports() -> Iterator[str]:
 
 
 @given(host=st.from_regex(r"[a-z0-9.-]{1,20}[a-z0-9]", fullmatch=True), port=st.sampled_from([*_ports()]))
-def test_ports_and_brackets_are_no_part_of_a_name(host: str, port: str) -> None:
+def test_host_name_without_port_and_brackets(host: str, port: str) -> None:
     assert host_name(host.upper() + port) == host
     assert host_name(f"[{host}]{port}") == host

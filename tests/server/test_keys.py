@@ -16,14 +16,13 @@ WORD = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, m
 
 
 def write(path: Path, text: str) -> None:
-    """As editors and Kubernetes do: another file takes the place of the old one."""
     new = path.with_suffix(".new")
     new.write_text(text, encoding="utf-8")
     new.chmod(0o600)
     new.replace(path)
 
 
-def test_a_line_has_a_name_a_key_and_perhaps_limits() -> None:
+def test_keys_file_line_format() -> None:
     text = f"""
     # who may come in
     anna  {ANNA}   # since May
@@ -35,7 +34,7 @@ def test_a_line_has_a_name_a_key_and_perhaps_limits() -> None:
     ]
 
 
-def test_a_holder_may_have_an_old_and_a_new_key() -> None:
+def test_keys_file_several_keys_of_one_name() -> None:
     found = parse_keys(f"anna {ANNA}\nanna {BEN}\n")
     assert {entry.holder for entry in found} == {Holder("anna")}
 
@@ -57,7 +56,7 @@ def test_a_holder_may_have_an_old_and_a_new_key() -> None:
         ("\n".join(f"n{i} key-number-{i}" for i in range(1001)), "line 1001: more than 1000 keys"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line_and_without_a_key(text: str, words: str) -> None:
+def test_keys_file_error_names_the_line_but_no_key(text: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words) as caught:
         parse_keys(text)
     assert ANNA not in str(caught.value)
@@ -65,7 +64,7 @@ def test_what_is_wrong_is_said_with_its_line_and_without_a_key(text: str, words:
 
 
 @given(st.lists(WORD, min_size=1, max_size=8, unique=True), WORD)
-def test_a_key_opens_for_its_holder_and_nothing_else_does(keys: list[str], other: str) -> None:
+def test_keyring_finds_the_holder_of_a_key(keys: list[str], other: str) -> None:
     ring = Keyring([KnownKey(key, Holder(f"holder {number}")) for number, key in enumerate(keys)])
     for number, key in enumerate(keys):
         assert ring.holder(f" {key}\n".encode()) == Holder(f"holder {number}")
@@ -75,7 +74,7 @@ def test_a_key_opens_for_its_holder_and_nothing_else_does(keys: list[str], other
 
 
 @pytest.mark.parametrize("content", [b"anna \xff\xfe", b"x" * (1024 * 1024 + 1)])
-def test_what_is_no_such_file_is_a_wrong_setting(tmp_path: Path, content: bytes) -> None:
+def test_invalid_keys_file_is_a_settings_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "keys"
     path.write_bytes(content)
     for wrong in (path, tmp_path, tmp_path / "nowhere"):
@@ -83,13 +82,13 @@ def test_what_is_no_such_file_is_a_wrong_setting(tmp_path: Path, content: bytes)
             read_keys(wrong)
 
 
-def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_keys_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "keys")
     with pytest.raises(SettingsError, match="no file of keys"):
         read_keys(tmp_path / "keys")
 
 
-def test_it_is_read_again_when_it_changes_and_looked_at_once_a_second(tmp_path: Path) -> None:
+def test_keys_file_is_reloaded_when_it_changes(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys", Clock()
     write(path, f"anna {ANNA}")
     found = KeysFile(path, [], clock)
@@ -103,7 +102,7 @@ def test_it_is_read_again_when_it_changes_and_looked_at_once_a_second(tmp_path: 
 
 
 @pytest.mark.parametrize("content", ["", "anna", f"anna {ANNA} oops", None])
-def test_a_broken_file_leaves_the_keys_and_says_why_once(
+def test_invalid_keys_file_keeps_the_old_keys(
     tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, clock = tmp_path / "keys", Clock()
@@ -125,7 +124,7 @@ def test_a_broken_file_leaves_the_keys_and_says_why_once(
     assert found.changed()
 
 
-def test_short_keys_and_files_that_others_read_are_warned_of(
+def test_warnings_of_short_keys_and_readable_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys"

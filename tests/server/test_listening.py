@@ -1,4 +1,4 @@
-"""On a real socket: the official client unmodified, clients that leave, and a tidy end."""
+"""A server on a real socket: the official client, disconnects, drain and signals."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ def answer(submit: Submit) -> Script:
     return tokens([*f"Hi 🙂 {submit.seed % 10}".encode(), END], group=4)
 
 
-def test_a_token_is_sent_at_once_whatever_is_on_its_way() -> None:
+def test_connections_disable_nagle() -> None:
     """asyncio switches off what would hold small writes back where a socket says that it is TCP."""
     with listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()):
         connection, _ = server.accept()
@@ -46,7 +46,7 @@ def test_a_token_is_sent_at_once_whatever_is_on_its_way() -> None:
             assert connection.proto == socket.IPPROTO_TCP
 
 
-def test_the_official_client_streams_completions_and_chats() -> None:
+def test_openai_client_streams_completions_and_chats() -> None:
     with listening_server(answer) as address, official(address) as client:
         assert [model.id for model in client.models.list()] == ["ssd-embedded"]
         parts: list[str] = []
@@ -76,7 +76,7 @@ def test_the_official_client_streams_completions_and_chats() -> None:
         assert (finished, tokens_used) == ("stop", 10)
 
 
-def test_the_official_client_reads_whole_answers_and_logprobs() -> None:
+def test_openai_client_reads_answers_and_logprobs() -> None:
     with listening_server(answer) as address, official(address) as client:
         completion = client.completions.create(model="ssd-embedded", prompt="x", logprobs=1, seed=5)
         assert completion.choices[0].text == "Hi 🙂 5"
@@ -98,7 +98,7 @@ def test_the_official_client_reads_whole_answers_and_logprobs() -> None:
         assert len(chat.choices) == 2
 
 
-def test_the_official_client_understands_errors() -> None:
+def test_openai_client_raises_typed_errors() -> None:
     with listening_server(answer) as address, official(address) as client:
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt", prompt="x")
@@ -107,7 +107,7 @@ def test_the_official_client_understands_errors() -> None:
         assert caught.value.param == "max_tokens"
 
 
-def test_the_official_client_sees_an_engine_that_dies_in_a_stream() -> None:
+def test_openai_client_gets_an_error_when_the_engine_dies() -> None:
     with listening_server(lambda _: say("abcdef", hold_after=1)) as address, official(address) as client:
         with client.completions.create(model="ssd-embedded", prompt="x", stream=True) as stream:
             received = iter(stream)
@@ -118,7 +118,7 @@ def test_the_official_client_sees_an_engine_that_dies_in_a_stream() -> None:
         assert httpx.get(f"{address.url}/health").status_code == 503
 
 
-def test_a_stream_that_has_to_wait_is_kept_open() -> None:
+def test_waiting_stream_sends_pings() -> None:
     limits = Limits(ping_s=0.05)
     script = say("abcdef", hold_after=1)
     with listening_server(lambda _: script, limits=limits) as address, official(address) as client:
@@ -137,7 +137,7 @@ def test_a_stream_that_has_to_wait_is_kept_open() -> None:
                 pass
 
 
-def test_head_tells_what_get_would_without_a_body() -> None:
+def test_head_request_has_the_headers_of_get() -> None:
     with listening_server(answer) as address, httpx.Client(base_url=address.url) as client:
         for path in ("/health", "/ping", "/v1/models", "/v1/models/ssd-embedded", "/version", "/load"):
             got, head = client.get(path), client.head(path)
@@ -147,7 +147,7 @@ def test_head_tells_what_get_would_without_a_body() -> None:
         assert client.head(COMPLETIONS).status_code == 405
 
 
-def test_connections_outlive_pauses_between_requests() -> None:
+def test_keep_alive_survives_pauses() -> None:
     """Longer than proxies keep them, else a request meets a connection that is being closed."""
     ends = channel_pair()
     server = build_server(Settings(), EngineClient(ends[0]), ByteTokenizer())
@@ -158,7 +158,7 @@ def test_connections_outlive_pauses_between_requests() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold_after", [0, 1])
-def test_a_client_that_leaves_frees_its_requests_at_once(stream: bool, hold_after: int) -> None:
+def test_disconnect_aborts_requests(stream: bool, hold_after: int) -> None:
     body = json.dumps({"prompt": "a", "n": 2, "stream": stream}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with listening_server(lambda _: say("abcdef", hold_after=hold_after)) as address:
@@ -176,7 +176,6 @@ def test_a_client_that_leaves_frees_its_requests_at_once(stream: bool, hold_afte
 
 
 def wait_until_idle() -> None:
-    """Until this process, the server in it, computes nothing."""
     before, deadline = -1.0, time.monotonic() + 60.0
     while time.process_time() - before > 0.05:
         assert time.monotonic() < deadline
@@ -184,7 +183,7 @@ def wait_until_idle() -> None:
         time.sleep(0.4)
 
 
-def test_a_client_that_does_not_read_holds_nobody_else_up_and_loses_nothing() -> None:
+def test_client_that_does_not_read_delays_no_other() -> None:
     choices, length = 64, 400
     more = {
         "return_token_ids": True,
@@ -214,7 +213,7 @@ def fill(connection: socket.socket) -> None:
         connection.sendall(b"x" * 65536)
 
 
-def test_a_client_that_does_not_read_is_cut_off_by_the_system() -> None:
+def test_unacknowledged_data_closes_the_connection() -> None:
     with listen("127.0.0.1", 0, unacknowledged_s=1.0) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(server.getsockname())
@@ -226,7 +225,7 @@ def test_a_client_that_does_not_read_is_cut_off_by_the_system() -> None:
             assert caught.value.errno == errno.ETIMEDOUT, "not by the test's own limit"
 
 
-def test_while_loading_every_request_is_answered_503_whoever_drips() -> None:
+def test_requests_while_loading_are_answered_503() -> None:
     with listening_server(lambda _: say(""), ready=False) as address:
         at = ("127.0.0.1", int(address.url.rpartition(":")[2]))
         with socket.create_connection(at) as silent, socket.create_connection(at) as dripping:
@@ -241,7 +240,7 @@ def test_while_loading_every_request_is_answered_503_whoever_drips() -> None:
             assert address.stopped.wait(PATIENCE_S), "it waits for last words, and not for the silent"
 
 
-def test_what_runs_may_end_before_the_server_stops() -> None:
+def test_drain_finishes_running_requests() -> None:
     with listening_server(lambda _: say("abcdef", hold_after=1)) as address:
         url = f"{address.url}{COMPLETIONS}"
         with httpx.stream("POST", url, json={"prompt": "a", "stream": True}) as response:
@@ -254,7 +253,7 @@ def test_what_runs_may_end_before_the_server_stops() -> None:
         assert address.stopped.wait(5.0)
 
 
-def test_what_does_not_end_is_aborted() -> None:
+def test_drain_aborts_requests_after_its_time() -> None:
     with listening_server(lambda _: say("abcdef", hold_after=1)) as address:
         url = f"{address.url}{COMPLETIONS}"
         with httpx.stream("POST", url, json={"prompt": "a", "stream": True}) as response:
@@ -304,7 +303,7 @@ def served(script: str) -> Generator[tuple["subprocess.Popen[str]", str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_stops_the_server_and_its_caller_goes_on(number: signal.Signals) -> None:
+def test_signal_stops_the_server_and_returns(number: signal.Signals) -> None:
     with served('say("hi")') as (process, url):
         httpx.post(f"{url}{COMPLETIONS}", json={"prompt": "a"}).raise_for_status()
         process.send_signal(number)
@@ -312,8 +311,7 @@ def test_a_signal_stops_the_server_and_its_caller_goes_on(number: signal.Signals
         assert process.returncode == 0
 
 
-def test_a_program_that_is_to_outlive_its_terminal_does() -> None:
-    """As `nohup` starts it."""
+def test_sighup_ignored_by_nohup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert stop_signals() == [signal.SIGINT, signal.SIGTERM]
@@ -321,7 +319,7 @@ def test_a_program_that_is_to_outlive_its_terminal_does() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_and_a_later_one_does_not_wait() -> None:
+def test_later_second_signal_ends_the_drain() -> None:
     body = {"prompt": "a", "stream": True}
     with (
         served('say("hihihi", hold_after=1)') as (process, url),

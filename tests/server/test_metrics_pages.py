@@ -14,14 +14,14 @@ def page(requests: int) -> str:
     return metrics.render().decode()
 
 
-def test_every_series_says_whose_it_is() -> None:
+def test_joined_metrics_have_a_replica_label() -> None:
     joined = join_pages({"a": page(1), "b": page(2)}).decode()
     assert 'ssd_request_success_total{finished_reason="stop",replica="a"} 1.0' in joined
     assert 'ssd_request_success_total{finished_reason="stop",replica="b"} 2.0' in joined
     assert 'ssd_time_to_first_token_seconds_bucket{le="0.25",replica="b"} 2.0' in joined
 
 
-def test_no_sample_is_lost_and_families_are_told_once() -> None:
+def test_joined_metrics_keep_all_samples() -> None:
     alone, joined = page(1), join_pages({"a": page(1), "b": page(1)}).decode()
     assert joined.count("# TYPE") == alone.count("# TYPE")
     families = {family.name: family for family in text_string_to_metric_families(joined)}
@@ -30,5 +30,5 @@ def test_no_sample_is_lost_and_families_are_told_once() -> None:
         assert families[family.name].type == family.type
 
 
-def test_nobody_answers() -> None:
+def test_joined_metrics_without_pages() -> None:
     assert join_pages({}) == b""

@@ -22,7 +22,7 @@ def counting(done: list[str], name: str, steps: int, begun: threading.Event | No
     return name
 
 
-async def test_short_work_is_done_right_here_and_long_work_in_a_thread() -> None:
+async def test_worker_pool_runs_short_work_inline() -> None:
     off_loop = WorkerPool(inline=10, threads=1)
     here = threading.current_thread()
     assert await off_loop.run(10, threading.current_thread) is here
@@ -30,14 +30,14 @@ async def test_short_work_is_done_right_here_and_long_work_in_a_thread() -> None
     assert await off_loop.steps(10, counting([], "short", 2)) == "short"
 
 
-async def test_works_of_one_length_take_turns() -> None:
+async def test_worker_pool_works_of_one_length_take_turns() -> None:
     off_loop, done = WorkerPool(0, threads=1), list[str]()
     await asyncio.gather(*(off_loop.steps(LONG, counting(done, name, 24)) for name in "ab"))
     assert done.index("b") < 24 - 1
     assert sorted(done) == ["a"] * 24 + ["b"] * 24
 
 
-async def test_the_shortest_has_the_next_turn() -> None:
+async def test_worker_pool_prefers_the_shortest() -> None:
     off_loop, done, go = WorkerPool(0, threads=1), list[str](), threading.Event()
     first = asyncio.ensure_future(off_loop.run(1, go.wait))
     await asyncio.sleep(0)
@@ -51,7 +51,7 @@ async def test_the_shortest_has_the_next_turn() -> None:
     assert done == ["short", "middle", "long"]
 
 
-async def test_nothing_more_is_done_for_a_caller_who_has_left() -> None:
+async def test_worker_pool_stops_cancelled_work() -> None:
     off_loop, done, begun = WorkerPool(0, threads=1), list[str](), threading.Event()
     working = asyncio.ensure_future(off_loop.steps(LONG, counting(done, "x", 10_000, begun)))
     queued = asyncio.ensure_future(off_loop.run(LONG, lambda: done.append("queued")))
@@ -64,7 +64,7 @@ async def test_nothing_more_is_done_for_a_caller_who_has_left() -> None:
     assert "queued" not in done
 
 
-async def test_a_thread_counts_as_used_until_it_is_free() -> None:
+async def test_worker_pool_counts_threads_until_they_end() -> None:
     off_loop, go, done = WorkerPool(0, threads=1), threading.Event(), list[int]()
     left = asyncio.ensure_future(off_loop.run(LONG, go.wait))
     await asyncio.sleep(0.01)
@@ -78,7 +78,7 @@ async def test_a_thread_counts_as_used_until_it_is_free() -> None:
     assert done == [1]
 
 
-async def test_errors_reach_the_caller_and_free_the_thread() -> None:
+async def test_worker_pool_errors_free_the_thread() -> None:
     off_loop = WorkerPool(0, threads=1)
 
     def failing() -> Steps[None]:
@@ -93,7 +93,7 @@ async def test_errors_reach_the_caller_and_free_the_thread() -> None:
     assert await off_loop.run(LONG, lambda: 1) == 1
 
 
-async def test_without_a_thread_the_caller_is_told_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_pool_without_threads_is_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     off_loop = WorkerPool(0, threads=1)
     loop = asyncio.get_running_loop()
 

@@ -118,7 +118,6 @@ class Broken(ByteTokenizer):
 
 
 async def test_every_problem_is_as_the_document_says() -> None:
-    """All statuses of the document, each seen at each path that may answer with it."""
     seen: set[tuple[str, int]] = set()
 
     def note(server: RunningServer) -> None:

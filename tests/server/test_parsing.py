@@ -71,13 +71,13 @@ def parsed(body: bytes, model: type[Strict], short: int) -> Strict | int:
 @example({"prompt": [[1], []]}, None)
 @example({"prompt": []}, None)
 @example({"prompt": [1, 2, 3, 4], "seed": 1}, 3)
-def test_slices_read_what_pydantic_reads(body: dict[str, Any], indent: int | None) -> None:
+def test_sliced_parsing_equals_pydantic(body: dict[str, Any], indent: int | None) -> None:
     raw = json.dumps(body, indent=indent).encode()
     assert parsed(raw, CompletionRequest, SHORT) == parsed(raw, CompletionRequest, 2**30)
 
 
 @given(CONVERSATIONS, INDENTS, st.booleans())
-def test_slices_read_conversations_as_pydantic_does(
+def test_sliced_parsing_of_conversations_equals_pydantic(
     body: dict[str, Any], indent: int | None, plain: bool
 ) -> None:
     raw = json.dumps(body, indent=indent, ensure_ascii=plain).encode()
@@ -85,13 +85,13 @@ def test_slices_read_conversations_as_pydantic_does(
 
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=50))
-def test_a_list_of_ids_is_read_whole(ids: list[int]) -> None:
+def test_token_ids_are_read_completely(ids: list[int]) -> None:
     raw = json.dumps({"tokens": ids}).encode()
     assert parse(raw, DetokenizeRequest, TOKENS, short=SHORT).tokens == tuple(ids)
 
 
 @given(st.lists(st.lists(st.integers(0, 999), max_size=20), min_size=1, max_size=20), TEXT)
-def test_lists_beside_other_fields_are_read_whole(lists: list[list[int]], text: str) -> None:
+def test_token_lists_beside_other_fields_are_read_completely(lists: list[list[int]], text: str) -> None:
     raw = json.dumps({"prompt": text, "seed": 3, "generated_token_ids": lists}).encode()
     found = parse(raw, CompletionRequest, TOKENS, short=SHORT)
     assert (found.prompt, found.seed) == (text, 3)
@@ -119,13 +119,13 @@ def naive_values(raw: bytes) -> int:
 @given(st.recursive(TEXT | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner)))
 @example('\\"' * 9)
 @example(["\\" * 8, '"', "\\"])
-def test_values_are_counted_outside_strings_only(value: object) -> None:
+def test_count_ignores_strings(value: object) -> None:
     raw = json.dumps(value, ensure_ascii=False).encode()
     for size in (3, 4, 5, 1000):
         assert count(raw, SEPARATORS, 10**9, size) == naive_values(raw)
 
 
-def test_counting_ends_where_it_is_enough() -> None:
+def test_count_stops_above_its_limit() -> None:
     assert 100 < count(b"[]," * 10**6, SEPARATORS, 100) < 70_000
 
 
@@ -145,7 +145,7 @@ def names(value: object) -> list[str]:
 @example({"n" * 60: 1}, None)
 @example({"a": {"n" * 18: {}}}, 0)
 @example(["n" * 60, {}], None)
-def test_names_are_counted_and_none_may_fill_a_slice(value: object, indent: int | None) -> None:
+def test_field_names_are_counted_and_bounded(value: object, indent: int | None) -> None:
     """A slice is filled by a name that is twice as long wherever it begins, and by none that is shorter."""
     raw, told = json.dumps(value, indent=indent).encode(), names(value)
     for size in (4, 9, 30):
@@ -159,12 +159,12 @@ def test_names_are_counted_and_none_may_fill_a_slice(value: object, indent: int 
             assert found == len(told)
 
 
-def test_counting_names_ends_where_it_is_enough_whatever_their_length() -> None:
+def test_count_names_stops_above_its_limit() -> None:
     raw = b'{"' + b"a" * 200_000 + b'":0' + b',"a":0' * 10**6
     assert 100 < count_names(raw, 100) < 20_000
 
 
-def test_ids_of_many_slices_and_the_place_of_a_wrong_one() -> None:
+def test_invalid_token_id_is_named_by_index() -> None:
     ids = list(range(1000)) * 80
     assert parse(json.dumps({"tokens": ids}).encode(), DetokenizeRequest, TOKENS).tokens == tuple(ids)
     ids[60_123] = -1
@@ -173,7 +173,7 @@ def test_ids_of_many_slices_and_the_place_of_a_wrong_one() -> None:
     assert wrong.value.param == "tokens.60123"
 
 
-def test_ids_of_a_long_list_are_shared_numbers() -> None:
+def test_token_ids_are_shared_objects() -> None:
     found = parse(json.dumps({"tokens": [999] * 40_000}).encode(), DetokenizeRequest, TOKENS).tokens
     assert {id(token) for token in found} == {id(TOKENS.numbers[999])}
 
@@ -235,7 +235,7 @@ TOO_MUCH: dict[str, tuple[type[Strict], bytes, int]] = {
 
 
 @pytest.mark.parametrize("case", TOO_MUCH)
-def test_a_body_with_too_much_of_anything_is_refused(case: str) -> None:
+def test_body_above_any_limit_is_refused(case: str) -> None:
     model, raw, status = TOO_MUCH[case]
     with pytest.raises(ApiError) as refused:
         parse(bytearray(raw), model, TOKENS)
@@ -243,18 +243,18 @@ def test_a_body_with_too_much_of_anything_is_refused(case: str) -> None:
     assert len(refused.value.message) < 500
 
 
-def test_as_many_messages_as_there_may_be_have_few_enough_values() -> None:
+def test_most_messages_are_below_the_value_limit() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"}
     body = json.dumps({"messages": [message] * MAX_MESSAGES}).encode()
     assert len(parse(body, ChatRequest, TOKENS).messages) == MAX_MESSAGES
 
 
-def test_commas_in_texts_are_no_values() -> None:
+def test_commas_in_strings_do_not_count() -> None:
     text = ',[{"' * 100_000
     assert parse(json.dumps({"prompt": text}).encode(), CompletionRequest, TOKENS).prompt == text
 
 
-def test_very_many_wrong_fields_are_counted_and_not_listed() -> None:
+def test_many_invalid_fields_are_counted() -> None:
     biases = b",".join(b'"a%d":0' % place for place in range(2_000))
     with pytest.raises(ApiError) as wrong:
         parse(b'{"logit_bias":{' + biases + b"}}", ChatRequest, TOKENS)

@@ -38,7 +38,7 @@ def status(port: int, target: str, host: str) -> int:
 
 
 @pytest.mark.parametrize("root", [None, "/llm"])
-def test_nobody_goes_around_the_key(root: str | None) -> None:
+def test_no_path_bypasses_auth(root: str | None) -> None:
     settings = Settings(drain_seconds=1, api_key=KEY, root_path=root)
     with listening_server(lambda _: say("x"), settings) as address:
         port = int(address.url.rpartition(":")[2])

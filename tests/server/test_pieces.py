@@ -60,7 +60,7 @@ async def until(done: Any) -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=20_000), min_size=1, max_size=6))
-def test_everything_comes_in_order(reads: list[bytes]) -> None:
+def test_chunked_reader_keeps_order(reads: list[bytes]) -> None:
     async def send() -> None:
         pieces, listener, transport = connected()
         for data in reads:
@@ -73,7 +73,7 @@ def test_everything_comes_in_order(reads: list[bytes]) -> None:
     asyncio.run(send())
 
 
-async def test_others_have_a_turn_between_pieces_and_nothing_more_is_read_meanwhile() -> None:
+async def test_chunked_reader_yields_between_chunks_and_pauses_reading() -> None:
     pieces, listener, transport = connected()
     pieces.data_received(b"x" * 40_000)
     assert len(listener.pieces) == 1
@@ -86,13 +86,13 @@ async def test_others_have_a_turn_between_pieces_and_nothing_more_is_read_meanwh
     await until(lambda: transport.reading)
 
 
-async def test_small_reads_go_straight_on() -> None:
+async def test_chunked_reader_passes_small_reads_on() -> None:
     pieces, listener, transport = connected()
     pieces.data_received(b"GET")
     assert (listener.pieces, transport.reading) == ([b"GET"], True)
 
 
-async def test_a_protocol_that_has_enough_is_not_given_more_to_read() -> None:
+async def test_chunked_reader_respects_flow_control() -> None:
     pieces, listener, transport = connected()
     listener.read_paused = True
     pieces.data_received(b"x" * 5_000)
@@ -102,7 +102,7 @@ async def test_a_protocol_that_has_enough_is_not_given_more_to_read() -> None:
     assert not transport.reading
 
 
-async def test_what_waits_is_forgotten_with_the_connection() -> None:
+async def test_chunked_reader_drops_data_of_a_closed_connection() -> None:
     pieces, listener, _ = connected()
     pieces.data_received(b"x" * 40_000)
     pieces.connection_lost(None)

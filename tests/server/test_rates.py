@@ -24,7 +24,7 @@ def bucket(per_minute: int) -> tuple[Bucket, Clock]:
     return Bucket(per_minute, clock), clock
 
 
-def test_a_minutes_worth_at_once_and_then_as_it_fills() -> None:
+def test_rate_bucket_allows_a_minute_at_once() -> None:
     found, clock = bucket(6)
     for _ in range(6):
         assert found.level >= 1
@@ -35,14 +35,14 @@ def test_a_minutes_worth_at_once_and_then_as_it_fills() -> None:
     assert found.level >= 1
 
 
-def test_it_never_holds_more_than_a_minute() -> None:
+def test_rate_bucket_never_holds_more_than_a_minute() -> None:
     found, clock = bucket(6)
     clock.now += 1e6
     assert found.level == 6
     assert found.refill_s == 0
 
 
-def test_what_is_overdrawn_is_waited_for() -> None:
+def test_rate_bucket_overdraft_extends_the_wait() -> None:
     found, clock = bucket(60)
     found.take(300)
     assert (found.left, found.level) == (0, -240)
@@ -52,7 +52,7 @@ def test_what_is_overdrawn_is_waited_for() -> None:
     assert found.level >= 1
 
 
-def test_another_limit_forgives_nothing() -> None:
+def test_rate_bucket_keeps_its_level_with_a_new_limit() -> None:
     found, clock = bucket(60)
     found.take(50)
     found.per_minute = 600
@@ -67,7 +67,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 120_000), st.integers(0, 50)), max_siz
 
 
 @given(st.integers(1, 10_000), STEPS)
-def test_it_is_what_exact_arithmetic_says(per_minute: int, steps: list[tuple[int, int]]) -> None:
+def test_rate_bucket_equals_exact_arithmetic(per_minute: int, steps: list[tuple[int, int]]) -> None:
     """Against fractions: milliseconds pass, then something is taken if there is one."""
     found, clock = bucket(per_minute)
     exact, taken, passed = Fraction(per_minute), 0, Fraction(0)

@@ -18,7 +18,7 @@ HEADER = "X-Request-Id"
     [(COMPLETIONS, {"prompt": "a"}, "cmpl-"), (CHAT, {"messages": ASK}, "chatcmpl-")],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_clients_name_is_told_in_header_and_id(
+async def test_request_id_of_the_client_is_returned(
     path: str, body: dict[str, object], begin: str, stream: bool
 ) -> None:
     async with running_server(lambda _: say("x")) as server:
@@ -33,7 +33,7 @@ async def test_the_clients_name_is_told_in_header_and_id(
             assert f'"id":"{begin}{name}"' in answer.text
 
 
-async def test_requests_without_a_usable_name_get_one_of_their_own() -> None:
+async def test_request_id_is_generated_without_a_valid_one() -> None:
     async with running_server(lambda _: say("x")) as server:
         names = [
             (await server.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers)).headers[HEADER]
@@ -43,7 +43,7 @@ async def test_requests_without_a_usable_name_get_one_of_their_own() -> None:
     assert all(len(name) == 32 and name.isalnum() for name in names)
 
 
-async def test_refused_requests_tell_it_too() -> None:
+async def test_request_id_of_refused_requests() -> None:
     async with running_server(lambda _: say("x"), Settings(api_key="sesame")) as server:
         named, key = {HEADER: "mine"}, {HEADER: "mine", "Authorization": "Bearer sesame"}
         answers = [

@@ -31,14 +31,13 @@ COMPLETIONS = "/v1/completions"
 
 
 async def until_told(server: RunningServer, message: Progress | Status | Ready) -> None:
-    """Until the server has heard the engine's message."""
     server.engine.tell(message)
     client = server.client
     while message not in (client.status, client.ready) and client.progress != getattr(message, "text", None):
         await asyncio.sleep(0.002)
 
 
-async def test_health_is_503_until_a_token_can_be_generated() -> None:
+async def test_health_is_503_until_ready() -> None:
     async with running_server(lambda _: say("x"), ready=False) as server:
         await until_told(server, Progress("reading weights"))
         loading = await server.http.get("/health")
@@ -54,7 +53,7 @@ async def test_health_is_503_until_a_token_can_be_generated() -> None:
     assert ready.json() == {"status": "ok", "model": "ssd-embedded", "mode": "ssd"}
 
 
-async def test_when_the_engine_dies_requests_end_with_an_error_and_health_says_so() -> None:
+async def test_engine_death_ends_requests_and_health() -> None:
     async with running_server(lambda _: say("abcdef", hold_after=1)) as server:
         bodies = [{"prompt": "a", "stream": stream} for stream in (False, True)]
         held = [asyncio.ensure_future(server.http.post(COMPLETIONS, json=body)) for body in bodies]
@@ -75,7 +74,7 @@ async def test_when_the_engine_dies_requests_end_with_an_error_and_health_says_s
     assert "engine process ended" in health.json()["error"]["message"]
 
 
-async def test_an_engine_that_falls_silent_is_noticed() -> None:
+async def test_silent_engine_makes_health_503() -> None:
     async with running_server(lambda _: say("x"), limits=Limits(engine_silence_s=0.05)) as server:
         await asyncio.sleep(0.1)
         answer = await server.http.get("/health")
@@ -83,7 +82,7 @@ async def test_an_engine_that_falls_silent_is_noticed() -> None:
     assert answer.json()["error"]["code"] == "engine_silent"
 
 
-async def test_new_requests_are_refused_while_shutting_down() -> None:
+async def test_shutdown_refuses_new_requests() -> None:
     async with running_server(lambda _: say("abc", hold_after=0)) as server:
         held = asyncio.ensure_future(post(server, COMPLETIONS, prompt="a"))
         while server.client.active < 1:
@@ -97,7 +96,7 @@ async def test_new_requests_are_refused_while_shutting_down() -> None:
     assert refused.json()["error"]["code"] == "shutting_down"
 
 
-def test_the_server_needs_no_torch() -> None:
+def test_server_does_not_import_torch() -> None:
     program = (
         "import sys, ssd_serve.server.http.serving, ssd_serve.server.banner; sys.exit('torch' in sys.modules)"
     )
@@ -121,7 +120,7 @@ async def test_models_version_and_load() -> None:
     assert load == {"server_load": 0}
 
 
-async def test_the_commit_is_told_that_the_engine_was_started_with() -> None:
+async def test_model_card_has_the_commit_of_the_engine() -> None:
     async with running_server(lambda _: say("x"), Settings(target="org/model")) as server:
         before = (await server.http.get("/v1/models")).json()["data"][0]
         server.client.target = f"org/model@{'a' * 40}"
@@ -139,11 +138,11 @@ async def test_the_commit_is_told_that_the_engine_was_started_with() -> None:
         ("./model", "model"),
     ],
 )
-def test_the_model_is_named_after_its_target(target: str, name: str) -> None:
+def test_model_name_from_target(target: str, name: str) -> None:
     assert model_name(Settings(target=target)) == name
 
 
-async def test_load_tells_why_it_speculates_or_not_once_a_round_has_run() -> None:
+async def test_load_has_the_last_decision() -> None:
     decided = DecisionMessage("off", DecisionReason.SLOWER, 0, 0.0, CostEstimate(0, 3.0, 0.02), CostEstimate(None, 3.0, 0.024))
     async with running_server(lambda _: say("x")) as server:
         await until_told(server, replace(STATUS, decision=decided))
@@ -162,7 +161,7 @@ async def test_load_tells_why_it_speculates_or_not_once_a_round_has_run() -> Non
     TypeAdapter(Load).validate_python(load)
 
 
-async def test_metrics_join_what_server_and_engine_know() -> None:
+async def test_metrics_of_server_and_engine() -> None:
     async with running_server(lambda _: say("abcdef", group=3)) as server:
         before = (await server.http.get("/metrics")).text
         await until_told(server, STATUS)
@@ -212,7 +211,7 @@ async def test_metrics_join_what_server_and_engine_know() -> None:
         assert line in lines, line
 
 
-async def test_metrics_have_the_names_that_the_operator_wants() -> None:
+async def test_metrics_prefix_and_model_label() -> None:
     settings = Settings(metrics_prefix="vllm:", served_model_name="mine")
     async with running_server(lambda _: say("abcdef", group=3), settings) as server:
         await until_told(server, STATUS)
@@ -223,7 +222,7 @@ async def test_metrics_have_the_names_that_the_operator_wants() -> None:
 
 
 @pytest.mark.parametrize(("tells", "count"), [(True, 1.0), (False, 0.0)])
-async def test_times_of_prompts_are_measured_where_they_may_be_told(
+async def test_prefill_times_are_hidden_with_cached_tokens(
     monkeypatch: pytest.MonkeyPatch, tells: bool, count: float
 ) -> None:
     monkeypatch.setattr(FIGURES, "prompt_s", 0.001)
@@ -238,7 +237,7 @@ async def test_times_of_prompts_are_measured_where_they_may_be_told(
     assert metric(page, "ssd_request_queue_time_seconds_count") == count
 
 
-async def test_what_serves_is_told() -> None:
+async def test_server_info() -> None:
     settings = Settings(
         draft_depth=7,
         system_prompt="A secret of the operator's",
@@ -256,7 +255,7 @@ async def test_what_serves_is_told() -> None:
     assert info["settings"] == {"draft_depth": 7, **dict.fromkeys(private, "set")}
 
 
-async def test_the_commit_of_a_hub_model_is_told() -> None:
+async def test_model_card_has_the_commit_of_a_hub_model() -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     async with running_server(lambda _: say("x"), Settings(target=f"owner/name@{commit}")) as server:
         (card,) = (await server.http.get("/v1/models")).json()["data"]
@@ -278,13 +277,13 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
     assert (neither.status_code, outside.status_code) == (400, 400)
 
 
-async def test_long_texts_are_tokenised_off_the_event_loop() -> None:
+async def test_long_texts_are_tokenized_in_a_thread() -> None:
     text = "a" * 300
     async with running_server(lambda _: say("x"), limits=Limits(inline_characters=10)) as server:
         assert (await post(server, "/tokenize", prompt=text))["count"] == 301
 
 
-async def test_the_openapi_document_describes_the_bodies() -> None:
+async def test_openapi_document_describes_bodies() -> None:
     async with running_server(lambda _: say("x")) as server:
         document = (await server.http.get("/openapi.json")).json()
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]

@@ -1,4 +1,4 @@
-"""Who reads a stream more slowly than it comes: what waits is bounded, and the engine is freed."""
+"""Clients that read a stream slowly: unread output is bounded, and requests are aborted."""
 
 import asyncio
 import json

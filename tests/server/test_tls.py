@@ -34,7 +34,7 @@ def trusting(settings: Settings) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(settings.tls_certificate))
 
 
-def test_the_server_speaks_https(tmp_path: Path) -> None:
+def test_tls_server_answers(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
     with listening_server(lambda _: say("Hello"), settings) as at:
         assert at.url.startswith("https://")
@@ -49,7 +49,7 @@ def test_the_server_speaks_https(tmp_path: Path) -> None:
             httpx.get(at.url.replace("https://", "http://") + "/health")
 
 
-def test_while_loading_the_answer_is_encrypted_too(tmp_path: Path) -> None:
+def test_tls_while_loading(tmp_path: Path) -> None:
     settings = make_pair(tmp_path, "a")
     with listening_server(lambda _: say(""), settings, ready=False) as at:
         answer = httpx.get(f"{at.url}/health", verify=trusting(settings))
@@ -58,7 +58,7 @@ def test_while_loading_the_answer_is_encrypted_too(tmp_path: Path) -> None:
             httpx.get(at.url.replace("https://", "http://") + "/health")
 
 
-def test_no_files_no_tls() -> None:
+def test_tls_is_off_without_files() -> None:
     assert tls_context(Settings()) is None
 
 
@@ -75,7 +75,7 @@ def test_no_files_no_tls() -> None:
         ({"tls_certificate": "c.pem", "tls_key": "c.key"}, "the key of SSD_TLS_KEY is encrypted"),
     ],
 )
-def test_wrong_files_are_wrong_settings(
+def test_tls_invalid_files_are_settings_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], message: str
 ) -> None:
     for name in ("a", "b"):
@@ -86,7 +86,7 @@ def test_wrong_files_are_wrong_settings(
         tls_context(Settings.model_validate(fields))
 
 
-def test_a_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_unreadable_file_is_a_permission_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = make_pair(tmp_path, "a")
     opened = Path.open
 
@@ -100,7 +100,7 @@ def test_a_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tls_context(settings)
 
 
-def test_the_command_ends_before_it_loads_anything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tls_errors_end_the_command_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--port", "0", "--tls-certificate", "/nowhere/a.pem", "--tls-key", "/nowhere/a.key"]
     assert cli.main(["serve", *flags]) == 2
     assert capsys.readouterr().err.count("/nowhere/a.pem (SSD_TLS_CERTIFICATE) cannot be read") == 1

@@ -24,7 +24,6 @@ COMPLETIONS = "/v1/completions"
 
 @contextmanager
 def collector() -> Generator[tuple[str, list[ExportTraceServiceRequest]], None, None]:
-    """Where it listens, and what it has been sent."""
     received: list[ExportTraceServiceRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -63,7 +62,7 @@ def told(span: Span) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_is_a_span_with_what_the_engine_did_below(
+async def test_trace_has_spans_of_request_and_choices(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(FIGURES, "prompt_s", 1e-6)
@@ -93,7 +92,7 @@ async def test_a_request_is_a_span_with_what_the_engine_did_below(
     assert decode.end_time_unix_nano <= above.end_time_unix_nano + 10_000_000
 
 
-async def test_no_span_tells_what_was_said() -> None:
+async def test_trace_has_no_prompts_or_outputs() -> None:
     with collector() as (endpoint, received):
         async with running_server(lambda _: say("fig"), Settings(otlp_traces_endpoint=endpoint)) as server:
             await server.http.post(COMPLETIONS, json={"prompt": "apple"})
@@ -102,7 +101,7 @@ async def test_no_span_tells_what_was_said() -> None:
     assert not any(word in written for word in (b"apple", b"fig"))
 
 
-async def test_a_refused_request_has_a_span_with_its_status() -> None:
+async def test_trace_of_a_refused_request_has_its_status() -> None:
     with collector() as (endpoint, received):
         async with running_server(lambda _: say("x"), Settings(otlp_traces_endpoint=endpoint)) as server:
             await server.http.post(COMPLETIONS, json={"prompt": 5})
@@ -110,7 +109,7 @@ async def test_a_refused_request_has_a_span_with_its_status() -> None:
     assert told(span)["http.response.status_code"] == 400
 
 
-async def test_a_context_that_asks_for_no_samples_gets_none() -> None:
+async def test_trace_context_without_sampling() -> None:
     with collector() as (endpoint, received):
         async with running_server(lambda _: say("x"), Settings(otlp_traces_endpoint=endpoint)) as server:
             headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"}
@@ -118,7 +117,7 @@ async def test_a_context_that_asks_for_no_samples_gets_none() -> None:
     assert spans(received) == []
 
 
-async def test_a_collector_that_is_not_there_harms_nobody() -> None:
+async def test_missing_trace_collector_is_harmless() -> None:
     begun = time.monotonic()
     async with running_server(
         lambda _: say("x"), Settings(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
@@ -128,13 +127,13 @@ async def test_a_collector_that_is_not_there_harms_nobody() -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_opentelemetry_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ssd_serve.server.observability.traces", None)
     settings = Settings(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
     with pytest.raises(SettingsError, match=r"ssd-serve\[otel\]"):
         create_app(settings, EngineClient(), ByteTokenizer())
 
 
-def test_only_addresses_are_endpoints() -> None:
+def test_trace_endpoint_must_be_a_url() -> None:
     with pytest.raises(ValueError, match="otlp_traces_endpoint"):
         Settings(otlp_traces_endpoint="collector:4318")

@@ -23,7 +23,7 @@ async def waits(taking: "asyncio.Future[None]") -> bool:
     return not taking.done()
 
 
-async def test_small_bodies_never_wait_and_others_until_there_is_room() -> None:
+async def test_small_bodies_never_wait_for_memory() -> None:
     uploads = UploadMemory(limit=100, free=10, grace_s=60)
     with ExitStack() as first, uploads.open() as second, uploads.open() as small:
         one = first.enter_context(uploads.open())
@@ -39,7 +39,7 @@ async def test_small_bodies_never_wait_and_others_until_there_is_room() -> None:
     assert uploads.held == 0
 
 
-async def test_who_waits_first_has_room_first() -> None:
+async def test_memory_is_given_in_order() -> None:
     uploads, order = UploadMemory(limit=100, free=0, grace_s=60), list[int]()
 
     async def one(number: int) -> None:
@@ -52,7 +52,7 @@ async def test_who_waits_first_has_room_first() -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-async def test_a_slow_upload_makes_room_but_one_that_has_arrived_does_not() -> None:
+async def test_slow_upload_is_evicted_but_not_a_received_one() -> None:
     uploads = UploadMemory(limit=100, free=0, grace_s=0.0)
     with uploads.open() as arrived, uploads.open() as slow, uploads.open() as new:
         await uploads.take(arrived, 50)
@@ -68,7 +68,7 @@ async def test_a_slow_upload_makes_room_but_one_that_has_arrived_does_not() -> N
         await asyncio.gather(taking, return_exceptions=True)
 
 
-async def test_who_leaves_while_waiting_holds_nothing() -> None:
+async def test_cancelled_upload_releases_memory() -> None:
     uploads = UploadMemory(limit=100, free=0, grace_s=60)
 
     with uploads.open() as holder:
@@ -92,7 +92,7 @@ def body(length: int) -> bytes:
     return json.dumps({"prompt": "a", "bad_words": None, "stop": None, "user": None}).encode() + b" " * length
 
 
-async def test_a_slow_client_is_told_to_send_again_when_others_need_its_room() -> None:
+async def test_evicted_upload_is_answered_503() -> None:
     limits = Limits(max_bodies_bytes=50_000, inline_body_bytes=1_000, body_grace_s=0.1)
     go = asyncio.Event()
     async with running_server(lambda _: say("x"), limits=limits) as server:
@@ -107,7 +107,7 @@ async def test_a_slow_client_is_told_to_send_again_when_others_need_its_room() -
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_without_room_for_long_a_client_is_told_to_try_again() -> None:
+async def test_upload_without_memory_is_answered_503() -> None:
     limits = Limits(max_bodies_bytes=10_000, inline_body_bytes=1_000, body_timeout_s=0.2)
     async with running_server(lambda _: say("x"), limits=limits) as server:
         answer = await server.http.post(PATH, content=body(20_000), headers=JSON)
@@ -115,7 +115,7 @@ async def test_without_room_for_long_a_client_is_told_to_try_again() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "bodies_full")
 
 
-async def test_a_full_queue_is_told_before_the_body_is_read() -> None:
+async def test_full_queue_is_answered_before_the_body_is_read() -> None:
     read = list[bool]()
 
     async def content() -> AsyncGenerator[bytes, None]:
