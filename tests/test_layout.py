@@ -79,7 +79,6 @@ ONE_MEANING = {
     "Chunk": "what a server of the OpenAI API writes and its client reads",
     "Speculation": "what a server of the OpenAI API writes and its client reads",
     "Usage": "what a server of the OpenAI API writes and its client reads",
-    "Engine": "a comparison of engines runs ours as one of several",
 }
 """Names of several public classes, and the thing that all of them are."""
 

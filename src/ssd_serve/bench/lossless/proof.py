@@ -66,7 +66,7 @@ QUICK = ProofPlan((EMBEDDED, "random-llama"), batches=(4,), budgets=(0, 8), sets
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TextDifference:
     """The first difference of a request from plain decoding, and the gap of the two tokens' scores.
 
     `limit` is the largest gap that rounding explains.
@@ -134,9 +134,9 @@ class Judge:
         self._noise = NoiseRows(pair.vocabulary, 8)
         self._decoder: Float64Decoder | None = None
 
-    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[Difference]:
+    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[TextDifference]:
         """Return the first difference of each request that differs from plain decoding."""
-        judged: list[Difference] = []
+        judged: list[TextDifference] = []
         for submit in submits:
             one, other = plain.tokens[submit.request], found.tokens[submit.request]
             index = first_difference(one, other)
@@ -144,7 +144,7 @@ class Judge:
                 gap, limit = float("inf"), 0.0
                 if index < min(len(one), len(other)):
                     gap, limit = self._gap(submit, one[:index], one[index], other[index])
-                judged.append(Difference(submit.request, index, gap, limit))
+                judged.append(TextDifference(submit.request, index, gap, limit))
         return judged
 
     def _gap(self, submit: Submit, output: Sequence[int], one: int, other: int) -> tuple[float, float]:
@@ -166,7 +166,7 @@ class Judge:
         return abs(float(scores[one]) - float(scores[other])), limit
 
 
-def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[Difference]) -> int:
+def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[TextDifference]) -> int:
     """Return the number of compared tokens; those of differing requests count up to the difference."""
     ends = {each.request: each.index + 1 for each in differences}
     return sum(ends.get(submit.request, len(plain.tokens[submit.request])) for submit in submits)

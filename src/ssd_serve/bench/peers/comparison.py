@@ -22,8 +22,8 @@ from ssd_serve.bench.peers.engines import (
     PEER_MODES,
     PeerError,
     PeerMode,
+    PeerServer,
     Place,
-    RunningEngine,
     await_idle,
     gguf_path,
     initial_shapes,
@@ -142,7 +142,7 @@ class _Session:
     ) -> dict[PeerMode, dict[int, Answer]]:
         """Return the answers of each mode by prompt; failures are noted and left out."""
         with ExitStack() as stack:
-            engines: dict[PeerMode, RunningEngine] = {}
+            engines: dict[PeerMode, PeerServer] = {}
             for mode in modes:
                 engine = self._started(stack, mode, prompts[0], when)
                 if engine is not None:
@@ -164,7 +164,7 @@ class _Session:
             for mode, some in found.items()
         } | {mode: {} for mode in modes if mode not in found}
 
-    def _started(self, stack: ExitStack, mode: PeerMode, prompt: Prompt, when: str) -> RunningEngine | None:
+    def _started(self, stack: ExitStack, mode: PeerMode, prompt: Prompt, when: str) -> PeerServer | None:
         """Start an engine and send two warm-up requests; None if that fails."""
         try:
             engine = stack.enter_context(launched(mode, self._place))

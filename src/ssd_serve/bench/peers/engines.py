@@ -200,7 +200,7 @@ def variables(mode: PeerMode, place: Place) -> dict[str, str]:
     }
 
 
-class RunningEngine:
+class PeerServer:
     """A started engine behind an OpenAI endpoint on loopback."""
 
     def __init__(self, mode: PeerMode, port: int, process: "subprocess.Popen[bytes]") -> None:
@@ -247,7 +247,7 @@ class RunningEngine:
         return total
 
 
-def await_idle(engines: "list[RunningEngine]") -> float:
+def await_idle(engines: "list[PeerServer]") -> float:
     """Wait until all engines use almost no CPU, and return the seconds waited.
 
     Raises `PeerError` if an engine keeps working after its answer.
@@ -265,7 +265,7 @@ def await_idle(engines: "list[RunningEngine]") -> float:
 
 
 @contextlib.contextmanager
-def launched(mode: PeerMode, place: Place) -> Generator[RunningEngine]:
+def launched(mode: PeerMode, place: Place) -> Generator[PeerServer]:
     """Start an engine in a session of its own, wait until it answers, and end it with all its children."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
@@ -291,7 +291,7 @@ def launched(mode: PeerMode, place: Place) -> Generator[RunningEngine]:
                 end = log.read_text(encoding="utf-8", errors="replace").strip()[-600:]
                 raise PeerError(f"{mode.name} did not start (its log ends: {' '.join(end.split())})")
             time.sleep(_POLL_S)
-        yield RunningEngine(mode, port, process)
+        yield PeerServer(mode, port, process)
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
