@@ -7,7 +7,8 @@ is. Private modules of torch are imported here alone.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,6 +33,79 @@ _READING = frozenset({"_local_scalar_dense", "nonzero", "masked_select"}) | _NUM
 
 class MixedDevicesError(Exception):
     """An operator was given tensors of two devices."""
+
+
+class StreamOrderError(Exception):
+    """A stream used what another stream had written, without waiting for that stream."""
+
+
+class Stream:
+    """Stands in for torch.cuda.Stream: counts its work, and what it has waited for in others."""
+
+    def __init__(self) -> None:
+        self.work = 0
+        self.seen: dict[Stream, int] = {}
+
+    def wait_stream(self, other: "Stream") -> None:
+        for each, work in (*other.seen.items(), (other, other.work)):
+            self.seen[each] = max(work, self.seen.get(each, 0))
+
+
+class Streams:
+    """The streams of the pretended device; they run at once, and only their order is checked."""
+
+    def __init__(self) -> None:
+        self.current = Stream()
+        self._all = [self.current]
+        self._writers: dict[int, tuple[Stream, int]] = {}  # the last write to each storage
+
+    def make(self) -> Stream:
+        self._all.append(Stream())
+        return self._all[-1]
+
+    def synchronize(self, *_: object) -> None:
+        for stream, other in product(self._all, self._all):
+            stream.wait_stream(other)
+
+    def select(self, stream: Stream) -> None:
+        self.current = stream
+
+    @contextmanager
+    def using(self, stream: Stream) -> Generator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, _graph: object, *, stream: Stream, **_: object) -> Generator[None]:
+        """Enter as torch.cuda.graph does: after everything that was started."""
+        self.synchronize()
+        with self.using(stream):
+            yield
+
+    def run(self, name: str, given: Sequence["DeviceTensor"]) -> None:
+        """Check one operator on the current stream."""
+        self.current.work += 1
+        for each in given:
+            writer, work = self._writers.get(each.held.untyped_storage().data_ptr(), (self.current, 0))
+            if writer is not self.current and self.current.seen.get(writer, 0) < work:
+                raise StreamOrderError(f"{name} uses what another stream may not have written yet")
+
+    def wrote(self, tensors: Sequence["DeviceTensor"]) -> None:
+        for each in tensors:
+            self._writers[each.held.untyped_storage().data_ptr()] = (self.current, self.current.work)
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph: holds nothing, and cannot be replayed."""
+
+    def pool(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        raise NotImplementedError("the pretended device replays no graphs")
 
 
 class DeviceTensor(torch.Tensor):
@@ -81,6 +155,7 @@ class _Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads: list[str] = []
+        self.streams = Streams()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -98,6 +173,7 @@ class _Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_device = any(isinstance(each, DeviceTensor) for each in tensors)
         if on_device:
             _check(func, name, args, tensors)
+            self.streams.run(name, [each for each in tensors if isinstance(each, DeviceTensor)])
         if options.get("pin_memory"):
             options["pin_memory"] = False  # there is nothing to copy from it
         wanted = None if options.get("device") is None else torch.device(options["device"])
@@ -112,7 +188,9 @@ class _Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def place(tensor: torch.Tensor) -> torch.Tensor:
             return same.get(id(tensor), DeviceTensor(tensor) if on_device else tensor)
 
-        return tree_map_only(torch.Tensor, place, result)
+        placed = tree_map_only(torch.Tensor, place, result)
+        self.streams.wrote([each for each in _tensors(placed) if isinstance(each, DeviceTensor)])
+        return placed
 
 
 class Event:
@@ -150,7 +228,19 @@ def pretended_device(memory: int = 8 << 30) -> Generator[list[str]]:
             GridExecutor, "__call__", lambda self, *given, **more: _launch(interpreted, self, given, more)
         )
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr(torch.cuda, "synchronize", lambda _: None)
+        streams = device.streams
+        for name, double in {
+            "Stream": streams.make,
+            "stream": streams.using,
+            "current_stream": lambda: streams.current,
+            "set_stream": streams.select,
+            "synchronize": streams.synchronize,
+            "device": nullcontext,
+            "CUDAGraph": Graph,
+            "graph": streams.graph,
+            "memory_reserved": lambda: 0,
+        }.items():
+            patch.setattr(torch.cuda, name, double)
         patch.setattr(torch.cuda, "mem_get_info", lambda _: (memory, memory))
         patch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is a copy from the CPU

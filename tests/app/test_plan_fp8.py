@@ -22,7 +22,7 @@ from ssd_serve.app.plan.roof import Roof
 from ssd_serve.base.devices import Machine
 from ssd_serve.kernels.products.fp8 import FORMATS
 from ssd_serve.models.sizes import model_sizes
-from ssd_serve.models.weights import linear
+from ssd_serve.models.weights import matrices
 from ssd_serve.models.weights.quantization import Fp8Scheme
 from tests.models.fp8_checkpoints import FORMS, write
 
@@ -61,7 +61,7 @@ def test_the_table_knows_what_its_devices_multiply(monkeypatch: pytest.MonkeyPat
 def test_a_folder_takes_what_its_loaded_model_would(
     name: str, native: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "native_format", lambda _: native)
+    monkeypatch.setattr(matrices, "native_format", lambda _: native)
     write(FORMS[name], tmp_path)
     planned, loaded = on_gpu(tmp_path, native), model_sizes(tmp_path, device="cuda:0", dtype="bf16")
     assert planned.matrix_bytes == loaded.read_bytes

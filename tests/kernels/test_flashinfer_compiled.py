@@ -92,12 +92,6 @@ def test_what_others_could_have_written_is_compiled_again(tmp_path: Path, packag
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    use_folder(Path("cache"), PORT, None)
-    assert Path(os.environ["FLASHINFER_WORKSPACE_BASE"]).parent == tmp_path / "cache"
-
-
 def test_each_package_is_told_the_architecture_in_its_own_variable(tmp_path: Path) -> None:
     use_folder(tmp_path, PORT, None)
     assert {name: value for name, value in variables().items() if "ARCH" in name} == {
@@ -128,22 +122,6 @@ def test_kernels_older_than_a_source_are_cleared(tmp_path: Path, package: Path, 
 def test_kernels_of_another_installation_are_cleared(tmp_path: Path, package: Path) -> None:
     kernel(tmp_path, "moved", tmp_path / "elsewhere" / "flashinfer")
     assert clear_stale(tmp_path, package) == ["moved"]
-
-
-def test_objects_that_nothing_says_how_to_build_are_cleared(tmp_path: Path, package: Path) -> None:
-    (kernel(tmp_path, "bare", package) / "build.ninja").unlink()
-    begun = kernel(tmp_path, "begun", package)
-    (begun / "build.ninja").unlink()
-    (begun / "begun.so").unlink()
-    assert clear_stale(tmp_path, package) == ["bare"]
-    assert begun.is_dir()
-
-
-def test_bytecode_is_no_source(tmp_path: Path, package: Path) -> None:
-    """Python writes it at the first import, after which nothing may be stale."""
-    kernel(tmp_path, "batch_prefill", package)
-    write(package / "jit/__pycache__/core.cpython-311.pyc", at=5000)
-    assert clear_stale(tmp_path, package) == []
 
 
 def test_use_clears_what_is_stale(tmp_path: Path, package: Path) -> None:
@@ -189,9 +167,3 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PermissionProblemError, match=str(tmp_path / "file")):
         use_folder(tmp_path / "file", PORT, None)
-
-
-def test_the_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "flashinfer/__init__.py", "raise RuntimeError('imported')")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert compiled.package_folder() == tmp_path / "flashinfer"

@@ -1,8 +1,13 @@
 """Compiled norms, rotations and gates against torch's, and their independence of other rows."""
 
+import io
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from ssd_serve.base.logs import Logger
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.rows import NativeRows, can_operate
 from ssd_serve.kernels.rows.operations import RmsNorm, RowOperations, TorchRows
@@ -67,3 +72,15 @@ def test_a_row_has_the_same_result_alone_and_among_others(native: NativeLibrary,
 
 def test_other_dtypes_are_left_to_torch(native: NativeLibrary) -> None:
     assert [can_operate(native, dtype) for dtype in (*DTYPES, torch.float16)] == [True, True, False]
+
+
+def test_a_kernel_that_fails_its_self_test_is_logged_once(native: NativeLibrary) -> None:
+    class Idle(NativeLibrary):
+        def function(self, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
+            return (lambda *_: None) if name.startswith("ssd_gate") else super().function(name, *arguments)
+
+    lines = io.StringIO()
+    idle = Idle(native.path, Logger("test", stream=lines))
+    assert not any(can_operate(idle, torch.float32) for _ in range(2))
+    assert lines.getvalue().count("compiled kernels fail their self-test") == 1
+    assert "gates in float" in lines.getvalue()

@@ -95,9 +95,9 @@ class Compiled:
 
 
 def compile_attention(
-    target: Target, head_dim: int, dtype: torch.dtype, tile: int, group: int = 8
+    target: Target, head_dim: int, dtype: torch.dtype, tile: int, windowed: bool, group: int = 8
 ) -> Compiled:
-    """Compile one configuration of `attend_parts`, without a window. Raises what Triton raises."""
+    """Compile one configuration of `attend_parts`. Raises whatever Triton raises."""
     constants = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -105,6 +105,7 @@ def compile_attention(
         "BLOCK_M": tile,
         "BLOCK_N": block_n(dtype, head_dim),
         "SPLIT": SPLIT,
+        "WINDOWED": windowed,
         "WIDEN": False,
     }
     return _compile(target, attend_parts, constants, dtype, tile)
@@ -156,8 +157,8 @@ def _compile(
 def compile_all(targets: Sequence[Target] = TARGETS) -> Iterator[tuple[Compiled, str]]:
     """Every configuration that may run, and what is wrong with it; empty when nothing is."""
     for target, head_dim, dtype in product(targets, HEAD_DIMS, DTYPES):
-        for tile in tiles_of(dtype):
-            compiled = compile_attention(target, head_dim, dtype, tile)
+        for tile, windowed in product(tiles_of(dtype), (False, True)):
+            compiled = compile_attention(target, head_dim, dtype, tile, windowed)
             yield compiled, complaint(compiled, target.shared_bytes)
         compiled = compile_merge(target, head_dim, dtype)
         yield compiled, complaint(compiled, target.shared_bytes)

@@ -14,7 +14,7 @@ from ssd_serve.models import load
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model
 from ssd_serve.models.parallel import Parallel
-from ssd_serve.models.weights import linear
+from ssd_serve.models.weights import matrices
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import DenseLinear, Linear, LinearFactory, MatrixShare
 from ssd_serve.models.weights.matrices import MatrixReader
@@ -160,7 +160,7 @@ def test_devices_that_multiply_fp8(
         return (a.float() @ b.float()).to(options["out_dtype"])
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_mm", product)
-    monkeypatch.setattr(linear, "multiplied_format", lambda *_: native)
+    monkeypatch.setattr(matrices, "multiplied_format", lambda *_: native)
     model = write(form, tmp_path)
     blocks = form.name == "weight_scale_inv" or form.kind("") == "block"
     kept = not blocks and (form.form is native or native is FNUZ)
@@ -184,13 +184,13 @@ def test_devices_that_multiply_fp8(
 def test_fp8_is_multiplied_only_where_the_export_and_the_device_want_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "native_format", lambda device: FN)
+    monkeypatch.setattr(matrices, "native_format", lambda device: FN)
     for name, form in FORMS.items():
         scheme = parse_quantization(form.config)
-        assert linear.multiplied_format(scheme, "cpu") is None
+        assert matrices.multiplied_format(scheme, "cpu") is None
         expected = None if name == "quark-mixed-layers" else FN
-        assert linear.multiplied_format(scheme, "cuda:0") is expected, name
-    assert linear.multiplied_format(None, "cuda:0") is None
+        assert matrices.multiplied_format(scheme, "cuda:0") is expected, name
+    assert matrices.multiplied_format(None, "cuda:0") is None
 
 
 def test_a_part_that_is_not_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_a_part_that_is_not_quantised(tmp_path: Path, monkeypatch: pytest.Monkey
     change_tensors(tmp_path, widen)
     reference = checkpoints.logits(model, TOKENS)
     assert distance(logits(load_model(tmp_path)), reference) < 1e-5
-    monkeypatch.setattr(linear, "multiplied_format", lambda *_: FN)
+    monkeypatch.setattr(matrices, "multiplied_format", lambda *_: FN)
     with Checkpoint(tmp_path) as checkpoint:
         layer = factory(tmp_path, checkpoint).by_outputs(
             [MatrixShare(gate, 112), MatrixShare(UP, 112)], 64, bias=False

@@ -8,7 +8,7 @@ import torch
 
 from ssd_serve.kernels.products import fp8
 from ssd_serve.models import load, sizes
-from ssd_serve.models.weights import linear
+from ssd_serve.models.weights import linear, matrices
 from tests.models.fp8_checkpoints import FORMS, Form, change_tensors, is_quantised, write
 
 FN, FNUZ = fp8.FORMATS
@@ -27,7 +27,7 @@ def sizes_on(folder: Path, device: str) -> sizes.ModelSizes:
 
 def multiply(monkeypatch: pytest.MonkeyPatch, native: torch.dtype) -> None:
     """Let every device but the CPU multiply this format."""
-    monkeypatch.setattr(linear, "native_format", lambda device: native)
+    monkeypatch.setattr(matrices, "native_format", lambda device: native)
 
 
 @pytest.mark.parametrize("native", fp8.FORMATS)
@@ -43,11 +43,11 @@ def test_they_are_what_a_loaded_model_holds(
         narrow.append(scales is not None)
         return kind(numbers, *more)
 
-    for module, name in ((linear, "Fp8Matrix"), (linear, "DenseLinear")):
+    for module, name in ((matrices, "Fp8Matrix"), (linear, "DenseLinear")):
         kind = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, kind=kind: record(kind, *given))
     monkeypatch.setattr(linear, "can_pack", lambda _dtype: False)
-    for module in (linear, sizes):
+    for module in (matrices,):
         monkeypatch.setattr(module, "multiplied_format", lambda *_: native)
     write(form, tmp_path)
     model = load.load_model(tmp_path, load.ModelOptions(device="cpu", dtype="bf16", slots=16, context=64))
@@ -89,7 +89,7 @@ def test_devices_that_do_not_multiply_fp8_hold_wide_weights(
     form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(form, tmp_path)
-    monkeypatch.setattr(linear, "native_format", lambda device: None)
+    monkeypatch.setattr(matrices, "native_format", lambda device: None)
     assert sizes_on(tmp_path, "cuda:0").read_bytes == sizes_on(tmp_path, "cpu").read_bytes
 
 

@@ -14,18 +14,6 @@ from ssd_serve.base.errors import CheckpointError
 Json = Mapping[str, Any]
 
 
-def read_raw(folder: Path) -> Json:
-    """What `config.json` of a model folder says."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; a model is a folder in the Hugging Face layout")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no config.json; is it a model folder in the Hugging Face layout?"
-        )
-    return read_json(path)
-
-
 def model_name(folder: Path) -> str:
     """What people call a model: its hub id where the folder is a hub download, else the folder's name."""
     parent = folder.parent

@@ -25,6 +25,7 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.engine_settings import EMBEDDED, EMBEDDED_HEAD
 from ssd_serve.base.errors import CheckpointError, HubError, MemoryShortError, in_a_line
 from ssd_serve.base.hub_id import HubId, hub_id
+from ssd_serve.models.weights.formats import recognised
 
 Role = Literal["target", "draft"]
 
@@ -73,8 +74,8 @@ def resolve_model(
     """
     if (embedded := embedded_model(name, role)) is not None:
         return embedded
-    wanted, local = hub_id(name), Path(name).expanduser()
-    if local.is_dir():
+    wanted, local = hub_id(name), local_model(name)
+    if local is not None:
         if wanted is not None:
             warn(f"{name} is the folder {local.absolute()}, not the hub's model; ./{name} says so clearly")
         return local
@@ -98,11 +99,17 @@ def find_model(
 def model_here(name: str, role: Role) -> Path | None:
     """The folder of a model whose files lie whole on this machine; of one of the hub where its commit is
     named."""
-    if name in (EMBEDDED, EMBEDDED_HEAD) or Path(name).expanduser().is_dir():
+    if name in (EMBEDDED, EMBEDDED_HEAD) or local_model(name) is not None:
         return resolve_model(name, role)
     wanted = hub_id(name)
     here = wanted is not None and bool(wanted.commit) and _is_whole(_snapshot(wanted))
     return resolve_model(name, role) if here else None
+
+
+def local_model(name: str) -> Path | None:
+    """Return the folder, or the file in a format that is known, of this name on this machine."""
+    local = Path(name).expanduser()
+    return local if local.is_dir() or recognised(local) is not None else None
 
 
 def embedded_model(name: str, role: Role) -> Path | None:

@@ -17,7 +17,8 @@ from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.linear import multiplied_format, multiplies_int8
+from ssd_serve.models.weights.formats import format_of
+from ssd_serve.models.weights.linear import multiplies_int8
 from ssd_serve.models.weights.matrices import MatrixReader
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
@@ -102,8 +103,10 @@ def sizes_of(
     name, place, fp8 = resolve_dtype(dtype, device, native), torch_device(device), description.config.fp8
     kind = DTYPES[name]
     resident = _matrix_bytes(own, name, native)
-    if (form := multiplied_format(fp8, place)) is not None:
-        resident = own.resident * kind.itemsize - bytes_saved(folder, fp8, form, kind, allow_pickle) // ranks
+    if format_of(folder).multiplies(fp8, place):
+        with Checkpoint(folder, allow_pickle=allow_pickle) as checkpoint:
+            saved = checkpoint.format.matrices(checkpoint, fp8).saved(place, kind)
+        resident = own.resident * kind.itemsize - saved // ranks
     return ModelSizes(
         description,
         description.config.context,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.models.config import read_raw
+from ssd_serve.models.weights.formats import read_config
 from ssd_serve.models.heads.kinds import head_kind
 
 if TYPE_CHECKING:
@@ -65,6 +65,6 @@ def _entry_points(name: str) -> EntryPoints:
 
 
 def _kind(folder: Path) -> str:
-    if named := next(filter(is_source, read_raw(folder).get("architectures") or []), None):
+    if named := next(filter(is_source, read_config(folder).get("architectures") or []), None):
         return str(named)
     return ANY_MODEL if head_kind(folder) is None else EAGLE

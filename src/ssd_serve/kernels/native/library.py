@@ -58,12 +58,22 @@ class NativeError(SsdError):
 class NativeLibrary:
     """One loaded library. Functions run without the interpreter's lock."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, log: Logger | None = None) -> None:
         self.path = path
+        self._log = log
+        self._rejected: set[str] = set()
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise NativeError(f"the compiled kernels cannot be loaded: {error}") from error
+
+    def accept(self, kernels: str, right: bool) -> bool:
+        """Return `right`, the outcome of the self-test of some kernels; log once if it is False."""
+        if not right and kernels not in self._rejected:
+            self._rejected.add(kernels)
+            if self._log is not None:
+                self._log.warning("compiled kernels fail their self-test: torch's are used", kernels=kernels)
+        return right
 
     def function(self, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
         """A function by its name in C and the ctypes of its arguments."""
@@ -85,7 +95,7 @@ def load_native(
     """Compile (once) and load; None where that is not possible, which is said in the log."""
     warn = log.warning if log is not None else lambda _line: None
     try:
-        return NativeLibrary(build(cache_folder(folder, warn), compilers))
+        return NativeLibrary(build(cache_folder(folder, warn), compilers), log)
     except NativeError as error:
         if log is not None:
             log.info("slower kernels are used", reason=str(error))

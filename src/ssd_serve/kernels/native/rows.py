@@ -100,4 +100,5 @@ def can_operate(library: NativeLibrary, dtype: torch.dtype) -> bool:
         ),
     )
     tolerance = 4 * torch.finfo(dtype).eps
-    return all(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in pairs)
+    right = all(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in pairs)
+    return library.accept(f"norms, rotations and gates in {_SUFFIXES[dtype]}", right)

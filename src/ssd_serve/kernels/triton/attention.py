@@ -206,6 +206,7 @@ class TritonAttention:
             BLOCK_M=plan.shape.tile,
             BLOCK_N=block_n(self.dtype, head_dim),
             SPLIT=SPLIT,
+            WINDOWED=shape.window is not None,
             WIDEN=self._widen,
             num_warps=WARPS,
         )

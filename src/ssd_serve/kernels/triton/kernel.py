@@ -45,6 +45,7 @@ def attend_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Program (tile, KV head, part): part 0 is the tree, part i the prefix's i-th `SPLIT` entries.
@@ -55,7 +56,7 @@ def attend_parts(
     `queries` [rows, heads, HEAD_DIM], `keys` and `values` [kv_heads, slots, HEAD_DIM] with the given strides;
     `partial` float32 [parts, rows, heads, HEAD_DIM] and `partial_lse` float32
     [parts, rows, heads] (natural logarithm; -inf where a row sees nothing of a part). `ancestry` int32 [rows,
-    words]; `window` 0: none. WIDEN computes in float32 whatever the cache holds.
+    words]; `window` counts where WINDOWED. WIDEN computes in float32 whatever the cache holds.
     """
     tile, kv_head, part = first_tile + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(tile_requests + tile)
@@ -81,9 +82,10 @@ def attend_parts(
         return
 
     oldest = tl.load(positions + row, mask=live, other=0).to(tl.int32) - window
-    if window > 0 and part > 0:  # what lies before every row's window is not read
+    if WINDOWED:  # a constant, and no branch: Triton 3.5 fails to compile a branch that sets a loop's bound
         least = tl.min(tl.where(live, oldest, 2147483647), 0) + 1
-        first = tl.maximum(first, tl.maximum(least, 0) // BLOCK_N * BLOCK_N)
+        reached = tl.maximum(first, tl.maximum(least, 0) // BLOCK_N * BLOCK_N)
+        first = tl.where(part > 0, reached, first)  # what lies before every row's window is not read
 
     at = queries + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dims[None, :]
     q = tl.load(at, mask=live[:, None] & inside[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
@@ -106,7 +108,7 @@ def attend_parts(
             position = tl.load(tree_positions + base + entry, mask=there, other=0).to(tl.int32)
         else:
             position = entry
-        if window > 0:
+        if WINDOWED:
             seen = seen & (position[None, :] > oldest[:, None])
         if WIDEN:
             k = k.to(tl.float32)

@@ -9,7 +9,8 @@ from typing import Any
 
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.architectures.contract import Architecture, Description
-from ssd_serve.models.config import Json, read_json, read_raw
+from ssd_serve.models.config import Json
+from ssd_serve.models.weights.formats import format_of
 
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "ssd_serve.models.architectures.llama:LLAMA",
@@ -42,9 +43,8 @@ def describe(raw: Json, generation: Json | None = None) -> Description[Any]:
 def load_description(folder: Path, layers: int | None = None) -> Description[Any]:
     """What `config.json` of a model folder describes, with the EOS ids of its `generation_config.json`; with
     `layers`, of the model that has only so many, the first ones."""
-    generation = folder / "generation_config.json"
-    raw = read_raw(folder)
+    raw, generation = format_of(folder).config(folder)
     if layers is not None:
         each = {key: value[:layers] for key, value in raw.items() if key == "layer_types"}
         raw = {**raw, **each, "num_hidden_layers": layers}
-    return describe(raw, read_json(generation) if generation.is_file() else {})
+    return describe(raw, generation)

@@ -14,7 +14,8 @@ from zipfile import BadZipFile, ZipFile
 from safetensors import SafetensorError, safe_open
 
 from ssd_serve.base.errors import CheckpointError
-from ssd_serve.models.config import Json, read_json, read_raw
+from ssd_serve.models.config import Json, read_json
+from ssd_serve.models.weights.formats import read_config
 
 
 class HeadKind(StrEnum):
@@ -49,7 +50,7 @@ _KNOWN = (
 
 def head_kind(folder: Path) -> HeadKind | None:
     """The kind of the head in a folder; None: a whole model. Raises `CheckpointError` for other heads."""
-    raw = read_raw(folder)
+    raw = read_config(folder)
     told = _told(raw)
     if isinstance(told, HeadKind):
         return told

@@ -13,7 +13,6 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
 from ssd_serve.models.architectures.dense.config import dense_sizes
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.config import read_raw
 from ssd_serve.models.heads.config import PARSERS, EagleConfig, check_features, usual_features
 from ssd_serve.models.heads.eagle import EagleHead
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
@@ -22,8 +21,9 @@ from ssd_serve.models.load import ModelOptions, load_sized
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import ModelSizes, sizes_of
 from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.formats import read_config
 from ssd_serve.models.weights.linear import Linears
-from ssd_serve.models.weights.matrices import MatrixReader
+from ssd_serve.models.weights.matrices import ScaledMatrix
 
 
 def head_config(folder: Path, target: Path, features: Sequence[int] | None = None) -> EagleConfig:
@@ -33,7 +33,7 @@ def head_config(folder: Path, target: Path, features: Sequence[int] | None = Non
         raise CheckpointError(f"{folder} is no head")
     theirs = load_description(target)
     layers = len(theirs.sizes(Parallel()).kv)
-    config = PARSERS[kind](read_raw(folder), {})
+    config = PARSERS[kind](read_config(folder), {})
     if kind is not HeadKind.EAGLE1:
         named = tuple(each for each in features or () if each != FINAL)
         wanted = named or config.features or usual_features(layers)
@@ -107,8 +107,10 @@ def target_head(target: Path, vocabulary: int, hidden: int, *, allow_pickle: boo
     if theirs.sizes(Parallel()).tied:
         return target_embedding(target, vocabulary, hidden, allow_pickle=allow_pickle)
     with Checkpoint(target, partly=True, allow_pickle=allow_pickle) as checkpoint:
-        stored = MatrixReader(checkpoint, theirs.config.fp8).read("lm_head", (vocabulary, hidden))
-        if stored.scales is None:
+        stored = checkpoint.format.matrices(checkpoint, theirs.config.fp8).read(
+            "lm_head", (vocabulary, hidden)
+        )
+        if isinstance(stored, ScaledMatrix) and stored.scales is None:
             return stored.numbers
         weight = torch.empty((vocabulary, hidden))
         stored.write(weight)

@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer as Backend
 
-from ssd_serve.base.errors import CheckpointError, RequestError
-from ssd_serve.models.config import Json, eos_ids, model_name, read_json
-from ssd_serve.models.text.chat import ChatTemplate, find_template
-from ssd_serve.models.text.sentencepiece_bpe import convert
+from ssd_serve.base.errors import RequestError
+from ssd_serve.models.config import model_name
+from ssd_serve.models.text.chat import ChatTemplate
+from ssd_serve.models.weights.formats import format_of
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LONG_CHARACTERS = 4096
 _CONTEXT = 8
@@ -91,17 +89,17 @@ class Tokenizer:
     """The tokenizer of a model folder (`tokenizer.json`, or `tokenizer.model`)."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer_config.json"
-        settings = read_json(path) if path.is_file() else {}
-        self._backend = _load(folder, settings)
+        parts = format_of(folder).tokenizer(folder)
+        self._backend = parts.backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._special = _special_tokens(folder, settings)
-        source = find_template(folder, settings)
-        self.chat_template = source or ""
-        """The source of the chat template; empty where there is none."""
-        self._template = None if source is None else ChatTemplate(source, self._special)
-        self._eos = _eos(folder, self.token_id(self._special.get("eos_token", "")))
+        self.chat_template = parts.chat_template or ""
+        """The source of the chat template; empty: there is none."""
+        self._template = (
+            None if parts.chat_template is None else ChatTemplate(parts.chat_template, dict(parts.special))
+        )
+        own, ids = self.token_id(parts.special.get("eos_token", "")), parts.eos_token_ids
+        self._eos = ids if own is None or own in ids else (*ids, own)
         self.name = model_name(folder)
 
     @property
@@ -191,41 +189,6 @@ def _bytes_of_pieces(name: str) -> bytes:
     if _BYTE.fullmatch(name):
         return bytes([int(name[3:5], 16)])
     return name.replace("\u2581", " ").encode("utf-8", "surrogatepass")
-
-
-def _load(folder: Path, settings: Json) -> Backend:
-    if (path := folder / "tokenizer.json").is_file():
-        try:
-            return Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare exceptions
-            raise CheckpointError(f"cannot read {path}: {error}") from error
-    if (path := folder / "tokenizer.model").is_file():
-        add_bos, add_eos = settings.get("add_bos_token", True), settings.get("add_eos_token", False)
-        return convert(path, add_bos=bool(add_bos), add_eos=bool(add_eos))
-    raise CheckpointError(f"{folder} has no tokenizer; looked for tokenizer.json and tokenizer.model")
-
-
-def _special_tokens(folder: Path, settings: Json) -> dict[str, str]:
-    """The named special tokens that exist; each is a string or an object with `content`."""
-    path = folder / "special_tokens_map.json"
-    found: dict[str, str] = {}
-    for source in (read_json(path) if path.is_file() else {}, settings):
-        for name in _NAMED:
-            value = source.get(name)
-            if isinstance(value, Mapping):
-                value = value.get("content")
-            if isinstance(value, str):
-                found[name] = value
-    return found
-
-
-def _eos(folder: Path, own: int | None) -> tuple[int, ...]:
-    sources = [
-        read_json(path) if path.is_file() else {}
-        for path in (folder / "config.json", folder / "generation_config.json")
-    ]
-    ids = eos_ids(*sources)
-    return ids if own is None or own in ids else (*ids, own)
 
 
 _MISSING = -1

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,20 +16,11 @@ from safetensors import SafetensorError, safe_open
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.config import read_json
 from ssd_serve.models.hub import PICKLES
+from ssd_serve.models.weights.formats import Tensors, format_of
+from ssd_serve.models.weights.huggingface import PICKLE, SAFETENSORS
 
-_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-_TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_FILES = (*SAFETENSORS.files, *PICKLE.files)
 _LISTED = 8
-
-
-class _Shard(Protocol):
-    """One open file of weights."""
-
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor: ...
 
 
 class _SafetensorsShard:
@@ -90,50 +81,27 @@ class Checkpoint:
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False, partly: bool = False) -> None:
         """`allow_pickle`: weights may be `.bin` files; `partly`: not all of them are wanted."""
-        self._folder = folder
+        self.folder = folder
+        self.format = format_of(folder)
         self._partly = partly
-        self._allow_pickle = allow_pickle
         self._stack = ExitStack()
-        self._home: dict[str, _Shard] = {}
         self._read: set[str] = set()
         self._bytes_read = 0
-        for path, listed in _shards(folder):
-            shard = self._open(path)
-            found = set(shard.names())
-            if lost := sorted(listed - found):
-                raise CheckpointError(f"{path} lacks tensors that the index names: {shorten(lost)}")
-            self._home.update(dict.fromkeys(found, shard))
+        try:
+            self._files = dict(self.format.open(folder, self._stack, allow_pickle=allow_pickle))
+        except BaseException:
+            self._stack.close()
+            raise
 
     def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._home.clear()
+        self._files.clear()
         self._stack.close()
 
-    def _open(self, path: Path) -> _Shard:
-        try:
-            if path.suffix == ".safetensors":
-                return _SafetensorsShard(path, self._stack)
-            if not self._allow_pickle:  # whatever an index calls it
-                raise CheckpointError(f"{path} is not safetensors; {PICKLES}")
-            return _TorchShard(path)
-        except CheckpointError:
-            self._stack.close()
-            raise
-        except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            self._stack.close()
-            raise CheckpointError(
-                f"{path} is damaged or half downloaded ({error}); delete it and get it again"
-            ) from error
-
     def __contains__(self, name: str) -> bool:
-        return name in self._home
-
-    @property
-    def folder(self) -> Path:
-        """Where the files are."""
-        return self._folder
+        return name in self._files
 
     @property
     def bytes_read(self) -> int:
@@ -142,26 +110,26 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """The names of all tensors."""
-        return list(self._home)
+        return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a whole tensor."""
         self.require([name])
-        return self._home[name].shape(name)
+        return self._files[name].shape(name)
 
     def require(self, names: Iterator[str] | list[str]) -> None:
         """Raise one error that lists every name that is missing."""
-        if missing := [name for name in names if name not in self._home]:
-            raise CheckpointError(f"{self._folder} lacks {len(missing)} tensors: {shorten(missing)}")
+        if missing := [name for name in names if name not in self._files]:
+            raise CheckpointError(f"{self.folder} lacks {len(missing)} tensors: {shorten(missing)}")
 
     def read(
         self, name: str, shape: tuple[int, ...], *, rows: slice = slice(None), columns: slice | None = None
     ) -> torch.Tensor:
         """A tensor or a slice of it, in the file's dtype, on the CPU. `shape` is that of the whole tensor."""
         if (found := self.shape(name)) != shape:
-            raise CheckpointError(f"{self._folder}: {name} has shape {found}, config.json says {shape}")
+            raise CheckpointError(f"{self.folder}: {name} has shape {found}, config.json says {shape}")
         self._read.add(name)
-        tensor = self._home[name].read(name, rows, columns)
+        tensor = self._files[name].read(name, rows, columns)
         self._bytes_read += tensor.nbytes
         return tensor
 
@@ -172,26 +140,56 @@ class Checkpoint:
     def unread(self) -> list[str]:
         """The names of all tensors that nobody read."""
         # Old checkpoints carry this buffer; it follows from config.json.
-        return [name for name in self._home if name not in self._read and not name.endswith(".inv_freq")]
+        return [name for name in self._files if name not in self._read and not name.endswith(".inv_freq")]
 
     def finish(self) -> None:
         """Raise an error that lists every tensor that nobody read, unless only a part was to be read."""
         if not self._partly and (unread := self.unread()):
             raise CheckpointError(
-                f"{self._folder} holds {len(unread)} tensors that its architecture does not have: "
+                f"{self.folder} holds {len(unread)} tensors that its architecture does not have: "
                 f"{shorten(unread)}"
             )
 
 
-def _shards(folder: Path) -> list[tuple[Path, set[str]]]:
-    """The files of weights, each with the names that an index says it holds (none without an index)."""
-    for whole, index in (_SAFETENSORS, _TORCH):
-        if (folder / index).is_file():
-            return _indexed(folder, read_json(folder / index), index)
-        if (folder / whole).is_file():
-            return [(folder / whole, set())]
-    names = ", ".join(_SAFETENSORS + _TORCH)
-    raise CheckpointError(f"{folder} has no weights; looked for {names}")
+def open_shards(
+    folder: Path, files: tuple[str, str], stack: ExitStack, *, allow_pickle: bool
+) -> dict[str, Tensors]:
+    """Open the weights of a Hugging Face folder, whole or in shards; return the file of each tensor.
+
+    Raises `CheckpointError` where files are missing, damaged, or pickles that are not allowed.
+    """
+    found: dict[str, Tensors] = {}
+    for path, listed in _shards(folder, *files):
+        shard = _open(path, stack, allow_pickle)
+        names = set(shard.names())
+        if lost := sorted(listed - names):
+            raise CheckpointError(f"{path} lacks tensors that the index names: {shorten(lost)}")
+        found.update(dict.fromkeys(names, shard))
+    return found
+
+
+def _open(path: Path, stack: ExitStack, allow_pickle: bool) -> Tensors:
+    try:
+        if path.suffix == ".safetensors":
+            return _SafetensorsShard(path, stack)
+        if not allow_pickle:  # whatever an index calls it
+            raise CheckpointError(f"{path} is not safetensors; {PICKLES}")
+        return _TorchShard(path)
+    except CheckpointError:
+        raise
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or half downloaded ({error}); delete it and get it again"
+        ) from error
+
+
+def _shards(folder: Path, whole: str, index: str) -> list[tuple[Path, set[str]]]:
+    """Return the files of weights, each with the names that an index lists for it (none without an index)."""
+    if (folder / index).is_file():
+        return _indexed(folder, read_json(folder / index), index)
+    if (folder / whole).is_file():
+        return [(folder / whole, set())]
+    raise CheckpointError(f"{folder} has no weights; looked for {', '.join(_FILES)}")
 
 
 def _indexed(folder: Path, index: Mapping[str, Any], name: str) -> list[tuple[Path, set[str]]]:

@@ -18,12 +18,11 @@ from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
-from ssd_serve.kernels.products.fp8 import Fp8Matrix, can_multiply, native_format
 from ssd_serve.kernels.products.int8 import Int8Matrix, WidenedMatrix, can_multiply_int8, quantise
 from ssd_serve.kernels.products.packed import PackedMatrix, can_pack
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.matrices import MatrixReader, StoredMatrix
+from ssd_serve.models.weights.formats import StoredMatrix
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
 
@@ -80,16 +79,6 @@ def multiplies_int8(native: NativeLibrary | None) -> bool:
     return can_multiply_int8() or (native is not None and native_multiplies_int8(native))
 
 
-def multiplied_format(scheme: Fp8Scheme | None, device: str) -> torch.dtype | None:
-    """The e4m3 format in which a checkpoint's fp8 weights are multiplied as they are; None: they are widened.
-
-    CPUs have no fast product of fp8, and activations are rounded to it only where the export wants that.
-    """
-    if scheme is None or not scheme.rounds_inputs or device == "cpu":
-        return None
-    return native_format(device)
-
-
 class Linears(Protocol):
     """Where an architecture gets its weights from, by their names in the checkpoint."""
 
@@ -142,8 +131,8 @@ class LinearFactory:
         if int8 and device != "cpu":
             raise UserError(f"int8 weights are not built for {device}, only for CPUs; use another dtype")
         self._checkpoint = checkpoint
-        self._matrices = MatrixReader(checkpoint, fp8)
-        self._fp8_format = multiplied_format(fp8, device)
+        self._matrices = checkpoint.format.matrices(checkpoint, fp8)
+        self._keeps_layout = checkpoint.format.multiplies(fp8, device)
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
@@ -195,29 +184,17 @@ class LinearFactory:
     ) -> Linear:
         """Stored matrices one below the other, each with its own scales, as one layer."""
         bias = torch.cat(biases) if biases else None
-        if self._fp8_format is not None and can_multiply(outputs, inputs):
+        if self._keeps_layout:
             parts = list(parts)
-            if (scaled := self._scaled(parts, self._fp8_format, bias)) is not None:
-                return scaled
+            if (kept := self._matrices.product(parts, bias, self._device)) is not None:
+                return kept
         weight = torch.empty((outputs, inputs), dtype=self._read_dtype, device=self._device)
         start = 0
         for part in parts:  # one at a time: the file's copy of a large model's matrix is large too
-            stop = start + len(part.numbers)
+            stop = start + part.outputs
             part.write(weight[start:stop])
             start = stop
         return self.wrap(weight, bias)
-
-    def _scaled(
-        self, parts: list[StoredMatrix], form: torch.dtype, bias: torch.Tensor | None
-    ) -> Linear | None:
-        """Parts in fp8, as the device multiplies them; None where one of them has no such form."""
-        scaled = [both for part in parts if (both := part.scaled(form)) is not None]
-        if len(scaled) < len(parts):
-            return None
-        data = torch.cat([numbers.view(torch.uint8) for numbers, _ in scaled]).to(self._device)
-        scales = torch.cat([scales for _, scales in scaled]).to(self._device)
-        offset = None if bias is None else bias.to(self._device)
-        return Fp8Matrix(data.view(form), scales, offset)
 
     def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         if bias is not None:

@@ -6,13 +6,22 @@ all. Scales of an fp8 KV cache are ignored: keys and values are kept wide. Knows
 knows no device and no architecture.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ssd_serve.base.errors import CheckpointError, UserError
 from ssd_serve.kernels.device import dtype_name
-from ssd_serve.kernels.products.fp8 import FORMATS, can_multiply, holds_nan, to_fnuz, widen
+from ssd_serve.kernels.products.fp8 import (
+    FORMATS,
+    Fp8Matrix,
+    can_multiply,
+    holds_nan,
+    native_format,
+    to_fnuz,
+    widen,
+)
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
@@ -28,7 +37,7 @@ _ONE = ((), (1,), (1, 1))
 
 
 @dataclass(frozen=True, slots=True)
-class StoredMatrix:
+class ScaledMatrix:
     """A matrix, or a rank's share of one, as it lies in the file."""
 
     numbers: torch.Tensor  # [outputs, inputs]
@@ -36,12 +45,16 @@ class StoredMatrix:
     """float32 [outputs, groups], each for `width` neighbouring inputs; None: the numbers are the weights."""
     width: int = 0
 
-    def reordered(self, order: torch.Tensor) -> "StoredMatrix":
+    @property
+    def outputs(self) -> int:
+        return len(self.numbers)
+
+    def reordered(self, order: torch.Tensor) -> "ScaledMatrix":
         """The same with its outputs in another order."""
         if self.scales is None:
-            return StoredMatrix(self.numbers[order])
+            return ScaledMatrix(self.numbers[order])
         numbers = self.numbers.view(torch.uint8)[order].view(self.numbers.dtype)
-        return StoredMatrix(numbers, self.scales[order], self.width)
+        return ScaledMatrix(numbers, self.scales[order], self.width)
 
     def write(self, target: torch.Tensor) -> None:
         """Write the weights into `target` [outputs, inputs], rounded once, to its dtype."""
@@ -60,12 +73,23 @@ class StoredMatrix:
         return (to_fnuz(self.numbers), scales * 2) if form is torch.float8_e4m3fnuz else None
 
 
+def multiplied_format(scheme: Fp8Scheme | None, device: str) -> torch.dtype | None:
+    """Return the e4m3 format in which a checkpoint's fp8 weights are multiplied; None: they are widened.
+
+    CPUs have no fast product of fp8, and activations are rounded to it only where the export wants that.
+    """
+    if scheme is None or not scheme.rounds_inputs or device == "cpu":
+        return None
+    return native_format(device)
+
+
 class MatrixReader:
     """The matrices of one checkpoint; `scheme` is how its fp8 weights are scaled, None: it may hold none."""
 
     def __init__(self, checkpoint: Checkpoint, scheme: Fp8Scheme | None) -> None:
         self._checkpoint = checkpoint
         self._scheme = scheme
+        self._forms: dict[str, torch.dtype | None] = {}
         for name in checkpoint.names() if scheme is not None else ():
             if name.endswith(_KV_SCALES):
                 checkpoint.ignore(name)
@@ -77,7 +101,7 @@ class MatrixReader:
 
     def read(
         self, name: str, shape: tuple[int, int], *, rows: slice = slice(None), columns: slice | None = None
-    ) -> StoredMatrix:
+    ) -> ScaledMatrix:
         """The matrix `name`.weight or a slice of it, on the CPU. `shape` is that of the whole matrix."""
         weight = f"{name}.weight"
         numbers = self._checkpoint.read(weight, shape, rows=rows, columns=columns)
@@ -88,7 +112,7 @@ class MatrixReader:
                     f"{weight} is {dtype_name(numbers.dtype)}, but has {scales[0]}; "
                     "only fp8 weights may have a scale"
                 )
-            return StoredMatrix(self._wide(weight, numbers))
+            return ScaledMatrix(self._wide(weight, numbers))
         if self._scheme is None:
             raise self._error(f"{weight} is fp8, but config.json has no quantization_config to say how")
         self._checkpoint.require(scales or [f"{name}.{_WEIGHT_SCALES[0]}"])
@@ -99,7 +123,32 @@ class MatrixReader:
             )
         self._check_input_scales(name)
         factors, width = self._scales(scales[0], self._scheme, shape, columns)
-        return StoredMatrix(numbers, factors[rows], width)
+        return ScaledMatrix(numbers, factors[rows], width)
+
+    def product(
+        self, parts: Sequence[ScaledMatrix], bias: torch.Tensor | None, device: str
+    ) -> Fp8Matrix | None:
+        """Fuse parts in the device's fp8 format; None where one of them has no such form."""
+        form = self._form(device)
+        if form is None or not can_multiply(sum(each.outputs for each in parts), parts[0].numbers.shape[1]):
+            return None
+        scaled = [both for part in parts if (both := part.scaled(form)) is not None]
+        if len(scaled) < len(parts):
+            return None
+        data = torch.cat([numbers.view(torch.uint8) for numbers, _ in scaled]).to(device)
+        scales = torch.cat([scales for _, scales in scaled]).to(device)
+        return Fp8Matrix(data.view(form), scales, None if bias is None else bias.to(device))
+
+    def saved(self, device: str, dtype: torch.dtype) -> int:
+        """Return the bytes that fp8 saves on this device; reads scales, but no weights."""
+        form = self._form(device)
+        return 0 if form is None else self.bytes_saved(form, dtype)
+
+    def _form(self, device: str) -> torch.dtype | None:
+        """Return `multiplied_format`, which tries products, once for each device."""
+        if device not in self._forms:
+            self._forms[device] = multiplied_format(self._scheme, device)
+        return self._forms[device]
 
     def bytes_saved(self, form: torch.dtype, dtype: torch.dtype) -> int:
         """Bytes that the matrices take less than in `dtype` where fp8 is multiplied in the format `form`.
