@@ -22,7 +22,7 @@ from ssd_serve.base.messages import (
 from ssd_serve.bench.lossless.fixed_costs import FixedCost
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest, Scales
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, ModelFacts
@@ -160,9 +160,11 @@ class ScriptedSource:
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
         self.committed[request].extend(tokens)
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
+    def expand(
+        self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
+    ) -> Sequence[Candidates | None]:
         found: list[Candidates | None] = []
-        for pick in picks:
+        for pick in requests:
             tokens = self.made[pick.node] = self.candidates or self.tokens_of(pick.node)
             scores = -0.3 - np.arange(len(tokens), dtype=np.float32) * (1 + pick.node % 3)
             found.append(Candidates(np.array(tokens, dtype=np.int32), scores, scores, -1.0))

@@ -63,10 +63,10 @@ def test_each_depth_has_its_own_scale_once_it_is_known() -> None:
     calibration = Calibration()
     for _ in range(200):
         calibration.observe(0.0, candidates(calibration.scale(0.0)), 10)
-    assert len(set(calibration.scales(0.0))) == 1  # of the deeper ones nothing is known yet
+    assert len({each[0] for each in calibration.scales(0.0)}) == 1  # of the deeper ones nothing is known yet
     for _ in range(200):
         calibration.observe(0.0, candidates(calibration.scale(0.0, 2)), 13, depth=2)
-    first, second, *deeper = calibration.scales(0.0)
+    first, second, *deeper = [each[0] for each in calibration.scales(0.0)]
     assert first == second == calibration.scale(0.0)
     assert set(deeper) == {calibration.scale(0.0, 2)}
     assert calibration.scale(0.0, 2) > 2 * first

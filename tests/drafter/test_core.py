@@ -19,7 +19,8 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest, Scales
+from ssd_serve.drafter.sources.registry import SourceDescription
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.drafter.step_time import LiveWidth
 from ssd_serve.sampling.noise_rows import NoiseRows
@@ -151,8 +152,10 @@ class ReadingSource(ScriptedSource):
     def read(self, request: int, position: int, features: torch.Tensor) -> None:
         self.has_read = True
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
-        return super().expand(picks, scales) if self.has_read else [None] * len(picks)
+    def expand(
+        self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
+    ) -> Sequence[Candidates | None]:
+        return super().expand(requests, scales) if self.has_read else [None] * len(requests)
 
 
 FEATURES = Features(1, 1, 0, 2, as_bytes(torch.zeros((3, 2))))
@@ -167,9 +170,9 @@ def test_a_root_is_read_once_its_features_have_come() -> None:
     assert grown(core)
 
 
-def test_who_reads_features_guesses_anew_below_every_new_root() -> None:
+def test_a_source_that_does_not_keep_its_tree_drafts_again_below_every_root() -> None:
     source = ReadingSource()
-    core = core_of(source, LIMITS)
+    core = DrafterCore(source, LIMITS, (EOS,), "d0", description=SourceDescription(keeps_tree=False))
     for message in (opening(), FEATURES):
         core.handle(message)
     grown(core)
@@ -184,20 +187,20 @@ def test_who_reads_features_guesses_anew_below_every_new_root() -> None:
 
 
 def test_a_long_text_is_read_step_by_step_while_others_grow() -> None:
-    source = DraftModel(FakeModel(300), 300, NoiseRows(VOCABULARY, 64), text_rows=20)
+    source = DraftModel(FakeModel(300), 300, NoiseRows(VOCABULARY, 64), prefill_rows=20)
     core = core_of(source, LIMITS)
     core.handle(opening(1))
     core.step()
     core.handle(Open(2, 1, tuple([5] * 70), (), SamplingParameters(max_tokens=100), 9, root_name(2, 1, 69)))
     for _ in range(3):
         assert [growth.request for growth in core.step()] == [1]
-        assert core.reading
+        assert core.prefilling
     assert {growth.request for growth in core.step()} == {1, 2}
-    assert not core.reading
+    assert not core.prefilling
 
 
 def test_where_the_target_has_its_core_a_paused_drafter_reads_nothing_until_it_goes_on() -> None:
-    core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, reads_paused=False))
+    core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, prefills_paused=False))
     core.handle(Pause(paused=True))
     core.handle(opening())
     assert not core.step()

@@ -22,8 +22,16 @@ from ssd_serve.base.seeds import mix, root_name
 from ssd_serve.cache.expansions import unpack
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Branch, CandidateBatch, Candidates, NodeRequest, Subtree
-from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, opening
+from ssd_serve.drafter.sources.contract import (
+    Branch,
+    CandidateBatch,
+    Candidates,
+    NodeRequest,
+    Scales,
+    Subtree,
+)
+from ssd_serve.drafter.sources.registry import SourceDescription
+from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, opening, outcome
 from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
 
 
@@ -56,12 +64,14 @@ class CoarseSource(ScriptedSource):
 
     def __init__(self) -> None:
         super().__init__()
-        self.picks: list[tuple[int, int]] = []
+        self.requests: list[tuple[int, int]] = []
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
-        self.picks += [(pick.request, pick.node) for pick in picks]
+    def expand(
+        self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
+    ) -> Sequence[Candidates | None]:
+        self.requests += [(pick.request, pick.node) for pick in requests]
         found: list[Candidates | None] = []
-        for pick in picks:
+        for pick in requests:
             steps = sorted((-0.5 * (1 + (pick.node >> 8 * rank) % 3) for rank in range(3)), reverse=True)
             values = np.array(steps, dtype=np.float32)
             found.append(
@@ -91,7 +101,7 @@ def test_it_picks_what_looking_at_every_request_before_each_pick_gives(
     for turn, token in enumerate([*tokens, 0]):
         for core in cores:
             core.step()
-        assert sources[0].picks == sources[1].picks
+        assert sources[0].requests == sources[1].requests
         number = numbers[turn % len(numbers)]
         if turn % 4 == 3:
             tell(Close(number, 1))
@@ -105,14 +115,16 @@ def test_it_picks_what_looking_at_every_request_before_each_pick_gives(
             roots[number] = mix(roots[number], token)
             tell(Outcome(number, 1, positions[number], (token,), roots[number]))
             positions[number] += 1
-    assert sources[0].picks
+    assert sources[0].requests
 
 
 class SourceOfArrays(CoarseSource):
     """The same guesses in arrays."""
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
-        found = [each for each in super().expand(picks, scales) if each is not None]
+    def expand(
+        self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
+    ) -> Sequence[Candidates | None]:
+        found = [each for each in super().expand(requests, scales) if each is not None]
         columns = (np.array([getattr(each, name) for each in found]) for name in Candidates._fields)
         return CandidateBatch(*columns)
 
@@ -145,15 +157,15 @@ class BrokenSource(ScriptedSource):
     kind = "candidates"
     values = np.array([-0.5, -math.inf, math.nan], dtype=np.float32)
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Any:
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Any:
         tokens = np.array([4, 5, 6], dtype=np.int32)
         if self.kind == "subtree":
             branches = [Branch((), tokens.tolist(), self.values.tolist())]
-            return [Subtree(branches)] * len(picks)
+            return [Subtree(branches)] * len(requests)
         if self.kind == "candidates":
-            return [Candidates(tokens, self.values, self.values, 0.0)] * len(picks)
-        rows, values = np.tile(tokens, (len(picks), 1)), np.tile(self.values, (len(picks), 1))
-        return CandidateBatch(rows, values, values, np.zeros(len(picks), dtype=np.float32))
+            return [Candidates(tokens, self.values, self.values, 0.0)] * len(requests)
+        rows, values = np.tile(tokens, (len(requests), 1)), np.tile(self.values, (len(requests), 1))
+        return CandidateBatch(rows, values, values, np.zeros(len(requests), dtype=np.float32))
 
 
 @pytest.mark.parametrize("kind", ["candidates", "arrays", "subtree"])
@@ -208,3 +220,111 @@ def test_nothing_grows_beyond_what_the_draft_model_has_positions_for() -> None:
         core.handle(opening())
         grown(core)
         assert len(source.made) == expansions
+
+
+class BlockSource(ScriptedSource):
+    """Drafts a chain of three tokens below a node, with two candidates each; records requests and scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested: list[NodeRequest] = []
+        self.scales: list[list[float]] = []
+
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Any:
+        self.requested += requests
+        self.scales += map(list, scales)
+        branches = [
+            Branch((6,) * level, [6, 7], [-0.2, -2.0], scores=[3.0, 1.0], expected_score=2.5)
+            for level in range(3)
+        ]
+        return [Subtree(branches)] * len(requests)
+
+
+def block_core(source: BlockSource, calibrated: bool = True) -> DrafterCore:
+    core = DrafterCore(
+        source, LIMITS, (EOS,), "d0", description=SourceDescription(block=3, calibrated=calibrated)
+    )
+    core.handle(opening(max_tokens=10_000))
+    return core
+
+
+def test_a_block_source_is_never_asked_to_expand_leaves() -> None:
+    source = BlockSource()
+    core = block_core(source)
+    assert len(grown(core)) == 1
+    assert core.step() == []
+    root = ROOT
+    for position, token in enumerate([6, 6, 6, 9, 6], 3):
+        root = mix(root, token)
+        core.handle(Outcome(1, 1, position, (token,), root))
+        grown(core)
+    assert len(source.requested) == 3, "the first root, the root after the block, and the root after a miss"
+    assert all(each.at.parent is None for each in source.requested)
+
+
+def test_a_subtree_with_scores_is_calibrated_at_each_depth() -> None:
+    scales: dict[bool, list[list[float]]] = {}
+    for calibrated in (True, False):
+        source = BlockSource()
+        core = block_core(source, calibrated)
+        position, root = 3, ROOT
+        for _ in range(100):
+            grown(core)
+            core.handle(Outcome(1, 1, position, (6, 6, 9), root := mix(mix(mix(root, 6), 6), 9)))
+            position += 3
+        scales[calibrated] = source.scales
+    first, last = scales[True][0], scales[True][-1]
+    assert len(first) > 3
+    assert last[0] < first[0], "the first choice is right more often than its probability says"
+    assert last[2] > first[2], "the third choice is never a candidate"
+    assert scales[False] == [[1.0]] * 100
+
+
+class ScaleRecorder(ScriptedSource):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[Scales] = []
+
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Any:
+        self.scales += scales
+        return super().expand(requests, scales)
+
+
+def test_outcomes_calibrate_the_scale_of_the_next_step() -> None:
+    source = ScaleRecorder()
+    core = core_of(source, LIMITS)
+    core.handle(opening())
+    core.step()
+    token = source.made[ROOT][0]
+    core.handle(outcome(token))
+    core.step()
+    assert source.scales[-1] != source.scales[0]
+
+
+def test_the_more_probable_request_is_expanded_first() -> None:
+    class Uneven(ScriptedSource):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[int] = []
+
+        def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Any:
+            self.order += [each.request for each in requests]
+            return [
+                Candidates(
+                    np.array([4, 5, 6], dtype=np.int32),
+                    np.array(
+                        [-0.1, -0.2, -0.3] if each.request == 2 else [-2.0, -2.1, -2.2], dtype=np.float32
+                    ),
+                    np.zeros(3, dtype=np.float32),
+                    0.0,
+                )
+                for each in requests
+            ]
+
+    source = Uneven()
+    core = core_of(source, GrowthLimits(width=3, fan_out=3, depth=6, nodes=200))
+    for request in (1, 2):
+        core.handle(opening(request))
+    core.step()
+    core.step()
+    assert source.order == [1, 2, 2, 2, 2]

@@ -49,10 +49,10 @@ def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder
         for request, temperature in enumerate(temperatures):
             source.open(request, PROMPT, SamplingParameters(temperature=temperature), 11)
         roots = [Node(100 + request, -1, None, 0.0) for request in range(len(temperatures))]
-        source.expand([NodeRequest(request, root) for request, root in enumerate(roots)], [1.0, 0.7])
+        source.expand([NodeRequest(request, root) for request, root in enumerate(roots)], [[1.0], [0.7]])
         child = Node(7, 50, roots[0], 0.0)
         grandchild = Node(9, 52, Node(8, 51, roots[1], 0.0), 0.0)
-        return source.expand([NodeRequest(0, child), NodeRequest(1, grandchild)], [1.0, 0.7])
+        return source.expand([NodeRequest(0, child), NodeRequest(1, grandchild)], [[1.0], [0.7]])
 
     expected = candidates("cpu")
     with pretended_device():

@@ -59,7 +59,7 @@ def from_scratch(drafted: DraftRequest, pick: NodeRequest) -> Candidates:
     source, _ = make_source(200)
     source.open(0, [*drafted.tokens, *pick.tokens], drafted.parameters, 5)
     root = NodeRequest(0, Node(1, -1, None, 0.0))
-    found = source.expand([root], [1.0])[0]
+    found = source.expand([root], [[1.0]])[0]
     assert found is not None
     return found
 
@@ -93,12 +93,12 @@ class Source(RuleBasedStateMachine):
             (drafted, node) for _, drafted in sorted(self.requests.items()) for node in drafted.open_nodes()
         ]
         wanted = data.draw(
-            st.lists(st.integers(0, len(places) - 1), min_size=1, max_size=4, unique=True), label="picks"
+            st.lists(st.integers(0, len(places) - 1), min_size=1, max_size=4, unique=True), label="requests"
         )
         nodes = [places[index] for index in wanted]
-        picks = [drafted.pick(node) for drafted, node in nodes]
-        found = self.source.expand(picks, [1.0] * len(picks))
-        for (drafted, node), pick, candidates in zip(nodes, picks, found, strict=True):
+        requests = [drafted.pick(node) for drafted, node in nodes]
+        found = self.source.expand(requests, [[1.0]] * len(requests))
+        for (drafted, node), pick, candidates in zip(nodes, requests, found, strict=True):
             if candidates is not None:
                 self.check(drafted, pick, candidates)
                 tokens: list[int] = candidates.tokens.tolist()
@@ -177,7 +177,7 @@ def test_a_device_without_memory_grows_nothing_and_loses_nothing() -> None:
     for full in (True, True, False, True, False):
         model.full = full
         used = pool.used
-        found = source.expand([pick], [1.0])[0]
+        found = source.expand([pick], [[1.0]])[0]
         if full:
             assert found is None
             assert pool.used in (used, used - 1)  # the root is read anew
@@ -190,8 +190,8 @@ def test_a_device_without_memory_grows_nothing_and_loses_nothing() -> None:
 def reading(source: ModelSource, pick: NodeRequest) -> tuple[int, Candidates | None]:
     """After how many steps there is an answer, and which."""
     for steps in range(1, 100):
-        found = source.expand([pick], [1.0])[0]
-        if not source.unread:
+        found = source.expand([pick], [[1.0]])[0]
+        if not source.pending_prefill:
             return steps, found
         assert found is None
     raise AssertionError("it never ends")
@@ -200,7 +200,7 @@ def reading(source: ModelSource, pick: NodeRequest) -> tuple[int, Candidates | N
 @pytest.mark.parametrize(("rows", "steps"), [(17, 5), (20, 4), (69, 2), (70, 1), (512, 1)])
 def test_a_long_text_is_read_in_parts(rows: int, steps: int) -> None:
     pool, model = SlotPool(200), FakeModel(200)
-    source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=rows)
+    source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT, prefill_rows=rows)
     drafted = DraftRequest(0, [index % (VOCABULARY - 1) + 1 for index in range(70)])
     source.open(0, drafted.tokens, drafted.parameters, 5)
     took, found = reading(source, drafted.pick(drafted.tree.root))
@@ -210,17 +210,17 @@ def test_a_long_text_is_read_in_parts(rows: int, steps: int) -> None:
 
 
 def test_nobody_waits_for_the_text_of_another_and_texts_share_a_step() -> None:
-    source = ModelSource(FakeModel(300), SlotPool(300), NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=20)
+    source = ModelSource(FakeModel(300), SlotPool(300), NoiseRows(VOCABULARY, 64), FAN_OUT, prefill_rows=20)
     requests = [DraftRequest(request, [1] * length) for request, length in enumerate((50, 3, 50, 12))]
     for each in requests:
         source.open(each.request, each.tokens, each.parameters, 5)
-    found = source.expand([each.pick(each.tree.root) for each in requests], [1.0] * 4)
+    found = source.expand([each.pick(each.tree.root) for each in requests], [[1.0]] * 4)
     assert [each is not None for each in found] == [False, True, False, True]
-    assert set(source.unread) == {0, 2}
+    assert set(source.pending_prefill) == {0, 2}
 
 
 def test_a_text_without_room_is_not_read_for_ever() -> None:
-    source = ModelSource(FakeModel(30), SlotPool(30), NoiseRows(VOCABULARY, 64), FAN_OUT, text_rows=20)
+    source = ModelSource(FakeModel(30), SlotPool(30), NoiseRows(VOCABULARY, 64), FAN_OUT, prefill_rows=20)
     drafted = DraftRequest(0, [1] * 70)
     source.open(0, drafted.tokens, drafted.parameters, 5)
     assert reading(source, drafted.pick(drafted.tree.root)) == (2, None)
@@ -234,7 +234,7 @@ def test_a_hit_computes_nothing_again() -> None:
     source.open(0, [3, 4, 5], drafted.parameters, 5)
     for _ in range(3):
         node = drafted.open_nodes()[0]
-        found = source.expand([drafted.pick(node)], [1.0])[0]
+        found = source.expand([drafted.pick(node)], [[1.0]])[0]
         assert found is not None
         drafted.tree.expand(node, found.tokens.tolist(), found.log_probabilities.tolist())
     assert model.rows == 3 + 2
@@ -242,7 +242,7 @@ def test_a_hit_computes_nothing_again() -> None:
     advance = drafted.tree.advance([child.token])
     kept = [each.name for each in drafted.tree.expanded()]
     source.commit(0, [child.token], [each.name for each in advance.path], kept)
-    source.expand([drafted.pick(drafted.open_nodes()[0])], [1.0])
+    source.expand([drafted.pick(drafted.open_nodes()[0])], [[1.0]])
     assert model.rows == 3 + 2 + 1
 
 
@@ -252,7 +252,7 @@ def test_a_step_that_reads_a_text_first_is_exceptional() -> None:
 
     def expand() -> bool:
         node = drafted.open_nodes()[0]
-        found = source.expand([drafted.pick(node)], [1.0])[0]
+        found = source.expand([drafted.pick(node)], [[1.0]])[0]
         assert found is not None
         drafted.tree.expand(node, found.tokens.tolist(), found.log_probabilities.tolist())
         return source.is_warmup_step
@@ -276,7 +276,7 @@ def test_the_least_recently_expanded_request_gives_way() -> None:
     drafted = [DraftRequest(request, list(range(1, 9))) for request in range(4)]
     for each in drafted:
         source.open(each.request, each.tokens, each.parameters, 5)
-        assert source.expand([each.pick(each.tree.root)], [1.0])[0] is not None
+        assert source.expand([each.pick(each.tree.root)], [[1.0]])[0] is not None
     assert pool.used == 24
-    assert source.expand([drafted[1].pick(drafted[1].tree.root)], [1.0])[0] is not None
+    assert source.expand([drafted[1].pick(drafted[1].tree.root)], [[1.0]])[0] is not None
     assert pool.used == 24

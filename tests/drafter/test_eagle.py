@@ -14,7 +14,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.eagle import EagleSource
-from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS
+from ssd_serve.drafter.sources.tree_rows import MAX_PREFILL_ROWS
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.models.heads import FLAT, HIDDEN, VOCABULARY, FirstOracle, Oracle
 from tests.models.test_heads import loaded, target
@@ -27,13 +27,19 @@ class Told:
     """A source and the oracle, told the same of one request. `vectors` are those of committed places."""
 
     def __init__(
-        self, oracle: Oracle | FirstOracle, folder: Path, tokens: list[int], text_rows: int = MOST_TEXT_ROWS
+        self,
+        oracle: Oracle | FirstOracle,
+        folder: Path,
+        tokens: list[int],
+        prefill_rows: int = MAX_PREFILL_ROWS,
     ) -> None:
         self.oracle, theirs = oracle, target(folder / "target")
         head = loaded(oracle.save(folder / "head", FLAT), theirs)
         oracle.adopt(load_file(theirs / "model.safetensors"))
         self.pool = SlotPool(SLOTS)
-        self.source = EagleSource(head, self.pool, NoiseRows(VOCABULARY, 8), FAN_OUT, text_rows=text_rows)
+        self.source = EagleSource(
+            head, self.pool, NoiseRows(VOCABULARY, 8), FAN_OUT, prefill_rows=prefill_rows
+        )
         self.tokens, self.vectors = list(tokens), torch.zeros((0, HIDDEN))
         self.first = 0
         self.tree = SpeculationTree(1, 1000)
@@ -42,14 +48,14 @@ class Told:
 
     def give(self, position: int, count: int) -> None:
         vectors = torch.randn((count, HIDDEN), generator=torch.Generator().manual_seed(position))
-        self.source.give(1, position, vectors)
+        self.source.add(1, position, vectors)
         if position != self.first + len(self.vectors):
             self.first, self.vectors = position, vectors
         else:
             self.vectors = torch.cat((self.vectors, vectors))
 
     def expand(self, *nodes: Node) -> list[Candidates]:
-        found = self.source.expand([NodeRequest(1, node) for node in nodes], [1.0] * len(nodes))
+        found = self.source.expand([NodeRequest(1, node) for node in nodes], [[1.0]] * len(nodes))
         grown = [each for each in found if each is not None]
         for node, each in zip(nodes, grown, strict=True):
             self.tree.expand(node, each.tokens.tolist(), each.log_probabilities.tolist())
@@ -130,10 +136,10 @@ def test_after_a_hit_the_tree_goes_on_from_the_head_s_own_vectors(told: Told) ->
 
 def test_nothing_is_drafted_before_vectors_have_come(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
     waiting = Told(oracle, tmp_path, [5, 9, 60, 33])
-    picks = [NodeRequest(1, waiting.tree.root)]
-    assert waiting.source.expand(picks, [1.0]) == [None]
+    requests = [NodeRequest(1, waiting.tree.root)]
+    assert waiting.source.expand(requests, [[1.0]]) == [None]
     waiting.give(0, 2)
-    assert waiting.source.expand(picks, [1.0]) == [None]  # the third place is not known yet
+    assert waiting.source.expand(requests, [[1.0]]) == [None]  # the third place is not known yet
     waiting.give(2, 1)
     (found,) = waiting.expand(waiting.tree.root)
     waiting.check(waiting.tree.root, found)
@@ -143,27 +149,27 @@ LONG = [place % (VOCABULARY - 1) + 1 for place in range(60)]
 
 
 def test_a_long_text_is_read_in_parts(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
-    told = Told(oracle, tmp_path, LONG, text_rows=20)
+    told = Told(oracle, tmp_path, LONG, prefill_rows=20)
     told.give(0, len(LONG) - 1)
     root = told.tree.root
     for _ in range(2):
-        assert told.source.expand([NodeRequest(1, root)], [1.0]) == [None]
-        assert set(told.source.unread) == {1}
+        assert told.source.expand([NodeRequest(1, root)], [[1.0]]) == [None]
+        assert set(told.source.pending_prefill) == {1}
     (found,) = told.expand(root)
     told.check(root, found)
-    assert not told.source.unread
+    assert not told.source.pending_prefill
 
 
 def test_a_text_that_ended_while_it_was_read_is_not_asked_for_again(
     oracle: Oracle | FirstOracle, tmp_path: Path
 ) -> None:
-    told = Told(oracle, tmp_path, LONG, text_rows=20)
+    told = Told(oracle, tmp_path, LONG, prefill_rows=20)
     told.give(0, len(LONG) - 1)
-    assert told.source.expand([NodeRequest(1, told.tree.root)], [1.0]) == [None]
+    assert told.source.expand([NodeRequest(1, told.tree.root)], [[1.0]]) == [None]
     told.source.close(1)
     told.source.open(2, [3, 4], GREEDY, 0)
-    assert told.source.expand([NodeRequest(2, SpeculationTree(2, 10).root)], [1.0]) == [None]
-    assert not told.source.unread
+    assert told.source.expand([NodeRequest(2, SpeculationTree(2, 10).root)], [[1.0]]) == [None]
+    assert not told.source.pending_prefill
 
 
 def test_after_a_gap_it_begins_anew_behind_it(told: Told) -> None:
@@ -181,7 +187,7 @@ def test_after_a_gap_it_begins_anew_behind_it(told: Told) -> None:
 @pytest.mark.parametrize(("position", "more"), [(0, -HIDDEN), (0, HIDDEN), (-1, 0)])
 def test_features_that_are_none_are_nonsense(told: Told, position: int, more: int) -> None:
     right = told.oracle.width
-    with pytest.raises(ProtocolError, match=f"{right + more} wide, not {right}, or of no place"):
+    with pytest.raises(ProtocolError, match=f"width {right + more}, not {right}, or a negative position"):
         told.source.read(1, position, torch.zeros((2, right + more)))
     told.source.read(1, 5, torch.zeros((2, right)))
 

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.base.draft_messages import Features, Open
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.settings import Settings
+from ssd_serve.cache.vectors import as_bytes
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.kernels.batch import Batch
-from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.recipes.checkpoint import read_checkpoint, shape_of
 from ssd_serve.recipes.eagle3 import TrainedHead
 from ssd_serve.recipes.eagle3_training import HeadRecipe, export_head
-from ssd_serve.base.settings import Settings
 
 
 class Counted(WrappedModel):

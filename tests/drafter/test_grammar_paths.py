@@ -28,6 +28,7 @@ from ssd_serve.drafter.sources.contract import (
     DraftSource,
     ExpandResult,
     NodeRequest,
+    Scales,
     Subtree,
 )
 from ssd_serve.drafter.sources.draft_model import ModelSource
@@ -120,10 +121,10 @@ class Chains:
     def close(self, request: int) -> None:
         """Nothing is there."""
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[ExpandResult]:
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[ExpandResult]:
         first = list(range(1, 20))
         below = [Branch((token,), [3, 4, 5, 6], [-1.0] * 4) for token in first]
-        return [Subtree([Branch((), first, [-2.0] * 19), *below]) for _ in picks]
+        return [Subtree([Branch((), first, [-2.0] * 19), *below]) for _ in requests]
 
 
 @pytest.mark.parametrize("source", [a_model(), Heedless(), Chains()], ids=["model", "heedless", "chains"])
@@ -176,11 +177,11 @@ def test_guesses_are_free_until_a_grammar_is_compiled_and_where_it_cannot_be() -
     for request, grammar in enumerate(("any", "wrong")):
         paths.open(request, SamplingParameters(grammar=grammar), ())
         paths.commit(request, (3,))
-    picks = [NodeRequest(0, root), NodeRequest(1, root), NodeRequest(2, root)]
-    assert [pick.allowed for pick in paths.followed(picks)] == [None, None, None]
+    requests = [NodeRequest(0, root), NodeRequest(1, root), NodeRequest(2, root)]
+    assert [pick.allowed for pick in paths.with_allowed(requests)] == [None, None, None]
     ready.set()
     compiler.submit(int).result()
-    first, *others = (pick.allowed for pick in paths.followed(picks))
+    first, *others = (pick.allowed for pick in paths.with_allowed(requests))
     assert first is not None
     assert np.array_equal(first, Counting((3,), 1000).masks()[0])
     assert others == [None, None]
@@ -189,9 +190,9 @@ def test_guesses_are_free_until_a_grammar_is_compiled_and_where_it_cannot_be() -
 def test_a_text_that_left_its_grammar_is_free() -> None:
     paths, root = followed(), SpeculationTree(1, 100).root
     paths.open(1, PARAMETERS, ())
-    assert paths.followed([NodeRequest(1, root)])[0].allowed is not None
+    assert paths.with_allowed([NodeRequest(1, root)])[0].allowed is not None
     paths.commit(1, (EOS,))
-    assert paths.followed([NodeRequest(1, root)])[0].allowed is None
+    assert paths.with_allowed([NodeRequest(1, root)])[0].allowed is None
 
 
 def test_a_request_that_is_closed_is_forgotten() -> None:
@@ -199,7 +200,7 @@ def test_a_request_that_is_closed_is_forgotten() -> None:
     paths.open(1, PARAMETERS, ())
     paths.close(1)
     paths.close(1)
-    assert paths.followed([NodeRequest(1, root)])[0].allowed is None
+    assert paths.with_allowed([NodeRequest(1, root)])[0].allowed is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, VOCABULARY - 1)), max_size=20))
@@ -215,7 +216,7 @@ def test_masks_are_those_of_each_path_read_anew(grown: list[tuple[int, int]]) ->
             nodes.append(child)
     paths = followed()
     paths.open(1, PARAMETERS, ())
-    for pick in paths.followed([NodeRequest(1, node) for node in nodes]):
+    for pick in paths.with_allowed([NodeRequest(1, node) for node in nodes]):
         assert pick.allowed is not None
         assert np.array_equal(pick.allowed, Counting(pick.tokens, 1000).masks()[0])
 
@@ -229,7 +230,7 @@ def test_the_compiled_ranking_heeds_masks_as_torch_does(native: NativeLibrary, t
         source = ModelSource(FakeModel(200), SlotPool(200), NoiseRows(VOCABULARY, 64), 20, ranking)
         source.open(1, PROMPT, SamplingParameters(temperature=temperature), 5)
         mask = Counting((), 1000).masks()[0]
-        found += source.expand([NodeRequest(1, Node(1, -1, None, 0.0), mask)], [1.0])
+        found += source.expand([NodeRequest(1, Node(1, -1, None, 0.0), mask)], [[1.0]])
     one, other = found
     assert isinstance(one, Candidates)
     assert isinstance(other, Candidates)
@@ -245,7 +246,7 @@ def test_a_token_that_is_forced_is_sure() -> None:
     mask[0] = 1 << 9
     source = ModelSource(FakeModel(200), SlotPool(200), NoiseRows(VOCABULARY, 64), 3)
     source.open(1, PROMPT, PARAMETERS, 5)
-    (found,) = source.expand([NodeRequest(1, Node(1, -1, None, 0.0), mask)], [1.3])
+    (found,) = source.expand([NodeRequest(1, Node(1, -1, None, 0.0), mask)], [[1.3]])
     assert isinstance(found, Candidates)
     assert (found.tokens[0], found.log_probabilities[0]) == (9, 0.0)
 

@@ -63,7 +63,7 @@ def test_what_an_exceptional_step_takes_is_not_what_a_step_takes() -> None:
 
 
 def test_one_wait_reads_all_of_a_long_text() -> None:
-    source = DraftModel(FakeModel(300), 300, NoiseRows(VOCABULARY, 64), text_rows=20)
+    source = DraftModel(FakeModel(300), 300, NoiseRows(VOCABULARY, 64), prefill_rows=20)
     channel = InlineChannel(core_of(source, LIMITS), HELLO)
     channel.receive()
     channel.send(Open(1, 1, tuple([5] * 70), (), OPEN.parameters, 9, OPEN.root))

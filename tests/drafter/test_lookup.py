@@ -24,7 +24,7 @@ def expand(of: LookupSource, *path: int) -> list[Branch]:
     for token in path:
         tree.expand(node, [token], [0.0])
         node = tree.child_at(node, 0)
-    (found,) = of.expand([NodeRequest(1, node)], [1.0])
+    (found,) = of.expand([NodeRequest(1, node)], [[1.0]])
     return list(found.branches) if found is not None else []
 
 
@@ -118,7 +118,7 @@ def test_greedy_and_sampled_texts_are_trusted_apart() -> None:
     of.open(2, text, SamplingParameters(temperature=1.0), 0)
     of.open(1, text, SamplingParameters(temperature=0.0), 0)
     tree = SpeculationTree(1, 100)
-    greedy, sampled = of.expand([NodeRequest(1, tree.root), NodeRequest(2, tree.root)], [1.0, 1.0])
+    greedy, sampled = of.expand([NodeRequest(1, tree.root), NodeRequest(2, tree.root)], [[1.0], [1.0]])
     assert greedy is not None
     assert sampled is not None
     assert greedy.branches[0].log_probabilities[0] < sampled.branches[0].log_probabilities[0]

@@ -55,7 +55,7 @@ def test_they_are_bounded_and_the_newest_is_there(limit: int, added: list[tuple[
 
 def first(of: LookupSource, request: int) -> list[int]:
     """What should follow the text of a request."""
-    (found,) = of.expand([NodeRequest(request, SpeculationTree(1, 100).root)], [1.0])
+    (found,) = of.expand([NodeRequest(request, SpeculationTree(1, 100).root)], [[1.0]])
     return found.branches[0].tokens if isinstance(found, Subtree) else []
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ssd_serve.drafter.sources.lookup_text import LONGEST, MAX_PLACES, TokenHistory
+from ssd_serve.drafter.sources.lookup_text import LONGEST, MAX_MATCHES, TokenHistory
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
 PATHS = st.lists(st.integers(0, 2), max_size=6)
@@ -38,7 +38,7 @@ def test_the_places_that_are_most_alike_are_found(tokens: list[int], path: list[
     else:
         assert found is not None
         assert found.length == expected[0]
-        assert found.following == expected[1][:MAX_PLACES]
+        assert found.following == expected[1][:MAX_MATCHES]
 
 
 @given(st.lists(TOKENS, max_size=8), PATHS)

@@ -48,7 +48,7 @@ class ReadingSource(ScriptedSource):
 class Verifier:
     """The other end of a drafter's connection."""
 
-    def __init__(self, intake: ReceiveLimits = VERIFIER_LIMITS) -> None:
+    def __init__(self, limits: ReceiveLimits = VERIFIER_LIMITS) -> None:
         first, second = socket.socketpair()
         self.channel = SocketChannel(first)
         self.source = ReadingSource()
@@ -56,7 +56,7 @@ class Verifier:
             core_of(self.source, GROWTH),
             HELLO,
             get_logger("drafter"),
-            channel=SocketChannel(second, intake=intake),
+            channel=SocketChannel(second, limits=limits),
         )
         self.memory = SharedWriter(SIZE)
         self.channel.receive()
@@ -68,7 +68,7 @@ class Verifier:
         """What the drafter answers."""
         for message in messages:
             self.channel.send(message)
-        self.drafter.hear()
+        self.drafter.receive()
         if self.drafter.channel is not None:
             self.drafter.channel.flush()
         return self.channel.receive()
@@ -120,22 +120,22 @@ def test_places_that_are_none_end_the_connection(
         verifier.offer()
         verifier.say(OPEN)
         verifier.say(nonsense)
-        assert verifier.drafter.over
-        assert "verifier talks nonsense" in capsys.readouterr().err
+        assert verifier.drafter.gone
+        assert "verifier broke the protocol" in capsys.readouterr().err
 
 
 def test_places_where_nothing_is_shared_end_the_connection(capsys: pytest.CaptureFixture[str]) -> None:
     with closing(Verifier()) as verifier:
         verifier.say(OPEN, TOLD)
-        assert verifier.drafter.over
-        assert "a shared memory that there is not" in capsys.readouterr().err
+        assert verifier.drafter.gone
+        assert "shared memory that was not offered" in capsys.readouterr().err
 
 
 def test_memory_of_another_size_ends_the_connection(capsys: pytest.CaptureFixture[str]) -> None:
     with closing(Verifier()) as verifier:
         verifier.offer(2 * SIZE)
         verifier.say()
-        assert verifier.drafter.over
+        assert verifier.drafter.gone
         assert "no memory that can be shared" in capsys.readouterr().err
 
 
@@ -143,7 +143,7 @@ def test_where_the_file_does_not_come_rows_do(capsys: pytest.CaptureFixture[str]
     with closing(Verifier(ReceiveLimits())) as verifier:
         verifier.offer()
         assert verifier.say(OPEN) == []
-        assert "features come by the socket" in capsys.readouterr().err
+        assert "features come through the socket" in capsys.readouterr().err
         verifier.say(Features(1, 1, 0, WIDTH, as_bytes(ROWS)))
         assert torch.equal(verifier.source.given[0], ROWS)
 
@@ -155,7 +155,7 @@ def test_a_verifier_that_is_gone_leaves_nothing() -> None:
         verifier.say(OPEN)
         assert memory_maps() == before + 2
         verifier.channel.close()
-        verifier.drafter.hear()
+        verifier.drafter.receive()
         assert memory_maps() == before + 1  # the verifier's own
         del verifier.memory._bytes  # pyright: ignore[reportPrivateUsage]
     assert (memory_maps(), len(os.listdir("/proc/self/fd"))) == (before, files)

@@ -11,7 +11,7 @@ from ssd_serve.base.errors import CheckpointError, SettingsError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.drafter.sources import registry
 from ssd_serve.drafter.sources.loading import SourceConfig
-from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, load_source
+from ssd_serve.drafter.sources.registry import ANY_MODEL, SOURCES, is_source, registered_source
 
 HERE = __name__
 
@@ -38,7 +38,7 @@ def loaded(name: str, folder: Path | None) -> Any:
     order = SourceConfig(
         config=EngineConfig(), folder=folder, device="cpu", native=None, log=get_logger("d0"), widths=[4]
     )
-    return load_source(name, order)
+    return registered_source(name, folder).load(order)
 
 
 def checkpoint(folder: Path, architectures: list[str] | None) -> Path:

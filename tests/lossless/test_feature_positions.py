@@ -13,7 +13,7 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.bench.lossless.named import load_named
 from ssd_serve.bench.lossless.rig import Case, run_case
 from ssd_serve.bench.options import Devices
-from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.eagle import EagleSource
 from tests.end_to_end.tiny_pair import write_first_head, write_pair
 
@@ -42,10 +42,10 @@ def test_features_belong_to_their_positions(
     expand, seen = EagleSource.expand, list[bool]()
 
     def watched(
-        source: EagleSource, picks: Sequence[NodeRequest], scales: Sequence[float]
+        source: EagleSource, requests: Sequence[NodeRequest], scales: Sequence[Scales]
     ) -> Sequence[Candidates | None]:
-        found = expand(source, picks, scales)
-        for pick, each in zip(picks, found, strict=True):
+        found = expand(source, requests, scales)
+        for pick, each in zip(requests, found, strict=True):
             held = source.held[pick.request]
             # Prompts were not chosen by the target.
             if each is not None and not pick.path and held.start + len(held.tokens) > len(texts[0]) + 3:

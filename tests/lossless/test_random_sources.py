@@ -10,7 +10,7 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.bench.lossless.drafters import RigDraft
 from ssd_serve.bench.lossless.rig import GROWTH, Case
 from ssd_serve.drafter.core import DrafterCore
-from ssd_serve.drafter.sources.contract import Branch, Candidates, ExpandResult, NodeRequest, Subtree
+from ssd_serve.drafter.sources.contract import Branch, Candidates, ExpandResult, NodeRequest, Scales, Subtree
 from tests.lossless.every_source import EverySource
 
 VOCABULARY = 257
@@ -34,8 +34,8 @@ class WildSource:
     def close(self, request: int) -> None:
         pass
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[ExpandResult]:
-        return [self._random.choice((self._nothing, self._candidates, self._subtree))() for _ in picks]
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[ExpandResult]:
+        return [self._random.choice((self._nothing, self._candidates, self._subtree))() for _ in requests]
 
     def _nothing(self) -> ExpandResult:
         return None

@@ -219,8 +219,8 @@ def test_connecting_waits_for_a_descriptor(tmp_path: Path) -> None:
 
 def test_no_more_is_taken_at_once_than_a_peer_is_worth() -> None:
     first, second = socket.socketpair()
-    intake = ReceiveLimits(frame_bytes=1000, drain_bytes=4096, kinds=Heartbeat | Hello)
-    with closing(SocketChannel(first)) as sender, closing(SocketChannel(second, intake=intake)) as channel:
+    limits = ReceiveLimits(frame_bytes=1000, drain_bytes=4096, kinds=Heartbeat | Hello)
+    with closing(SocketChannel(first)) as sender, closing(SocketChannel(second, limits=limits)) as channel:
         for _ in range(1000):
             sender.post(Heartbeat())
         assert sender.flush()

@@ -28,7 +28,7 @@ Pair = tuple[SocketChannel, SocketChannel]
 def pair() -> Iterator[Pair]:
     """The second takes open files."""
     first, second = socket.socketpair()
-    channels = SocketChannel(first), SocketChannel(second, intake=ReceiveLimits(descriptors=True))
+    channels = SocketChannel(first), SocketChannel(second, limits=ReceiveLimits(descriptors=True))
     yield channels
     for channel in channels:
         channel.close()

@@ -81,7 +81,7 @@ class Far:
         self.drafters = DrafterPool(HELLO, clock=lambda: 0.0, log=get_logger("verifier", "error"))
         self.drafters.authorizer.offer(LAYERS)
         self.drafters.connect(SocketChannel(mine))
-        self.channel = SocketChannel(its, intake=ReceiveLimits(descriptors=shares))
+        self.channel = SocketChannel(its, limits=ReceiveLimits(descriptors=shares))
         self.channel.send(replace(HELLO, features=LAYERS))
         self.requests: dict[int, Request] = {}
         self.told: list[Message] = []
@@ -189,7 +189,7 @@ def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
     """More than the memory holds passes, is heard of and read at any time: whole, in order, as it was."""
     memory = 24 * 2 * SHORT
     mine, its = socket.socketpair()
-    with closing(SocketChannel(mine)) as near, closing(SocketChannel(its, intake=VERIFIER_LIMITS)) as far:
+    with closing(SocketChannel(mine)) as near, closing(SocketChannel(its, limits=VERIFIER_LIMITS)) as far:
         sender, request, rows = FeatureSender(near, memory), make_request(1), Rows(1, 0, SHORT)
         request.features = rows
         sender.begin(LAYERS, get_logger("verifier", "error"))

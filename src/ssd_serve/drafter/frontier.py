@@ -1,6 +1,6 @@
-"""Which node to expand next: best-first by reach over the unexpanded candidates of one request's tree.
+"""The order of expansion within one request: best-first by reach over the unexpanded candidates of its tree.
 
-Knows the tree and its limits, not how expansion is done and not the other requests.
+Knows the tree and its limits; not how nodes are expanded, nor other requests.
 """
 
 import heapq
@@ -15,9 +15,7 @@ from ssd_serve.cache.tree import SpeculationTree
 
 @dataclass(frozen=True, slots=True)
 class GrowthLimits:
-    """Bounds of growth. `width` nodes a step over all requests, `fan_out` candidates of each; `context` is
-    how many positions the draft model knows. `reads_paused`: what was committed is read while a request
-    pauses, too."""
+    """Limits of growth: `width` nodes in a step over all requests, `fan_out` candidates of each node."""
 
     width: int
     fan_out: int
@@ -25,15 +23,18 @@ class GrowthLimits:
     nodes: int
     min_reach: float = 1e-3
     context: int = sys.maxsize
-    reads_paused: bool = True
+    """Positions of the draft model."""
+    prefills_paused: bool = True
+    """Whether committed tokens are prefilled while a request is paused."""
+    roots_only: bool = False
+    """Whether only roots are expanded, by a source that drafts a block at once."""
 
 
 class Frontier:
-    """A heap over the candidates of one tree, one entry an expanded node: its best candidate not yet taken.
-    It is told of every change of the tree, by `offer` or by `rebuild`.
+    """A heap with one entry for each expanded node: its best candidate that was not taken yet.
 
-    `deepest` is the depth, counted as `Node.depth`, at which nothing may grow any more; tokens in `ends` end
-    the text, so nothing grows below them.
+    Every change of the tree must be followed by `offer_all` or `rebuild`. Nothing grows at depth `deepest`
+    (`Node.depth`), nor below a token in `ends`.
     """
 
     def __init__(
@@ -51,22 +52,22 @@ class Frontier:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Start again from the tree, after its root moved."""
+        """Rebuild the heap from the tree, after its root moved."""
         self._heap = []
         self._root_taken = False
         self._reach = None
         self.offer_all(self._tree.expanded())
 
     def may_grow(self, node: Node) -> bool:
-        """Whether anything may grow below a node: it is not too deep, and does not end the text."""
+        """True if depth and token allow children of this node."""
         return node.depth < self._bottom and node.token not in self._ends
 
     def offer(self, node: Node) -> None:
-        """Consider the candidates of a node that has been expanded."""
+        """Add the candidates of a newly expanded node."""
         self.offer_all((node,))
 
     def offer_all(self, nodes: Iterable[Node]) -> None:
-        """`offer` of several, in this order."""
+        """Add the candidates of newly expanded nodes; earlier ones win ties."""
         self._reach = None
         heap, order, bottom = self._heap, self._order, self._bottom
         for node in nodes:
@@ -76,7 +77,7 @@ class Frontier:
         self._order = order
 
     def reach(self) -> float:
-        """Log reach of the next node to expand, or -inf when nothing is worth it. An unexpanded root: 0."""
+        """Log reach of the next node to expand: 0 for an unexpanded root, -inf if none is worth it."""
         if self._reach is None:
             self._reach = self._find_reach()
         return self._reach
@@ -86,7 +87,7 @@ class Frontier:
         if not tree.root.tokens:
             waiting = tree.root.depth < self._deepest and not self._root_taken
             return 0.0 if waiting else -math.inf
-        if len(tree) + limits.fan_out > limits.nodes:
+        if limits.roots_only or len(tree) + limits.fan_out > limits.nodes:
             return -math.inf
         self._skip()
         if not self._heap:
@@ -95,12 +96,14 @@ class Frontier:
         return value if value >= self._least else -math.inf
 
     def pop(self) -> Node:
-        """Take the next node; call only while `reach()` is finite."""
+        """Take the next node. Requires a finite `reach()`."""
         return self.take(1, -math.inf)[0]
 
     def take(self, most: int, beyond: float, ties: bool = True) -> list[Node]:
-        """Take the next nodes, at most `most`, while their log reach is above `beyond`, or with `ties` equal
-        to it; call only while that is so of `reach()`."""
+        """Take up to `most` next nodes whose log reach is above `beyond`, or equal to it with `ties`.
+
+        Requires that `reach()` satisfies the same.
+        """
         self._reach = None
         tree, heap, ends = self._tree, self._heap, self._ends
         if not tree.root.tokens:
@@ -129,8 +132,8 @@ class Frontier:
             self._pass()
 
     def _pass(self) -> tuple[int, Node | None]:
-        """Go on to the next candidate of the best entry's node; returns the token that was passed, and its
-        node if it was looked at."""
+        """Advance the best entry to its next candidate; returns the passed token and its node, if it has
+        one."""
         heap = self._heap
         _, _, parent, rank = heap[0]
         tokens = parent.tokens
@@ -144,5 +147,5 @@ class Frontier:
 
     @property
     def _bottom(self) -> int:
-        """The least depth, counted as `Node.depth`, at which a node has no candidates."""
+        """The least `Node.depth` at which a node has no candidates."""
         return min(self._tree.root.depth + self._limits.depth, self._deepest)

@@ -1,8 +1,8 @@
-"""Which tokens may follow the nodes of trees whose texts must match a grammar.
+"""The tokens that grammars allow after the nodes of a tree.
 
-The target chooses among these only, so other guesses are wasted. What is not known yet, as a grammar is
-compiled beside the loop, is left open: losslessness never depends on it. Knows grammars and nodes; neither
-models nor who is asked for guesses.
+The target chooses among these only, so other candidates are wasted. A grammar is compiled in a thread; until
+it is ready every token is allowed, since losslessness never depends on it. Knows grammars and nodes, not
+sources.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,7 @@ from ssd_serve.sampling.grammar import Grammars, Mask, MatcherState
 from ssd_serve.sampling.thinking import output_state
 
 
-class _Text:
-    """An output that must match a grammar."""
-
+class _Output:
     __slots__ = ("compiling", "output", "parameters", "state")
 
     def __init__(
@@ -27,62 +25,62 @@ class _Text:
         self.parameters = parameters
         self.compiling = compiling
         self.output = output
-        """Until there is a state."""
+        """Tokens until `state` is made."""
         self.state: MatcherState | None = None
 
 
 class GrammarPaths:
-    """Follows the outputs of open requests, by their numbers."""
+    """Follows the outputs of open requests."""
 
     def __init__(self, grammars: Grammars, compiler: Executor | None = None) -> None:
-        """`compiler` runs what takes long; None: a thread."""
+        """`compiler` compiles grammars (default: one thread)."""
         self._grammars = grammars
         self._compiler = compiler or ThreadPoolExecutor(1, thread_name_prefix="draft-grammars")
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _Output] = {}
 
     def open(self, request: int, parameters: SamplingParameters, output: Sequence[int]) -> None:
-        """Begin with a request, or begin it again."""
+        """Start a request, or restart it."""
         self.close(request)
         if parameters.grammar or parameters.thinking_budget:
             named = parameters.grammar
             compiling = self._compiler.submit(self._grammars.compile, named) if named else None
-            self._texts[request] = _Text(parameters, list(output), compiling)
+            self._texts[request] = _Output(parameters, list(output), compiling)
 
     def commit(self, request: int, tokens: Sequence[int]) -> None:
-        """The output goes on."""
+        """Append committed tokens."""
         text = self._texts.get(request)
         if text is None:
             return
         if text.state is None:
             text.output.extend(tokens)
         elif text.state.consume(tokens) < len(tokens):
-            self.close(request)  # it is over, or takes too long to follow
+            self.close(request)  # the output has ended, or takes too long to follow
 
     def close(self, request: int) -> None:
-        """Forget a request; unknown ones are ignored."""
+        """Free a request; unknown ones are ignored."""
         self._texts.pop(request, None)
 
-    def followed(self, picks: list[NodeRequest]) -> list[NodeRequest]:
-        """The same picks, with what may follow them."""
+    def with_allowed(self, requests: list[NodeRequest]) -> list[NodeRequest]:
+        """The node requests with the tokens that are allowed after each node, if known."""
         if not self._texts:
-            return picks
-        found = list(picks)
+            return requests
+        found = list(requests)
         places: dict[int, list[int]] = {}
-        for place, pick in enumerate(picks):
+        for place, pick in enumerate(requests):
             places.setdefault(pick.request, []).append(place)
         for request, own in places.items():
             state = self._state(request)
             if state is None:
                 continue
             paths = _Paths()
-            rows = [paths.row(picks[place].tokens) for place in own]
+            rows = [paths.row(requests[place].tokens) for place in own]
             masks = state.masks(paths.tokens, paths.parents, set(rows))
             for place, row in zip(own, rows, strict=True):
-                found[place] = picks[place]._replace(allowed=masks[row])
+                found[place] = requests[place]._replace(allowed=masks[row])
         return found
 
     def branches(self, request: int, top: Node, branches: Sequence[Branch]) -> Sequence[Branch]:
-        """Of a subtree below a node, what can come."""
+        """The branches of a subtree below a node without forbidden candidates."""
         state = self._state(request)
         if state is None:
             return branches
@@ -90,14 +88,10 @@ class GrammarPaths:
         paths = _Paths()
         rows = [paths.row([*above, *branch.path]) for branch in branches]
         masks = state.masks(paths.tokens, paths.parents, set(rows))
-        return [
-            branch._replace(tokens=tokens, log_probabilities=values)
-            for branch, row in zip(branches, rows, strict=True)
-            for tokens, values in [only(masks[row], branch.tokens, branch.log_probabilities)]
-        ]
+        return [_restricted(branch, masks[row]) for branch, row in zip(branches, rows, strict=True)]
 
     def _state(self, request: int) -> MatcherState | None:
-        """Where a request's output stands, once that is known."""
+        """The grammar state of a request; None while it is unknown or without a grammar."""
         text = self._texts.get(request)
         if text is None or (text.compiling is not None and not text.compiling.done()):
             return None
@@ -114,7 +108,7 @@ class GrammarPaths:
 
 
 class _Paths:
-    """A tree of paths, as `GrammarState.masks` reads it. Row 0 is where they begin."""
+    """A tree of paths in the layout of `OutputState.masks`; row 0 is its root."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -122,7 +116,6 @@ class _Paths:
         self._rows: dict[tuple[int, int], int] = {}
 
     def row(self, tokens: Sequence[int]) -> int:
-        """The row behind these tokens."""
         here = 0
         for token in tokens:
             row = self._rows.get((here, token))
@@ -134,7 +127,13 @@ class _Paths:
         return here
 
 
+def _restricted(branch: Branch, allowed: Mask) -> Branch:
+    tokens, values = only(allowed, branch.tokens, branch.log_probabilities)
+    scores = only(allowed, branch.tokens, branch.scores)[1] if branch.scores else ()
+    return branch._replace(tokens=tokens, log_probabilities=values, scores=scores)
+
+
 def only(allowed: Mask, tokens: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """The tokens that a mask allows, with their values."""
+    """The allowed tokens with their values."""
     kept = [place for place, token in enumerate(tokens) if int(allowed[token >> 5]) >> (token & 31) & 1]
     return [tokens[place] for place in kept], [values[place] for place in kept]

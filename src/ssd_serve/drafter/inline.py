@@ -1,7 +1,7 @@
-"""The drafter inside the verifier's own process and device: synchronous speculation (`sd`).
+"""The drafter in the verifier's own process and device, for synchronous speculation.
 
-The same core as in a process of its own, behind the same channel interface: a draft step is run whenever the
-verifier waits. Knows no sockets.
+It has the same core and channel interface as a drafter process; a draft step runs whenever the verifier
+waits.
 """
 
 import time
@@ -26,44 +26,38 @@ from ssd_serve.drafter.step_time import StepTime
 
 
 class InProcessChannel(ABC):
-    """What channels without a socket have in common: messages are sent one by one, and nothing queues."""
+    """Base of channels without a socket: messages are processed one by one, and nothing is queued."""
 
     def __init__(self) -> None:
         self._closed = False
 
     @abstractmethod
     def send(self, message: Message) -> bool:
-        """Send a message; whether the channel is open."""
+        """Send a message; False if the channel is closed."""
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
         return self._closed
 
     @property
     def pending(self) -> int:
-        """Always 0: there is no queue."""
         return 0
 
     def post(self, message: Message) -> bool:
-        """The same as `send`."""
         return self.send(message)
 
     def flush(self) -> bool:
-        """Nothing is ever pending."""
         return True
 
     def fileno(self) -> int:
-        """There is no descriptor."""
         return -1
 
     def close(self) -> None:
-        """Stop."""
         self._closed = True
 
 
 class InlineChannel(InProcessChannel):
-    """The verifier's end of a channel to a core in the same thread."""
+    """The verifier's side of a channel to a core in the same thread."""
 
     def __init__(
         self, core: DrafterCore, hello: Hello, clock: Callable[[], float] = time.perf_counter
@@ -76,19 +70,19 @@ class InlineChannel(InProcessChannel):
         self.steps = 0
 
     def send(self, message: Message) -> bool:
-        """Handle the message now."""
+        """Process the message now."""
         if isinstance(message, Open | Outcome | Features | Close | Resync | Pause):
             self._inbox.extend(self._core.handle(message))
         return not self.closed
 
     def receive(self) -> list[Message]:
-        """What the core has said since the last call."""
+        """Messages of the core since the last call."""
         messages: list[Message] = list(self._inbox)
         self._inbox.clear()
         return messages
 
     def wait(self, timeout_s: float) -> bool:
-        """Run one draft step, unless something is waiting already."""
+        """Run one draft step, unless messages are waiting."""
         del timeout_s
         if self._inbox:
             return True
@@ -103,8 +97,8 @@ class InlineChannel(InProcessChannel):
         return bool(growth)
 
     def draft(self) -> list[Growth]:
-        """What one wait is for: a draft step, and all of a text that it has to read before."""
+        """One draft step, with all prefills before it."""
         growth = self._core.step()
-        while not growth and self._core.reading:
+        while not growth and self._core.prefilling:
             growth = self._core.step()
         return growth

@@ -1,7 +1,7 @@
-"""A drafter that needs no device and hardly any time, in the verifier's own process: lookup.
+"""A lookup drafter in the verifier's own process, which needs no device and hardly any time.
 
-It answers what it is told at once, so that the next round finds it there: nobody waits for it, and it works
-beside a drafter of any kind. Knows the core and messages, not what its source looks up.
+It replies to a message at once, so the next round finds its draft tokens without waiting. It works together
+with a drafter of any kind.
 """
 
 import secrets
@@ -26,7 +26,7 @@ from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
 from ssd_serve.drafter.inline import InProcessChannel
-from ssd_serve.drafter.sources.lookup import LookupSource
+from ssd_serve.drafter.sources.lookup import LOOKUP, LookupSource
 from ssd_serve.drafter.sources.lookup_text import SharedHistory
 from ssd_serve.sampling.grammar import Grammars
 
@@ -34,17 +34,17 @@ _FAN_OUT = 4
 
 
 class PerRequestWidth:
-    """`StepWidth` of as many nodes as requests have moved."""
+    """A `StepWidth` of one node for each request whose root has moved."""
 
     def __init__(self) -> None:
         self.width = 0
 
     def observe(self, nodes: int, seconds: float) -> None:
-        """It is not time that bounds a step."""
+        """No effect: time does not bound a step."""
 
 
 class LookupChannel(InProcessChannel):
-    """The verifier's end of a channel to a lookup over its requests' own texts."""
+    """The verifier's side of a channel to a lookup over its requests' tokens."""
 
     def __init__(
         self,
@@ -54,8 +54,10 @@ class LookupChannel(InProcessChannel):
         shared: SharedHistory | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`hello` names a step of 0 ms: it is what tells that nobody has to wait. `ends` end a text; `shared`
-        are texts of other requests, which are looked up too; `grammars` are those of the texts."""
+        """`hello` has a step time of 0, which marks a source that needs no waiting.
+
+        `ends` are EOS ids; `shared` is the history of other requests, which is searched too.
+        """
         super().__init__()
         self._width = PerRequestWidth()
         self._source = LookupSource(limits.fan_out, shared)
@@ -66,12 +68,13 @@ class LookupChannel(InProcessChannel):
             hello.name,
             widths=self._width,
             paths=None if grammars is None else GrammarPaths(grammars),
+            description=LOOKUP,
         )
         self._inbox: list[DrafterMessage] = [hello]
         self._moved = set[int]()
 
     def send(self, message: Message) -> bool:
-        """Take it; what follows is looked up when it is received."""
+        """Process the message; the lookup itself runs in `receive`."""
         if isinstance(message, Close):
             self._source.share(message.request)
         if isinstance(message, Open | Outcome | Close | Resync | Pause):
@@ -83,7 +86,7 @@ class LookupChannel(InProcessChannel):
         return not self.closed
 
     def receive(self) -> list[Message]:
-        """What is there to say of the requests that have moved since the last call."""
+        """Messages, with draft tokens of the requests that have moved since the last call."""
         if self._moved:
             self._width.width = len(self._moved)
             self._moved.clear()
@@ -93,7 +96,7 @@ class LookupChannel(InProcessChannel):
         return messages
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is anything to receive: nothing comes by waiting."""
+        """True if there is anything to receive; waiting adds nothing."""
         del timeout_s
         return bool(self._inbox or self._moved)
 
@@ -105,8 +108,7 @@ def lookup_channel(
     ends: Collection[int],
     grammars: Grammars | None = None,
 ) -> LookupChannel:
-    """The lookup of this name for a verifier that says `mine`. `grammars` are those of the texts, where
-    drafts keep to them."""
+    """The lookup drafter `name` for a verifier with the `Hello` `mine`."""
     hello = replace(
         mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0, prefill_ms=0.0
     )

@@ -1,7 +1,7 @@
-"""The drafter process: *drain outcomes, pick, forward, append, publish*, and sleep on the sockets otherwise.
+"""The drafter process: drain outcomes, pick, forward, append, publish; otherwise sleep on the sockets.
 
-It drafts for one verifier or for several, and waits for those that are not there. Several draft models in one
-process take turns, step by step; to verifiers each is a drafter of its own.
+It drafts for one or several verifiers and reconnects to those that are gone. Several draft models in one
+process take turns, step by step; a verifier sees each as a drafter of its own.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from ssd_serve.kernels.native.library import native_library
 from ssd_serve.transport.channel import poll
 from ssd_serve.transport.listener import Reconnector
 
-_BEAT_S = 0.5
-_DIALLING_S = 0.05
-"""How often those that are not there are looked for, at most."""
+_HEARTBEAT_S = 0.5
+_RECONNECT_POLL_S = 0.05
+"""Interval of checks for reconnected verifiers."""
 
 
 def run(
@@ -36,11 +36,10 @@ def run(
     alive_file: Path | None = None,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> int:
-    """Load, join the verifiers at these addresses, and draft for ever. Raises `PairMismatchError` when none
-    of them wants this draft model, unless it is patient: then one that does may take its place.
+    """Load the draft models, connect to the verifiers and draft until all of them are gone for good.
 
-    `on_loaded` is called once, when the draft model is in memory; `alive_file` is touched every half second
-    while a verifier takes drafts.
+    Raises `PairMismatchError` if all of them refuse a draft model, unless `patient`. `on_loaded` is called
+    when the models are in memory; `alive_file` is touched every half second while a verifier accepts drafts.
     """
     log = get_logger(name, config.log_level, config.log_format)
     carry_library_logs(log)
@@ -61,7 +60,7 @@ def run(
                     each.hello,
                     log,
                     (place, len(addresses)),
-                    Reconnector(address, log, key=key, intake=VERIFIER_LIMITS),
+                    Reconnector(address, log, key=key, limits=VERIFIER_LIMITS),
                 )
                 for place, address in enumerate(addresses)
             ],
@@ -74,14 +73,13 @@ def run(
 
 
 def _names(name: str, models: Sequence[str]) -> list[tuple[str, str]]:
-    """A name for each draft model of a process of this name."""
     if len(models) < 2:
         return [(name, model) for model in models]
     return [(f"{name}.{place}", model) for place, model in enumerate(models)]
 
 
 class DrafterRunner:
-    """A core and the verifiers that it drafts for. `step_s`: what its step takes, until that is observed."""
+    """Runs one core for its verifiers; `step_s` is the measured step time."""
 
     def __init__(self, core: DrafterCore, targets: Sequence[VerifierConnection], step_s: float) -> None:
         self.targets = targets
@@ -90,76 +88,74 @@ class DrafterRunner:
 
     @property
     def refused(self) -> str:
-        """Why none of its verifiers wants it; empty while one may."""
+        """The reason why all verifiers refuse this drafter; empty while one may accept it."""
         return self.targets[0].refused if all(target.refused for target in self.targets) else ""
 
-    def hear(self) -> None:
-        """Take what has come."""
+    def receive(self) -> None:
         for target in self.targets:
-            target.hear()
+            target.receive()
 
     def step(self) -> bool:
-        """Grow and publish; whether there was anything to do."""
+        """Run a draft step and publish; False if there was nothing to do."""
         started = time.perf_counter()
         growth = self._core.step()
         for message in growth:
-            self.targets[message.request % len(self.targets)].grew(message)
+            self.targets[message.request % len(self.targets)].send_growth(message)
         if growth and not self._core.is_warmup_step:
             self._step_time.observe(time.perf_counter() - started)
-        return bool(growth) or self._core.reading
+        return bool(growth) or self._core.prefilling
 
-    def beat(self) -> None:
-        """Say how it is."""
-        beat = Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes)
+    def send_heartbeat(self) -> None:
+        heartbeat = Heartbeat(step_ms=1e3 * self._step_time.seconds, nodes=self._core.nodes)
         for target in self.targets:
-            target.beat(beat)
+            target.send_heartbeat(heartbeat)
 
 
 class DrafterLoop:
-    """Steps the cores for as long as there is anybody to draft for."""
+    """Runs the steps of all cores while a verifier is connected or may reconnect."""
 
     def __init__(
         self, cores: Sequence[DrafterRunner], patient: bool = False, alive_file: Path | None = None
     ) -> None:
-        """`patient`: go on when all verifiers refuse a draft; they are asked again."""
+        """`patient`: keep trying when all verifiers refuse a draft."""
         self._alive_file = alive_file
         self._cores = cores
         self._targets = [target for core in cores for target in core.targets]
         self._patient = patient
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._heap = Heap()
 
     def run(self) -> None:
-        """Until all verifiers are gone for good. Never spins: without work it sleeps on the sockets."""
-        while not all(target.over for target in self._targets):
+        """Run until all verifiers are gone for good; without work, sleep on the sockets."""
+        while not all(target.gone for target in self._targets):
             self.turn()
 
     def turn(self) -> None:
-        """One step of each core, or a sleep."""
+        """One step of each core, or a wait if none has work."""
         for core in self._cores:
-            core.hear()
+            core.receive()
         refused = next((core.refused for core in self._cores if core.refused), "")
         if refused and not self._patient:
             raise PairMismatchError(refused)
         if not sum([core.step() for core in self._cores]):
-            self._sleep()
-        self._beat()
+            self._wait()
+        self._send_heartbeats()
 
-    def _sleep(self) -> None:
+    def _wait(self) -> None:
         channels = [target.channel for target in self._targets if target.channel is not None]
-        missing = any(target.channel is None and not target.over for target in self._targets)
+        missing = any(target.channel is None and not target.gone for target in self._targets)
         if channels:
-            poll(channels, _DIALLING_S if missing else _BEAT_S)
+            poll(channels, _RECONNECT_POLL_S if missing else _HEARTBEAT_S)
         elif missing:
-            time.sleep(_DIALLING_S)
+            time.sleep(_RECONNECT_POLL_S)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         now = time.monotonic()
-        if now - self._beat_at >= _BEAT_S:
-            self._beat_at = now
+        if now - self._heartbeat_at >= _HEARTBEAT_S:
+            self._heartbeat_at = now
             for core in self._cores:
-                core.beat()
+                core.send_heartbeat()
             if self._alive_file is not None and any(target.joined for target in self._targets):
-                with contextlib.suppress(OSError):  # its age tells
+                with contextlib.suppress(OSError):  # a stale file is reported by its age
                     self._alive_file.touch()
             self._heap.trim_when_due()

@@ -1,8 +1,7 @@
-"""One verifier as a drafter sees it: greeted, heard, answered, lost, and found again.
+"""A drafter's connection to one verifier: handshake, messages, loss and reconnection.
 
-A drafter may serve several: in its core, request r of the verifier at place p of n is number r * n + p. One
-that talks nonsense is hung up on, and the others go on. Knows channels, messages and the core; not how drafts
-are made.
+A drafter may serve several verifiers: in its core, request r of verifier p of n has the number r * n + p. A
+verifier that breaks the protocol is disconnected, and the others are served on.
 """
 
 import math
@@ -32,15 +31,15 @@ from ssd_serve.transport.listener import Reconnector
 from ssd_serve.transport.shared_memory import SharedReader, SharedSpan
 
 VERIFIER_LIMITS = ReceiveLimits(descriptors=True)
-"""A verifier of this machine may share memory."""
+"""A verifier on this machine may pass a descriptor of shared memory."""
 _MAX_REQUESTS = 4096
-"""Of one verifier; it runs at most 1024."""
+"""Open requests of one verifier; it runs at most 1024."""
 _LARGEST_NUMBER = 2**48
 _LONGEST_REASON = 200
 
 
 class VerifierConnection:
-    """A verifier at one end of a channel, which `dial` gives, or which is `channel` for once."""
+    """A connection that `dial` makes and renews, or the single connection `channel`."""
 
     def __init__(
         self,
@@ -53,10 +52,10 @@ class VerifierConnection:
     ) -> None:
         self.channel = channel
         self.refused = ""
-        """Why it will not work with this drafter."""
-        self._told = ""
+        """The reason why the verifier refuses this drafter."""
+        self._logged_refusal = ""
         self.joined = False
-        """It takes drafts."""
+        """True while the verifier accepts drafts."""
         self._core = core
         self._hello = hello
         self._log = log
@@ -64,45 +63,46 @@ class VerifierConnection:
         self._dial = dial
         self._paused = False
         self._shared: SharedReader | None = None
-        """Where a verifier of this machine writes features."""
-        self._told_read = 0
+        """Memory in which a verifier on this machine writes features."""
+        self._sent_read = 0
         if channel is not None:
             channel.send(hello)
 
     @property
-    def over(self) -> bool:
-        """Whether it has gone, and nobody can find it again."""
+    def gone(self) -> bool:
+        """True if the connection is closed and cannot be renewed."""
         return self.channel is None and self._dial is None
 
-    def hear(self) -> None:
-        """Connect if it can be done now, and take what it has said."""
+    def receive(self) -> None:
+        """Connect if possible without waiting, and process the messages that have arrived."""
         if self.channel is None and self._dial is not None:
-            self.channel = self._dial.answer()
+            self.channel = self._dial.take()
             if self.channel is not None:
                 self.channel.send(self._hello)
         if self.channel is None:
             return
         try:
             for message in self.channel.receive():
-                self._take(message)
-            self._say_read()
+                self._handle(message)
+            self._send_read()
         except ProtocolError as error:
-            self._log.warning("verifier talks nonsense", why=str(error))
+            self._log.warning("verifier broke the protocol", why=str(error))
             self.channel.close()
         if self.channel.closed:
-            self._lose()
+            self._on_lost()
 
-    def grew(self, growth: Growth) -> None:
-        """Publish growth of one of its requests. A full queue drops it: the verifier sees the gap in the
-        sequence and asks for a snapshot."""
-        self._say(growth)
+    def send_growth(self, growth: Growth) -> None:
+        """Publish growth of one request.
 
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Say that this drafter is alive."""
+        A full queue drops it: the verifier sees the gap in the sequence and requests a snapshot.
+        """
+        self._send(growth)
+
+    def send_heartbeat(self, heartbeat: Heartbeat) -> None:
         if self.channel is not None:
             self.channel.send(heartbeat)
 
-    def _take(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         if isinstance(message, Features) and message.shared is not None:
             self._serve(self._copied(message, SharedSpan(*message.shared)))
         elif isinstance(message, SharedMemory):
@@ -118,53 +118,52 @@ class VerifierConnection:
                 "install the same version of ssd-serve on both sides"
             )
         elif isinstance(message, Hello):
-            self.refused, self._told, self.joined = "", "", True
+            self.refused, self._logged_refusal, self.joined = "", "", True
             self._log.info("joined", verifier=self._address, step_ms=round(self._hello.step_ms, 2))
             if self._dial is not None:
-                self._dial.good()
+                self._dial.on_success()
         elif isinstance(message, Refusal):
             self._refuse(message.message)
 
     def _share(self, message: SharedMemory) -> None:
-        """The verifier offers memory. Where it cannot be read, nothing is answered, and features come in
-        messages."""
+        """Map the verifier's memory. Without a reply, features come in messages."""
         try:
             descriptor = self.channel.take_descriptor() if isinstance(self.channel, SocketChannel) else -1
             self._shared = SharedReader(descriptor, message.size)
         except OSError as error:
-            self._log.warning("no shared memory: features come by the socket", why=str(error))
+            self._log.warning("no shared memory: features come through the socket", why=str(error))
         else:
-            self._told_read = -1
+            self._sent_read = -1
 
     def _copied(self, message: Features, place: SharedSpan) -> Features:
         if self._shared is None:
-            raise ProtocolError("features are in a shared memory that there is not")
+            raise ProtocolError("features refer to shared memory that was not offered")
         return replace(message, data=self._shared.copied(place), shared=None)
 
-    def _say_read(self) -> None:
-        """What the core has taken may be written on again. It goes with the next growth, or before the next
-        sleep: nobody is to wake for it alone."""
-        if self._shared is None or self.channel is None or self._told_read == self._shared.read:
+    def _send_read(self) -> None:
+        """Return memory that the core has read. Sent with the next growth or before the next wait, not
+        alone."""
+        if self._shared is None or self.channel is None or self._sent_read == self._shared.read:
             return
         if self.channel.post(SharedMemoryRead(self._shared.read)):
-            self._told_read = self._shared.read
+            self._sent_read = self._shared.read
 
     def _refuse(self, why: str) -> None:
-        """The two cannot work together now. Said once, though it is tried again and again. A verifier that
-        had taken this drafter may do so again."""
+        """Close the connection and retry later; logged once for each reason. A verifier that had joined is
+        waited for."""
         why = why[:_LONGEST_REASON]
-        if why != self._told:
+        if why != self._logged_refusal:
             self._log.error("verifier and drafter refuse each other", verifier=self._address, why=why)
-        self._told = why
+        self._logged_refusal = why
         self.refused = "" if self.joined else why
         if self._dial is not None:
-            self._dial.bad()
+            self._dial.on_refusal()
         if self.channel is not None:
             self.channel.close()
 
     def _serve(self, message: Open | Outcome | Features | Close | Resync) -> None:
         if not 0 <= message.request < _LARGEST_NUMBER or not 0 <= message.epoch < _LARGEST_NUMBER:
-            raise ProtocolError("a request has an impossible number")
+            raise ProtocolError("a request number or epoch is out of range")
         if isinstance(message, Open):
             self._check(message)
         if self._places > 1:
@@ -175,12 +174,12 @@ class VerifierConnection:
             return
         for reply in self._core.handle(message):
             if isinstance(reply, Growth | Resync):
-                self._say(reply)
+                self._send(reply)
         if self._paused and isinstance(message, Open):
             self._core.pause([message.request], paused=True)
 
     def _can_read(self, message: Open | Outcome | Features | Close | Resync) -> bool:
-        """Whether the draft model has these tokens; a target may have some more."""
+        """True if the draft model's vocabulary has these tokens; a target's may be larger."""
         tokens: tuple[int, ...] = ()
         if isinstance(message, Open):
             tokens = message.prompt + message.output
@@ -191,21 +190,21 @@ class VerifierConnection:
 
     def _check(self, message: Open) -> None:
         if not message.prompt or not 0 <= message.seed < 2**64 or not 0 <= message.root < 2**64:
-            raise ProtocolError("a request has no prompt, or an impossible seed or name")
+            raise ProtocolError("a request has no prompt, or a seed or name out of range")
         if not math.isfinite(message.parameters.temperature) or message.parameters.temperature < 0:
-            raise ProtocolError("a request has an impossible temperature")
+            raise ProtocolError("a request has an invalid temperature")
         if len(self._requests()) >= _MAX_REQUESTS:
             raise ProtocolError(f"more than {_MAX_REQUESTS} requests are open")
 
-    def _say(self, message: Growth | Resync) -> None:
+    def _send(self, message: Growth | Resync) -> None:
         if self.channel is None:
             return
         if self._places > 1:
             message = replace(message, request=message.request // self._places)
         self.channel.send(message)
 
-    def _lose(self) -> None:
-        """It will begin anew if it comes back."""
+    def _on_lost(self) -> None:
+        """Free the requests of a lost verifier; it opens them again when it returns."""
         if self.channel is not None:
             self.channel.close()
         self.channel, self._paused, self.joined, self._shared = None, False, False, None

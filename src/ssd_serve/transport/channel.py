@@ -111,7 +111,7 @@ class SocketChannel:
         *,
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        intake: ReceiveLimits = DEFAULT_LIMITS,
+        limits: ReceiveLimits = DEFAULT_LIMITS,
         sealed: TlsStream | None = None,
     ) -> None:
         """`sealed`: encrypts what passes, once both ends have shaken hands."""
@@ -122,11 +122,11 @@ class SocketChannel:
         self._queue_bytes = queue_bytes
         self._outgoing = bytearray()
         self._writer = FrameWriter(max_frame_bytes)
-        self._reader = FrameReader(min(max_frame_bytes, intake.frame_bytes), intake.kinds)
-        self._drain_bytes = intake.drain_bytes
-        self._chunk = bytearray(min(_READ_BYTES, intake.drain_bytes))
+        self._reader = FrameReader(min(max_frame_bytes, limits.frame_bytes), limits.kinds)
+        self._drain_bytes = limits.drain_bytes
+        self._chunk = bytearray(min(_READ_BYTES, limits.drain_bytes))
         self._local = connection.family == socket.AF_UNIX and sealed is None
-        self._takes_descriptors = intake.descriptors and self._local and sys.platform == "linux"
+        self._takes_descriptors = limits.descriptors and self._local and sys.platform == "linux"
         self._descriptor = -1
         self._ended = False
         self._sealed = sealed

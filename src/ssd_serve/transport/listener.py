@@ -95,13 +95,13 @@ class Listener:
         """A listener sends nothing."""
         return 0
 
-    def accept(self, intake: ReceiveLimits = DEFAULT_LIMITS) -> SocketChannel | None:
+    def accept(self, limits: ReceiveLimits = DEFAULT_LIMITS) -> SocketChannel | None:
         """The next peer that connected and may speak, or None."""
         if self._gate is not None:
             proved = self._gate.accept()
-            return None if proved is None else SocketChannel(proved[0], intake=intake, sealed=proved[1])
+            return None if proved is None else SocketChannel(proved[0], limits=limits, sealed=proved[1])
         connection = self.accept_socket()
-        return None if connection is None else SocketChannel(connection, intake=intake)
+        return None if connection is None else SocketChannel(connection, limits=limits)
 
     def await_peer(self, timeout_s: float) -> SocketChannel | None:
         """The same, waiting for it."""
@@ -176,7 +176,7 @@ def connect(
     timeout_s: float = 10.0,
     *,
     key: str = "",
-    intake: ReceiveLimits = DEFAULT_LIMITS,
+    limits: ReceiveLimits = DEFAULT_LIMITS,
     give_up: Callable[[], bool] = lambda: False,
 ) -> SocketChannel:
     """Connect to a listener, trying again until it is there. On TCP both ends prove that they know `key`.
@@ -186,7 +186,7 @@ def connect(
     """
     check_address(address, key)
     if not address.startswith(_TCP):
-        return SocketChannel(connect_socket(address, timeout_s, give_up=give_up), intake=intake)
+        return SocketChannel(connect_socket(address, timeout_s, give_up=give_up), limits=limits)
     own = identity(key)
 
     def once(deadline: float) -> SocketChannel:
@@ -194,7 +194,7 @@ def connect(
         try:
             tune(connection)
             sealed = introduce(connection, own, address, deadline, give_up)
-            return SocketChannel(connection, intake=intake, sealed=sealed)
+            return SocketChannel(connection, limits=limits, sealed=sealed)
         except BaseException:
             connection.close()
             raise
@@ -274,19 +274,19 @@ class Reconnector:
         reach: Callable[[str], Channel] | None = None,
         key: str = "",
         longest_pause_s: float = _LONGEST_PAUSE_S,
-        intake: ReceiveLimits = DEFAULT_LIMITS,
+        limits: ReceiveLimits = DEFAULT_LIMITS,
     ) -> None:
         """`key`: what both ends of a TCP connection know. `reach` connects, or raises after a while."""
         self._longest_pause_s = longest_pause_s
         self.address = address
         self._log = log
-        self._reach = reach or (lambda address: connect(address, _PATIENCE_S, key=key, intake=intake))
+        self._reach = reach or (lambda address: connect(address, _PATIENCE_S, key=key, limits=limits))
         self._pause_s = 0.0
         self._thread: threading.Thread | None = None
-        self._answer: Channel | None = None
+        self._connected: Channel | None = None
         self._failing = False
 
-    def answer(self) -> Channel | None:
+    def take(self) -> Channel | None:
         """The next connection, once there is one. Does not wait."""
         if self._thread is None:
             thread = threading.Thread(target=self._dial, name="dial", daemon=True)
@@ -298,14 +298,14 @@ class Reconnector:
         if self._thread.is_alive():
             return None
         self._thread = None
-        answer, self._answer = self._answer, None
-        return answer
+        channel, self._connected = self._connected, None
+        return channel
 
-    def good(self) -> None:
+    def on_success(self) -> None:
         """The connection serves: when it ends, the next is tried at once."""
         self._pause_s = 0.0
 
-    def bad(self) -> None:
+    def on_refusal(self) -> None:
         """The connection is of no use now: the next is tried after the longest pause."""
         self._pause_s = self._longest_pause_s
 
@@ -313,7 +313,7 @@ class Reconnector:
         time.sleep(self._pause_s)
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), self._longest_pause_s)
         try:
-            self._answer = self._reach(self.address)
+            self._connected = self._reach(self.address)
             self._failing = False
         except SsdError as error:
             if not self._failing:

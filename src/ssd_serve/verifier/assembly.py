@@ -16,7 +16,7 @@ from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.lookup_channel import lookup_channel
-from ssd_serve.drafter.sources.registry import is_head, is_source, self_draft_layers
+from ssd_serve.drafter.sources.loading import draft_features
 from ssd_serve.base.engine_settings import Mode
 from ssd_serve.base.errors import MemoryShortError
 from ssd_serve.base.hub_id import without_revision
@@ -26,8 +26,7 @@ from ssd_serve.base.labels import as_label
 from ssd_serve.base.logs import Logger, get_logger
 from ssd_serve.base.messages import Ready
 from ssd_serve.models.config import model_name
-from ssd_serve.models.heads.load import head_config
-from ssd_serve.models.hub import find_model, model_here
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
@@ -104,7 +103,7 @@ def assemble_verifier(
     say(f"loading the target {model_name(path)} on {device}")
     invariant = config.batch_invariant
 
-    features = _features(config, path)
+    features = draft_features(config, path) if config.mode is not Mode.AR else ()
 
     def share(group: Group) -> Model:
         return load_served(
@@ -261,22 +260,6 @@ def _policy(config: EngineConfig, mode: SpeculationMode) -> WaitPolicy:
     if mode is SpeculationMode.PLAIN or not config.grow_first:
         return NoWait()
     return CostBasedWait(concurrent=mode is SpeculationMode.ASYNC)
-
-
-def _features(config: EngineConfig, target: Path) -> tuple[int, ...]:
-    """The target's layers that its drafts read. Installed sources, and heads whose files are on another
-    machine only, read what the settings name."""
-    named = config.eagle_features or ()
-    found: list[int] = []
-    for name in config.draft_models if config.mode is not Mode.AR else ():
-        if self_draft_layers(name) is not None:
-            continue
-        folder = None if is_source(name) else model_here(name, "draft")
-        if folder is None:
-            found += named
-        elif is_head(folder):
-            found += head_config(folder, target, named).features or ()
-    return tuple(dict.fromkeys(found))
 
 
 def _within(

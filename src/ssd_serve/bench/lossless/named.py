@@ -8,7 +8,7 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.bench.lossless.drafters import RigDraft
 from ssd_serve.bench.lossless.rig import GROWTH, LoadedTarget, load_on, wish
 from ssd_serve.bench.options import Devices
-from ssd_serve.drafter.assembly import greeting, load_draft
+from ssd_serve.drafter.assembly import hello_of, load_draft
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.lookup_channel import lookup_channel
 from ssd_serve.drafter.sources.loading import LoadedSource
@@ -32,7 +32,13 @@ class _Cores:
             for request in list(self._last.requests):
                 self._last.forget(request)
         loaded = self._loaded
-        self._last = DrafterCore(loaded.source, GROWTH, loaded.tokenizer.ends, self._name)
+        self._last = DrafterCore(
+            loaded.source,
+            GROWTH,
+            loaded.tokenizer.ends,
+            self._name,
+            description=loaded.description,
+        )
         return self._last
 
 
@@ -48,14 +54,14 @@ def load_named(settings: Settings, devices: Devices, native: NativeLibrary | Non
         name: load_draft(replace(config, drafts=(name,)), name, device, native, log)
         for name in config.draft_models
     }
-    features = tuple(dict.fromkeys(layer for each in loaded.values() for layer in each.features))
+    features = tuple(dict.fromkeys(layer for each in loaded.values() for layer in each.description.features))
     wished = wish(settings.dtype, native, settings.batch_invariant, features)
     model = load_on(folder, devices.target, wished)
     name = model_name(folder)
     target = LoadedTarget(name, folder, model, native, Tokenizer(folder).vocabulary_hash())
     target.features = wished.features
     target.drafts = [
-        RigDraft(greeting(each, draft, f"draft-{place}", 1e-3), _Cores(each, f"draft-{place}"))
+        RigDraft(hello_of(each, draft, f"draft-{place}", 1e-3), _Cores(each, f"draft-{place}"))
         for place, (draft, each) in enumerate(loaded.items())
     ]
     for draft in target.drafts:

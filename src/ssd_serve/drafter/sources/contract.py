@@ -1,7 +1,7 @@
-"""What a draft source is: the part of a drafter that guesses.
+"""The contract of a draft source, the part of a drafter that proposes tokens.
 
-A source remembers what it must about each request (KV, features) by node; it never sees sockets, budgets or
-other requests' priorities. The tree belongs to the drafter's core, which names nodes by their 64-bit chain.
+A source keeps its state of each request (KV, features) by node name. It never sees sockets, budgets or other
+requests' priorities. The tree belongs to the drafter's core.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,28 +19,27 @@ if TYPE_CHECKING:
 
 
 class NodeRequest(NamedTuple):
-    """Expand the node `at` of the tree of `request`; all its ancestors have been expanded. `allowed`: the
-    tokens that may follow, where that is known. Guesses of others are left out, so a source may heed it or
-    not."""
+    """A request to expand the node `at` of a request's tree, whose ancestors are all expanded."""
 
     request: int
     at: Node
     allowed: Mask | None = None
+    """Tokens that a grammar allows here, if known. The core drops other candidates; a source may ignore
+    it."""
 
     @property
     def node(self) -> int:
-        """Its name."""
+        """The node's name."""
         return self.at.name
 
     @property
     def path(self) -> tuple[int, ...]:
-        """Names of its parent chain below the root, root's child first, the node itself last; empty for the
-        root."""
+        """Names from the root's child down to the node; empty for the root."""
         return tuple(each.name for each in _chain(self.at))
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens of that path."""
+        """Tokens of `path`."""
         return tuple(each.token for each in _chain(self.at))
 
 
@@ -54,19 +53,18 @@ def _chain(node: Node) -> list[Node]:
 
 
 class Candidates(NamedTuple):
-    """Ranked children of one expanded node, best first."""
+    """Ranked children of one node, best first."""
 
     tokens: npt.NDArray[np.int32]  # [fan_out]
-    log_probabilities: npt.NDArray[np.float32]  # [fan_out], conditional, calibrated with `scale`
+    log_probabilities: npt.NDArray[np.float32]  # [fan_out], conditional, calibrated with the node's scale
     scores: npt.NDArray[np.float32]  # [fan_out], noisy scores before the scale
     expected_score: float
-    """Mean score under the calibrated distribution: with the truth's score it gives the gradient of the
-    scale."""
+    """Mean score under the calibrated distribution; with the score of the target's choice it gives the
+    gradient of the scale."""
 
 
 class CandidateBatch(Sequence[Candidates]):
-    """Candidates of all picks of a step, equally many of each, in arrays: nothing is done for each of them
-    that can be done for all."""
+    """Candidates of all nodes of a step in arrays, the same number for each node."""
 
     __slots__ = ("expected_scores", "log_probabilities", "scores", "tokens")
 
@@ -77,7 +75,7 @@ class CandidateBatch(Sequence[Candidates]):
         scores: npt.NDArray[np.float32],
         expected_scores: npt.NDArray[np.float32],
     ) -> None:
-        """[picks, fan_out], but for the expected scores [picks]; see `Candidates`."""
+        """Arrays are [nodes, fan_out], expected scores [nodes]."""
         self.tokens = tokens
         self.log_probabilities = log_probabilities
         self.scores = scores
@@ -102,72 +100,82 @@ class CandidateBatch(Sequence[Candidates]):
 
 
 class Branch(NamedTuple):
-    """Candidates of one node of a subtree, best first, with conditional log-probabilities that are calibrated
-    already."""
+    """Candidates of one node of a subtree, best first, with conditional log-probabilities."""
 
     path: tuple[int, ...]
     """Tokens from the expanded node down to this one; empty: the expanded node."""
     tokens: list[int]
     log_probabilities: list[float]
+    scores: Sequence[float] = ()
+    """Scores before the scale, which let the core calibrate; empty: these candidates are not calibrated."""
+    expected_score: float = 0.0
+    """See `Candidates`."""
 
 
 class Subtree(NamedTuple):
-    """What a source that sees further than one level found below a node, parents first."""
+    """Several levels below a node, parents first."""
 
     branches: Sequence[Branch]
 
 
 ExpandResult: TypeAlias = Candidates | Subtree | None
-"""Below one pick. None: nothing now, so it is considered again when the root moves."""
+"""The result for one node. None: nothing for now; the node is requested again after the root moves."""
+Scales: TypeAlias = Sequence[float]
+"""Scales of a node's candidates and of the levels below it; deeper levels have the last one."""
 
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """A source that reads what the target has computed of committed tokens."""
+    """A source that reads hidden states which the target computed for committed tokens."""
 
     def read(self, request: int, position: int, features: "torch.Tensor") -> None:
-        """Outputs of the layers that it asked for, side by side [places, width], of the committed tokens from
-        a position on. They come before the outcome behind them; some may be missing."""
+        """Take features [positions, width] of consecutive committed tokens, from `position` on.
+
+        The described layers are concatenated. Features arrive before the outcome that follows them; there may
+        be gaps.
+        """
         ...
 
 
 @runtime_checkable
 class ChunkedPrefillSource(Protocol):
-    """A source that reads a long text in several steps, so that no other request waits for all of it."""
+    """A source that splits a long prefill into several steps, so that other requests do not wait for it."""
 
     @property
-    def unread(self) -> Collection[int]:
-        """The requests whose texts the last step has not come to the end of: their picks got None, and are to
-        be asked again at once."""
+    def pending_prefill(self) -> Collection[int]:
+        """Requests whose prefill the last step did not finish; their nodes got None and are requested
+        again."""
         ...
 
 
 class DraftSource(Protocol):
-    """`open / commit / expand / close`; re-rooting is part of `commit`."""
+    """Proposes candidates for nodes. Requests are opened, committed to and closed by the core."""
 
     @property
     def is_warmup_step(self) -> bool:
-        """Whether the last step's time says nothing of later ones: it was recorded first, or has read a text
-        before it could guess."""
+        """True if the last step's time is no estimate of later ones: it captured a graph or ran a prefill."""
         ...
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        """Begin a request whose committed tokens are `tokens`; the last one is the root."""
+        """Start a request with these committed tokens; the last one is the root."""
         ...
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        """`tokens` were committed. `path` names the tree nodes that they were, as far as they were nodes (a
-        prefix of the tokens); `kept` names the expanded nodes that stay in the tree; all others are gone."""
+        """Append committed tokens.
+
+        `path` names the nodes of the first tokens, as far as they had nodes; `kept` names the expanded nodes
+        that stay in the tree. All other nodes are gone.
+        """
         ...
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[ExpandResult]:
-        """One draft step: the children of every pick, or a subtree, or None for a pick that memory has no
-        room for now or nothing is known of; `CandidateBatch` where all have equally many children.
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[ExpandResult]:
+        """Run one draft step: one result for each node, or a `CandidateBatch` of equally many candidates.
 
-        Feeds missing committed tokens and ancestors first where a pick needs them.
+        None stands for a node without memory or knowledge now. Missing committed tokens and ancestors are
+        computed first.
         """
         ...
 
     def close(self, request: int) -> None:
-        """Free everything of the request; unknown requests are ignored."""
+        """Free all state of a request; unknown requests are ignored."""
         ...

@@ -1,6 +1,6 @@
-"""A draft model as a draft source: keeps its KV by node name, feeds what is missing, ranks children.
+"""A draft model as a draft source: keeps KV by node name, computes missing rows, ranks children.
 
-Knows one model and the requests' committed tokens; it does not decide what is expanded and sees no sockets.
+Knows one model and the requests' committed tokens; not the order of expansion.
 """
 
 from collections import OrderedDict
@@ -14,9 +14,9 @@ from ssd_serve.base.errors import DeviceMemoryError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.drafter.sources.contract import CandidateBatch, Candidates, NodeRequest
+from ssd_serve.drafter.sources.contract import CandidateBatch, Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.tree_rows import (
-    MOST_TEXT_ROWS,
+    MAX_PREFILL_ROWS,
     DraftKvState,
     StepRows,
     TreeRowBuilder,
@@ -31,9 +31,8 @@ from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.processors import apply_masks
 from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, rank_children
 
-_TOKENS_OF_ROUNDS = 16
-"""Who has more tokens of a request to read than a few rounds commit reads its prompt, or was not asked for
-long."""
+_PREFILL_TOKENS = 16
+"""More missing tokens than a few rounds commit count as a prefill."""
 
 
 class RankingInputs(NamedTuple):
@@ -47,7 +46,10 @@ class RankingInputs(NamedTuple):
 
 
 class ModelSource:
-    """Expands nodes with one forward of `model`; `fan_out` children each."""
+    """Expands nodes with one forward of `model`, `fan_out` children each.
+
+    Invariant: a slot belongs to the pool, to the committed tokens of one request or to one of its nodes.
+    """
 
     def __init__(
         self,
@@ -56,26 +58,26 @@ class ModelSource:
         noise: NoiseRows,
         fan_out: int,
         native: NativeRanking | None = None,
-        text_rows: int = MOST_TEXT_ROWS,
+        prefill_rows: int = MAX_PREFILL_ROWS,
     ) -> None:
-        """`native` ranks on CPUs. A step reads at most `text_rows` tokens of new texts."""
+        """`native` ranks on CPUs; a step has at most `prefill_rows` tokens of prefills."""
         self._native = native
         self._model = model
         self.pool = pool
         self._noise = noise
         self._fan_out = fan_out
         self.held: OrderedDict[int, DraftKvState] = OrderedDict()
-        self._text_rows = text_rows
-        self._unread = set[int]()
-        self._exceptional_step = False
+        self._prefill_rows = prefill_rows
+        self._pending_prefill = set[int]()
+        self._is_warmup_step = False
 
     @property
     def is_warmup_step(self) -> bool:
-        return self._exceptional_step
+        return self._is_warmup_step
 
     @property
-    def unread(self) -> Collection[int]:
-        return self._unread
+    def pending_prefill(self) -> Collection[int]:
+        return self._pending_prefill
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         self.close(request)
@@ -101,63 +103,67 @@ class ModelSource:
     def close(self, request: int) -> None:
         held = self.held.pop(request, None)
         if held is not None:
-            self.pool.free(held.all_slots())
+            self.pool.free(held.take_slots())
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> Sequence[Candidates | None]:
-        """One forward over the missing rows of all picks."""
-        groups = self._groups(picks)
-        self._exceptional_step = False
+    def expand(
+        self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
+    ) -> Sequence[Candidates | None]:
+        """One forward over the missing rows of all requested nodes."""
+        groups = self._groups(requests)
+        self._is_warmup_step = False
         if not groups:
-            return [None] * len(picks)
+            return [None] * len(requests)
         wanted = [index for _, _, indices in groups for index in indices]
         choices = SamplingKeys([], [], [])
         for held, group, indices in groups:
             choices.seeds.extend([held.seed] * len(indices))
             choices.positions.extend(group.after)
             choices.temperatures.extend([held.temperature] * len(indices))
-        # Before the forward: on ROCm a copy to the device waits for what was started there.
+        # Before the forward: on ROCm a copy to the device waits for the work started there.
         lines = self._noise.lines_of(choices.seeds, choices.positions)
-        wish = RankingInputs(
+        inputs = RankingInputs(
             choices,
             lines,
-            [scales[index] for index in wanted],
-            [picks[index].allowed for index in wanted],
+            [scales[index][0] for index in wanted],
+            [requests[index].allowed for index in wanted],
         )
-        ranked = self._ranked_or_none(groups, wish)
+        ranked = self._ranked_or_none(groups, inputs)
         if ranked is None:
-            self._unread.clear()
+            self._pending_prefill.clear()
             release_memory()
-            return [None] * len(picks)
-        return _in_order(ranked, wanted, len(picks))
+            return [None] * len(requests)
+        return _in_order(ranked, wanted, len(requests))
 
-    def _groups(self, picks: Sequence[NodeRequest]) -> list[tuple[DraftKvState, StepRows, list[int]]]:
-        """The rows of each request, and which picks they are for, as far as memory allows; of texts too long
-        for one step, the next part."""
+    def _groups(self, requests: Sequence[NodeRequest]) -> list[tuple[DraftKvState, StepRows, list[int]]]:
+        """The rows of each request and the indices of its nodes, as far as memory allows.
+
+        A prefill that exceeds this step gets its next chunk and no nodes.
+        """
         order: dict[int, list[int]] = {}
-        for index, pick in enumerate(picks):
-            order.setdefault(pick.request, []).append(index)
+        for index, each in enumerate(requests):
+            order.setdefault(each.request, []).append(index)
         groups: list[tuple[DraftKvState, StepRows, list[int]]] = []
-        self._unread.clear()
-        left = self._text_rows
+        self._pending_prefill.clear()
+        left = self._prefill_rows
         for request, indices in order.items():
             self.held.move_to_end(request)
             held = self.held[request]
             missing = len(held.tokens) - len(held.slots)
-            if missing > max(left, _TOKENS_OF_ROUNDS):
+            if missing > max(left, _PREFILL_TOKENS):
                 group = self._group(request, held, [], order, left) if left else None
-                if group is not None or not left:  # else there is no memory for it
-                    self._unread.add(request)
+                if group is not None or not left:  # otherwise memory is short
+                    self._pending_prefill.add(request)
             else:
-                group = self._group(request, held, [picks[index].at for index in indices], order)
+                group = self._group(request, held, [requests[index].at for index in indices], order)
             if group is not None:
-                left -= len(group.fed) if missing > _TOKENS_OF_ROUNDS else 0
-                groups.append((held, group, [indices[place] for place in group.order]))
+                left -= len(group.committed) if missing > _PREFILL_TOKENS else 0
+                groups.append((held, group, [indices[row] for row in group.order]))
         return groups
 
     def _ranked_or_none(
-        self, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]], wish: RankingInputs
+        self, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]], inputs: RankingInputs
     ) -> Sequence[Candidates] | None:
-        """The candidates of all groups' picks; None where the device has too little memory for them."""
+        """Candidates of all groups' nodes; None if the device is out of memory."""
         batch = self.prepared(build_batch([group.rows for _, group, _ in groups]), groups)
         try:
             result = within_memory(lambda: self._model.forward(batch))
@@ -167,25 +173,25 @@ class ModelSource:
             return None
         self._keep(groups)
         result.completion.wait()
-        read = max(len(group.fed) for _, group, _ in groups)
-        self._exceptional_step = result.includes_capture or read > _TOKENS_OF_ROUNDS
+        prefilled = max(len(group.committed) for _, group, _ in groups)
+        self._is_warmup_step = result.includes_capture or prefilled > _PREFILL_TOKENS
         self.computed(result, groups)
-        if not wish.scales:
+        if not inputs.scales:
             return []
         try:
-            return within_memory(lambda: self._rank(apply_masks(result.logits, wish.allowed), wish))
+            return within_memory(lambda: self._rank(apply_masks(result.logits, inputs.allowed), inputs))
         except DeviceMemoryError:
             return None
 
     def prepared(self, batch: Batch, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]) -> Batch:
-        """The batch as the model wants it."""
+        """Hook: the batch with further inputs of the model."""
         del groups
         return batch
 
     def computed(
         self, result: ForwardResult, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]
     ) -> None:
-        """The model has computed these rows."""
+        """Hook: the model has computed these rows."""
 
     def _group(
         self,
@@ -195,10 +201,12 @@ class ModelSource:
         busy: Collection[int],
         most: int | None = None,
     ) -> StepRows | None:
-        """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents first;
-        without nodes at most so many of the tokens."""
+        """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents first.
+
+        Without nodes, at most `most` tokens.
+        """
         if len(held.slots) == len(held.tokens) and any(node.parent is None for node in nodes):
-            self.pool.free([held.slots.pop()])  # the root's logits are wanted again
+            self.pool.free([held.slots.pop()])  # the root's logits are needed again
         first = held.start + len(held.tokens) - 1 - (root_of(nodes[0]).depth if nodes else 0)
         tree = TreeRowBuilder(held, first, most)
         rows = [tree.row_of(node) for node in nodes]
@@ -216,26 +224,25 @@ class ModelSource:
             tree_slots=[*slots, *tree.earlier],
             tree_positions=[*tree.positions, *tree.earlier_positions],
         )
-        new_nodes = dict(zip(tree.missing, slots[tree.fed :], strict=True))
+        new_nodes = dict(zip(tree.missing, slots[tree.committed :], strict=True))
         after = [first + 1 + nodes[index].depth for index in order]
         names = [nodes[index].name for index in order]
-        return StepRows(request, part, new_nodes, tree.parents, slots[: tree.fed], order, after, names)
+        return StepRows(request, part, new_nodes, tree.parents, slots[: tree.committed], order, after, names)
 
     def _keep(self, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]) -> None:
         for held, group, _ in groups:
-            held.slots.extend(group.fed)
+            held.slots.extend(group.committed)
             held.nodes.update(group.new_nodes)
 
-    def _rank(self, logits: torch.Tensor, wish: RankingInputs) -> Sequence[Candidates]:
-        """Noisy scores and their best children."""
+    def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Candidates]:
         return CandidateBatch(
             *rank_children(
-                logits, wish.keys, self._noise, wish.scales, self._fan_out, self._native, wish.lines
+                logits, inputs.keys, self._noise, inputs.scales, self._fan_out, self._native, inputs.lines
             )
         )
 
     def _allocate(self, count: int, near: int | None, busy: Collection[int]) -> list[int] | None:
-        """Slots, taken from the least recently expanded other requests when there are too few."""
+        """Allocate slots, evicting the least recently expanded requests that are not `busy`."""
         while True:
             slots = self.pool.allocate(count, near=near)
             if slots is not None:
@@ -250,14 +257,14 @@ class ModelSource:
             )
             if idle is None:
                 return None
-            self.pool.free(idle.all_slots())
+            self.pool.free(idle.take_slots())
 
 
-def _in_order(ranked: Sequence[Candidates], wanted: list[int], picks: int) -> Sequence[Candidates | None]:
-    """What was found for the picks `wanted`, in the order of all."""
-    if wanted == list(range(picks)):
+def _in_order(ranked: Sequence[Candidates], wanted: list[int], count: int) -> Sequence[Candidates | None]:
+    """Results in the order of all `count` nodes; `ranked` are those of the indices `wanted`."""
+    if wanted == list(range(count)):
         return ranked
-    if isinstance(ranked, CandidateBatch) and len(wanted) == picks:
+    if isinstance(ranked, CandidateBatch) and len(wanted) == count:
         rows = np.argsort(wanted)
         return CandidateBatch(
             ranked.tokens[rows],
@@ -266,4 +273,4 @@ def _in_order(ranked: Sequence[Candidates], wanted: list[int], picks: int) -> Se
             ranked.expected_scores[rows],
         )
     places = {index: row for row, index in enumerate(wanted)}
-    return [ranked[places[index]] if index in places else None for index in range(picks)]
+    return [ranked[places[index]] if index in places else None for index in range(count)]

@@ -1,7 +1,4 @@
-"""What a draft source is loaded for, and what its drafter must know of it once it is.
-
-Knows settings and folders; not how anything is guessed.
-"""
+"""The inputs and outputs of loading a draft source, and measurements shared by loaders."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +8,25 @@ from pathlib import Path
 import numpy as np
 
 from ssd_serve.base.devices import parse_device
+from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.logs import Logger
 from ssd_serve.drafter.sources.contract import DraftSource
+from ssd_serve.drafter.sources.registry import (
+    NODE_BY_NODE,
+    SourceDescription,
+    is_source,
+    registered_source,
+    self_draft_layers,
+)
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.hub import find_model
+from ssd_serve.models.heads.config import check_features
+from ssd_serve.models.hub import find_model, model_here
 from ssd_serve.models.interface import Model
 from ssd_serve.models.memory import available_memory
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import ModelSizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
@@ -27,70 +34,94 @@ from ssd_serve.models.warmup import measure_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
-    """A source that is to be loaded on `device`. `folder` has the draft's files; None: it is a name that
-    needs none. `widths` are numbers of nodes in a step whose times must be known; `layers`: how many of a
-    model's layers draft, the first ones, if not all."""
+    """Everything that a source's `load` gets."""
 
     config: EngineConfig
     folder: Path | None
+    """The draft's files; None: the source is registered by name and has none."""
     device: str
     native: NativeLibrary | None
     log: Logger
     widths: Sequence[int]
+    """Numbers of nodes in a step whose times must be measured."""
     layers: int | None = None
+    """The number of first layers that draft; None: all."""
+    description: SourceDescription = NODE_BY_NODE
+    """What the registered source declared."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """The texts that a source can draft. The verifier compares them with its own."""
+    """The vocabulary and context of a source, compared with the verifier's."""
 
     tokenizer: str
-    """Hash of its vocabulary."""
+    """Hash of the vocabulary."""
     vocabulary: int
     context: int
     ends: tuple[int, ...]
-    """Ids that end a text."""
-    spelled: Callable[[], str] | None = None
-    """tokenizer.json, where grammars can be followed by it."""
+    """EOS ids."""
+    tokenizer_json: Callable[[], str] | None = None
+    """Reads tokenizer.json, which grammars need; None: grammars are not followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
-    """A source that is ready. `seconds` are those of a step of each width; `features` are the target's layers
-    whose outputs it reads. `prefill_s_per_token` are the seconds of a token of a new text that it reads, without them a
-    row's of the widest step."""
+    """A source that is ready to draft."""
 
     source: DraftSource
     tokenizer: TokenizerInfo
     seconds: Mapping[int, float]
-    features: tuple[int, ...] = ()
+    """Step times by width."""
     prefill_s_per_token: float | None = None
+    """None: the time of one row of the widest step is used."""
+    description: SourceDescription = NODE_BY_NODE
+    """Set by `load_draft`."""
 
     @property
     def prefill_s(self) -> float:
-        """Seconds for which a token of a new text is read, as far as that is known."""
+        """Seconds of prefill for a token."""
         return _widest_row_s(self.seconds) if self.prefill_s_per_token is None else self.prefill_s_per_token
 
 
+def draft_features(config: EngineConfig, target: Path) -> tuple[int, ...]:
+    """The target layers that the configured drafts read. Raises `CheckpointError` for layers that do not
+    exist.
+
+    `SSD_EAGLE_LAYERS` stands in for drafts whose files are on another machine only.
+    """
+    found: list[int] = []
+    for name in config.draft_models:
+        if self_draft_layers(name) is not None:
+            continue
+        folder = None if is_source(name) else model_here(name, "draft")
+        if folder is None and not is_source(name):
+            found += config.eagle_features or ()
+        else:
+            found += registered_source(name, folder).describe(config, folder).features
+    if found:
+        layers = len(load_description(target).sizes(Parallel()).kv)
+        check_features([layer for layer in found if layer != FINAL], layers)
+    return tuple(dict.fromkeys(found))
+
+
 def measure_draft(model: Model, widths: Sequence[int]) -> tuple[dict[int, float], float]:
-    """Seconds of a step of each width, and those for which a token of a new text is read."""
+    """Measured step times by width, and the prefill time of a token, in seconds."""
     seconds = {rows: min(each) for (rows, _), each in measure_steps(model, widths).items()}
     return seconds, measure_prefill(model, _widest_row_s(seconds))
 
 
 def _widest_row_s(seconds: Mapping[int, float]) -> float:
-    """Of a step of the most rows, those of one."""
     widest = max(seconds)
     return seconds[widest] / widest
 
 
 def target_tokenizer_info(config: EngineConfig) -> TokenizerInfo:
-    """Those of the target, for sources that have no model of their own."""
+    """The target's, for sources without a model of their own."""
     return tokenizer_info(find_model(config, config.target, "target"), config.context)
 
 
 def tokenizer_info(folder: Path, context: int | None) -> TokenizerInfo:
-    """Those of a model in this folder, of at most so many tokens."""
+    """Those of the model in a folder, with at most `context` positions."""
     config = load_description(folder).config
     most = min(context or config.context, config.context)
     tokenizer, ends = Tokenizer(folder), config.eos_token_ids
@@ -101,13 +132,14 @@ _USUAL, _FEWEST = 256 << 20, 1024
 
 
 def draft_slots(config: EngineConfig, sizes: ModelSizes, device: str) -> int:
-    """As many as all requests need, or fewer where there is not so much memory for them."""
+    """KV slots of a draft: what all requests need, or what fits the memory budget."""
     most = config.max_running * (config.context or sizes.context) + config.tree_nodes
     return min(most, max(_FEWEST, _kv_bytes(config, sizes, device) // sizes.kv_bytes_per_slot))
 
 
 def _kv_bytes(config: EngineConfig, sizes: ModelSizes, device: str) -> int:
-    """Bytes: what the settings name, or a share of a GPU that has no target, which would be loading now."""
+    """The configured bytes, a fixed amount, or a tenth of a GPU without the target, which may still be
+    loading."""
     if config.draft_kv_memory_mb is not None:
         return config.draft_kv_memory_mb << 20
     own, target = parse_device(device), parse_device(config.target_device)
@@ -117,13 +149,15 @@ def _kv_bytes(config: EngineConfig, sizes: ModelSizes, device: str) -> int:
 
 
 _ROWS, _MOST_S, _TURNS = 256, 0.1, 3
-"""Rows that are read at a time, or fewer that should take so long; the first turn warms up."""
+"""Rows of a measured prefill, its longest expected time, and its repetitions; the first one warms up."""
 
 
 def measure_prefill(model: Model, row_s: float) -> float:
-    """Seconds a token of a new text that is read some hundred tokens at a time, which give no logits but the
-    last; `row_s` is what a row of a smaller forward takes, for models so slow that fewer are read. Writes
-    garbage into KV slots: call it before any request runs."""
+    """Seconds of prefill for a token, in chunks of up to 256 tokens with logits of the last one.
+
+    `row_s` is the time of a row in a smaller forward; slow models get a shorter chunk. Overwrites KV slots,
+    so it must run before any request.
+    """
     rows = min(_ROWS, max(1, int(_MOST_S / row_s)), model.slots, model.facts.context)
     places = list(range(rows))
     text = RequestRows([1] * rows, places, places, np.arange(0, dtype=np.int32), wanted=[rows - 1])

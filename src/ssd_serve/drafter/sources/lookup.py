@@ -1,10 +1,10 @@
-"""Lookup as a draft source: the text is expected to go on as it did where its last tokens stood before.
+"""Lookup as a draft source: continues the text as it continued where its last tokens occurred before.
 
-Needs no model: a whole subtree follows from one search, in some tens of microseconds. Knows the requests' own
-texts and those of earlier ones that they may find, and of their parameters the temperature.
+Needs no model: one search of some tens of microseconds gives a whole subtree. The matches are in the
+request's own tokens and in the history of its salt.
 """
 
-# ruff: noqa: ARG002 (a source is told more than this one needs)
+# ruff: noqa: ARG002 (this source ignores some arguments of the contract)
 
 import math
 from collections import Counter
@@ -13,51 +13,53 @@ from dataclasses import dataclass, field
 
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.drafter.calibration import temperature_band
-from ssd_serve.drafter.sources.contract import Branch, NodeRequest, Subtree
+from ssd_serve.drafter.sources.contract import Branch, NodeRequest, Scales, Subtree
 from ssd_serve.drafter.sources.lookup_text import LONGEST, NOTHING, Match, SharedHistory, TokenHistory
+from ssd_serve.drafter.sources.registry import SourceDescription
 
 _DEPTH = 24
-"""Levels of a subtree at most."""
+"""Maximum levels of a subtree."""
 _NODES = 32
-"""Nodes of a subtree that are expanded at most."""
+"""Maximum expanded nodes of a subtree."""
 _LEAST = math.log(0.02)
-"""Log reach, from the node where the search began, below which nothing is worth a message."""
+"""Minimum log reach below the node of the search."""
+LOOKUP = SourceDescription(calibrated=False)
 
 Path = tuple[int, ...]
 
 
 @dataclass(slots=True)
-class _Held:
+class _Request:
     text: TokenHistory
     temperature: float
     salt: bytes = b""
-    guesses: dict[Path, tuple[int, frozenset[int]]] = field(
+    drafted: dict[Path, tuple[int, frozenset[int]]] = field(
         default_factory=dict[Path, tuple[int, frozenset[int]]]
     )
-    """By the path from the root: how many tokens the places share there, and what followed them."""
+    """By path from the root: the length of the match there, and the drafted tokens."""
 
 
 class LookupSource:
-    """`DraftSource` over the requests' own texts and, where they are given, over `shared` ones; `fan_out`
-    candidates of a node at most."""
+    """A `DraftSource` over the requests' own tokens and the `shared` history, with up to `fan_out`
+    candidates."""
 
     is_warmup_step = False
 
     def __init__(self, fan_out: int, shared: SharedHistory | None = None) -> None:
         self._fan_out = fan_out
         self._shared = shared
-        self._trust = MatchAccuracy()
-        self._requests: dict[int, _Held] = {}
+        self._accuracy = MatchAccuracy()
+        self._requests: dict[int, _Request] = {}
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        self._requests[request] = _Held(TokenHistory(tokens), parameters.temperature)
+        self._requests[request] = _Request(TokenHistory(tokens), parameters.temperature)
 
     def salt(self, request: int, salt: bytes) -> None:
-        """An open request finds the texts of this salt."""
+        """Set the salt whose history an open request may use."""
         self._requests[request].salt = salt
 
     def share(self, request: int) -> None:
-        """A request is over: others of its salt may find its text."""
+        """Add a finished request to the history of its salt."""
         held = self._requests.get(request)
         if held is not None and self._shared is not None:
             self._shared.add(held.salt, held.text.tokens)
@@ -67,23 +69,23 @@ class LookupSource:
         held.text.extend(tokens)
         committed = tuple(tokens)
         for length, token in enumerate(committed):
-            shared, followers = held.guesses.get(committed[:length], (0, frozenset[int]()))
+            shared, followers = held.drafted.get(committed[:length], (0, frozenset[int]()))
             if not followers:
                 break
-            self._trust.observe(held.temperature, shared, token in followers)
+            self._accuracy.observe(held.temperature, shared, token in followers)
         past = len(committed)
-        held.guesses = {
-            found[past:]: guess for found, guess in held.guesses.items() if found[:past] == committed
+        held.drafted = {
+            found[past:]: guess for found, guess in held.drafted.items() if found[:past] == committed
         }
 
-    def expand(self, picks: Sequence[NodeRequest], scales: Sequence[float]) -> list[Subtree | None]:
-        return [self._subtree(self._requests[pick.request], pick.tokens) for pick in picks]
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> list[Subtree | None]:
+        return [self._subtree(self._requests[each.request], each.tokens) for each in requests]
 
     def close(self, request: int) -> None:
         self._requests.pop(request, None)
 
-    def _subtree(self, held: _Held, path: Path) -> Subtree | None:
-        """What followed the places that are most alike, best first; its own where others are as alike."""
+    def _subtree(self, held: _Request, path: Path) -> Subtree | None:
+        """The continuations of the longest matches, best first; own tokens win ties against the history."""
         match = held.text.match(path, _DEPTH)
         if self._shared is not None:
             found = self._shared.match(held.salt, held.text.with_path(path)[-LONGEST:], _DEPTH)
@@ -93,13 +95,13 @@ class LookupSource:
             return None
         return Subtree(tuple(self._branches(held, path, match)))
 
-    def _branches(self, held: _Held, path: Path, match: Match) -> list[Branch]:
-        """Level by level. Where the text has followed a place so far, the two share as many tokens more."""
+    def _branches(self, held: _Request, path: Path, match: Match) -> list[Branch]:
+        """The subtree level by level. A match grows by one token with each level that follows it."""
         branches: list[Branch] = []
         level: list[tuple[Path, float, list[list[int]]]] = [((), 0.0, match.following)]
         for depth in range(_DEPTH):
             shared = match.length + depth
-            share = self._trust.share(held.temperature, shared)
+            share = self._accuracy.share(held.temperature, shared)
             deeper: list[tuple[Path, float, list[list[int]]]] = []
             for below, reach, places in level:
                 counts = Counter(
@@ -109,7 +111,7 @@ class LookupSource:
                     continue
                 values = [math.log(share * count / len(places)) for _, count in counts]
                 branches.append(Branch(below, [token for token, _ in counts], values))
-                held.guesses[path + below] = shared, frozenset(branches[-1].tokens)
+                held.drafted[path + below] = shared, frozenset(branches[-1].tokens)
                 if len(branches) == _NODES:
                     return branches
                 deeper += [
@@ -122,11 +124,11 @@ class LookupSource:
 
 
 _MEMORY = 256.0
-"""Guesses of one length that are remembered, about."""
+"""Observations of one length after which old ones fade."""
 _PRIOR = 8.0
-"""Guesses that the start value weighs as much as."""
+"""Pseudo-count of the start value."""
 _HALF = 3.0
-"""Tokens in common of which every other place should go on alike, before anything is known."""
+"""Match length at which a continuation is right half of the time, before any observation."""
 
 
 @dataclass(slots=True)
@@ -141,17 +143,17 @@ def _nothing_seen() -> list[_Seen]:
 
 @dataclass(frozen=True, slots=True)
 class MatchAccuracy:
-    """By temperature band and shared tokens."""
+    """The accuracy of continuations by temperature band and match length, learnt online."""
 
     _bands: list[list[_Seen]] = field(default_factory=lambda: [_nothing_seen() for _ in range(3)])
 
     def share(self, temperature: float, length: int) -> float:
-        """Probability that the text goes on as one of the places did, from above 0 to below 1."""
+        """Probability that one of the continuations is right; strictly between 0 and 1."""
         seen = self._bands[temperature_band(temperature)][min(length, LONGEST)]
         return (seen.right + 0.05) / (seen.all + 0.1)
 
     def observe(self, temperature: float, length: int, right: bool) -> None:
-        """One of them was right, or none."""
+        """Count an outcome: one of the continuations was right, or none."""
         seen = self._bands[temperature_band(temperature)][min(length, LONGEST)]
         if seen.all >= _MEMORY:
             seen.right *= 1 - 1 / _MEMORY

@@ -1,6 +1,7 @@
-"""A growing text in which the places are found where its last tokens stood before, and what followed there.
+"""Token histories that are searched for earlier occurrences of their last tokens, of one request or of one
+salt.
 
-Plain numpy: a search goes over the whole text at once. Knows tokens; not what they are looked up for.
+Plain numpy: one search covers a whole history at once.
 """
 
 from collections import OrderedDict
@@ -11,28 +12,27 @@ import numpy as np
 import numpy.typing as npt
 
 LONGEST = 32
-"""Tokens by which a place is compared at most."""
+"""Maximum length of a match."""
 _SHORTEST_ELSEWHERE = 2
-"""Tokens that a place in another text must share: single ones stand in too many."""
-MAX_PLACES = 32
-"""Most of one search: the last ones in the text."""
+"""Minimum length of a match in other requests: single tokens match too often."""
+MAX_MATCHES = 32
+"""Maximum matches of one search; the latest ones are used."""
 
 Tokens = npt.NDArray[np.int32]
 NOTHING = -1
-"""Stands where a text is over."""
+"""Stands in place of a token after the end of a text."""
 _BACK = np.arange(LONGEST)
 
 
 class Match(NamedTuple):
-    """The places that share the most: `length` tokens. `following`: what came after each, as far as it was
-    asked for, the latest place first."""
+    """The longest matches, of `length` tokens, and the tokens that follow each, the latest match first."""
 
     length: int
     following: list[list[int]]
 
 
 class TokenHistory:
-    """The tokens of one request: its prompt and its output."""
+    """A growing int32 array of tokens."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens: Tokens = np.array(tokens, dtype=np.int32)
@@ -43,27 +43,28 @@ class TokenHistory:
 
     @property
     def tokens(self) -> Tokens:
-        """All of them, int32 [length]; valid until the text goes on."""
+        """All tokens, int32 [length]; valid until the next change."""
         return self._tokens[: self._length]
 
     def extend(self, tokens: Sequence[int] | Tokens) -> None:
-        """The text goes on."""
         self._length = self._write(tokens)
 
     def keep_last(self, count: int) -> None:
-        """Forget all but the last tokens."""
         if self._length > count:
             self._tokens = self.tokens[-count:].copy()
             self._length = count
 
     def with_path(self, path: Sequence[int]) -> Tokens:
-        """The text and, behind it, some guesses: int32 [length + path]; valid until the next call."""
-        end = self._write(path)  # it may make room
+        """The tokens followed by `path`, int32 [length + path]; valid until the next call."""
+        end = self._write(path)  # it may reallocate
         return self._tokens[:end]
 
     def match(self, path: Sequence[int], most: int) -> Match | None:
-        """Where the end of the text, followed by `path`, stood in it before, and `most` tokens after each
-        place; None where its last token did not. What reaches the end goes on as if it repeated itself."""
+        """Earlier occurrences of the end of the tokens followed by `path`, with `most` following tokens.
+
+        None if the last token has not occurred before. A continuation that reaches the end repeats
+        cyclically.
+        """
         whole = self.with_path(path)
         if len(whole) < 2:
             return None
@@ -74,7 +75,7 @@ class TokenHistory:
         return Match(length, whole[first[:, None] + np.arange(most) % (len(whole) - first)[:, None]].tolist())
 
     def _write(self, tokens: Sequence[int] | Tokens) -> int:
-        """Put tokens behind the text; where they end."""
+        """Write tokens after the end without moving it; returns the new end."""
         end = self._length + len(tokens)
         if end > len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * end)
@@ -83,8 +84,7 @@ class TokenHistory:
 
 
 def match_elsewhere(text: Tokens, suffix: Tokens, most: int) -> Match | None:
-    """Where the end of `suffix` stands in another text, as in `TokenHistory.match`; behind the end of that
-    text follow `NOTHING`s."""
+    """Occurrences of the end of `suffix` in other tokens; `NOTHING` follows after their end."""
     found = _places(text, suffix) if len(text) and len(suffix) else None
     if found is None or found[0] < _SHORTEST_ELSEWHERE:
         return None
@@ -95,17 +95,17 @@ def match_elsewhere(text: Tokens, suffix: Tokens, most: int) -> Match | None:
 
 
 def _places(text: Tokens, suffix: Tokens) -> tuple[int, npt.NDArray[np.int64]] | None:
-    """By how many tokens the places in `text` agree with the end of `suffix` that do so most, and where they
-    end: the last `MAX_PLACES` of them, the latest first."""
+    """The length of the longest matches of the end of `suffix` in `text`, and their ends, the latest
+    first."""
     same = text == suffix[-1]
     places = np.empty(0, dtype=np.int64)
     if len(suffix) > 1:
         places = np.flatnonzero(same[1:] & (text[:-1] == suffix[-2])) + 1
-    if not len(places):  # there are many of single tokens, and better ones may be older
+    if not len(places):  # only for want of longer ones: they would crowd out older, longer matches
         places = np.flatnonzero(same)
     if not len(places):
         return None
-    last = places[: -MAX_PLACES - 1 : -1]
+    last = places[: -MAX_MATCHES - 1 : -1]
     before = last[:, None] - _BACK  # [places, LONGEST]
     wanted = len(suffix) - 1 - _BACK
     equal = text[np.maximum(before, 0)] == suffix[np.maximum(wanted, 0)]
@@ -116,7 +116,10 @@ def _places(text: Tokens, suffix: Tokens) -> tuple[int, npt.NDArray[np.int64]] |
 
 
 class SharedHistory:
-    """At most `limit` tokens of recent requests."""
+    """Tokens of finished requests by salt, at most `limit` of one salt and about twice as many in all.
+
+    Requests of different salts never find each other's tokens. The least recently used salt is evicted first.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -124,11 +127,10 @@ class SharedHistory:
         self._kept = 0
 
     def __len__(self) -> int:
-        """Tokens that are kept."""
         return self._kept
 
     def add(self, salt: bytes, tokens: Tokens) -> None:
-        """A request of this salt is over."""
+        """Add the tokens of a finished request."""
         text = self._texts.setdefault(salt, TokenHistory(()))
         self._texts.move_to_end(salt)
         self._kept -= len(text)
@@ -138,12 +140,12 @@ class SharedHistory:
         while self._kept > 2 * self._limit and len(self._texts) > 1:
             _, oldest = self._texts.popitem(last=False)
             self._kept -= len(oldest)
-        if self._kept > 2 * self._limit:  # not with every request: it copies all that stays
+        if self._kept > 2 * self._limit:  # rarely, since it copies what is kept
             text.keep_last(self._limit)
             self._kept = len(text)
 
     def match(self, salt: bytes, suffix: Tokens, most: int) -> Match | None:
-        """Where the end of a text stands in these."""
+        """Occurrences of the end of `suffix` in the history of a salt."""
         text = self._texts.get(salt)
         if text is None:
             return None

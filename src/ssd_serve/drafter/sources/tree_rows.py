@@ -1,7 +1,4 @@
-"""The rows of one request in a draft step: the committed tokens that its model has not read, and nodes.
-
-Knows what is remembered of a request, and trees; no models and no memory.
-"""
+"""The rows of one request in a draft step: committed tokens without KV, then nodes. Knows no models."""
 
 from dataclasses import dataclass, field
 
@@ -9,30 +6,32 @@ from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotTable
 from ssd_serve.kernels.batch import RequestRows
 
-MOST_TEXT_ROWS = 512
-_LEAST_TEXT_ROWS = 64
-_TEXT_S = 0.03
+MAX_PREFILL_ROWS = 512
+_MIN_PREFILL_ROWS = 64
+_PREFILL_STEP_S = 0.03
+"""Time of a prefill chunk, so that other drafts do not wait longer."""
 
 
-def text_rows_of(prefill_s_per_token: float) -> int:
-    """How many tokens of a text a step reads where one takes `prefill_s_per_token` seconds: as many as take about 30 ms,
-    so that nobody waits longer for other drafts."""
-    return min(MOST_TEXT_ROWS, max(_LEAST_TEXT_ROWS, int(_TEXT_S / prefill_s_per_token)))
+def prefill_rows_of(prefill_s_per_token: float) -> int:
+    """Prefill tokens of a step: as many as take about 30 ms, between 64 and 512."""
+    return min(MAX_PREFILL_ROWS, max(_MIN_PREFILL_ROWS, int(_PREFILL_STEP_S / prefill_s_per_token)))
 
 
 @dataclass(slots=True)
 class DraftKvState:
-    """What is remembered of one request: `tokens` are the committed ones from position `start` on, `slots`
-    those of the first of them, `nodes` by name. seed None and temperature 0: no noise."""
+    """The KV of one request: slots of committed tokens in order, and of nodes by name."""
 
     tokens: list[int]
+    """Committed tokens from position `start` on; the first of them have `slots`."""
     seed: int | None
+    """None, with temperature 0: no noise."""
     temperature: float
     start: int = 0
     slots: SlotTable = field(default_factory=SlotTable)
     nodes: dict[int, int] = field(default_factory=dict)
 
-    def all_slots(self) -> list[int]:
+    def take_slots(self) -> list[int]:
+        """Forget all slots and return them."""
         taken = [*self.slots.take(), *self.nodes.values()]
         self.nodes.clear()
         return taken
@@ -40,59 +39,60 @@ class DraftKvState:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of one request in a step, committed tokens before nodes, and where each pick's row lies."""
+    """Rows of one request in a step, committed tokens before nodes."""
 
     request: int
     rows: RequestRows
     new_nodes: dict[int, int]
     parents: list[int]
     """Names of the new nodes' parents."""
-    fed: list[int]
+    committed: list[int]
+    """Committed tokens among the rows."""
     order: list[int]
-    """Indices of the picks in the order of their rows."""
+    """Indices of the requested nodes in the order of their rows."""
     after: list[int]
-    """The positions that follow these picks."""
+    """Positions after the requested nodes, whose tokens are drafted."""
     names: list[int]
-    """Those of the picks."""
+    """Names of the requested nodes."""
 
 
 _Place = tuple[int, int, int]
-"""A node: its row (-1: it has KV already), and the masks of the chain that ends with it."""
+"""A node's row (-1: it has KV already) and the two ancestor masks of its chain: new rows, cached nodes."""
 
 
 class TreeRowBuilder:
-    """The rows of one request: committed tokens not fed yet, then nodes that have no KV yet.
+    """Collects rows: committed tokens without KV, then nodes without KV.
 
-    Tree slots are numbered: first the new rows in order, then the nodes that have KV and are ancestors of a
-    new row. How many new rows there are is known last, so the bits of those ancestors are shifted at the end.
+    Tree slots are numbered: the new rows in order, then cached nodes that are ancestors of a new row. The
+    number of new rows is known last, so the bits of cached ancestors are shifted at the end.
     """
 
     def __init__(self, held: DraftKvState, first: int, most: int | None = None) -> None:
-        """`first` is the position of nodes of depth 0; `most` committed tokens are fed."""
-        fed = held.tokens[len(held.slots) :][:most]
-        self.tokens = fed
-        self.fed = len(fed)
+        """`first` is the position of nodes of depth 0; at most `most` committed tokens are added."""
+        committed = held.tokens[len(held.slots) :][:most]
+        self.tokens = committed
+        self.committed = len(committed)
         begin = held.start + len(held.slots)
-        self.positions = list(range(begin, begin + self.fed))
+        self.positions = list(range(begin, begin + self.committed))
         self.missing: list[int] = []
         self.parents: list[int] = []
         self.earlier: list[int] = []
         self.earlier_positions: list[int] = []
         self._known = held.nodes
         self._first = first
-        self._masks = [((2 << index) - 1, 0) for index in range(self.fed)]
-        own, earlier = self._masks[-1] if fed else (0, 0)
-        self._root: _Place = self.fed - 1, own, earlier
+        self._masks = [((2 << index) - 1, 0) for index in range(self.committed)]
+        own, earlier = self._masks[-1] if committed else (0, 0)
+        self._root: _Place = self.committed - 1, own, earlier
         self._places: dict[int, _Place] = {}
 
     @property
     def ancestry(self) -> list[int]:
-        """One mask a row."""
+        """One ancestor mask for each row."""
         new = len(self.tokens)
         return [own | earlier << new for own, earlier in self._masks]
 
     def row_of(self, node: Node) -> int:
-        """The row whose logits a pick wants; its chain is added as far as it is not there yet."""
+        """The row of a node; missing ancestors are added before it."""
         return self._place(node)[0]
 
     def _place(self, node: Node) -> _Place:

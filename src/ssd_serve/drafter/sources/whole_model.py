@@ -1,5 +1,4 @@
-"""A model as a draft, whole or its first layers: loaded with its KV slots, and its steps measured. Knows no
-requests."""
+"""A model as a draft, whole or its first layers: loading with KV slots, and measuring steps."""
 
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from ssd_serve.drafter.sources.loading import (
     measure_draft,
     tokenizer_info,
 )
-from ssd_serve.drafter.sources.tree_rows import MOST_TEXT_ROWS, text_rows_of
+from ssd_serve.drafter.sources.tree_rows import MAX_PREFILL_ROWS, prefill_rows_of
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import model_here
 from ssd_serve.models.interface import Model
@@ -31,28 +30,29 @@ _LEAST_COMMON = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A loaded model that guesses, and the KV slots that it was loaded with. `noise` None: rows of its own;
-    drafters of one model may share them. `text_rows`: how many tokens of new texts a step reads at most."""
+    """A loaded draft model and its number of KV slots."""
 
     model: Model
     slots: int
     noise: NoiseRows | None = None
+    """Shared by drafters of the same model; None: `source` makes its own."""
     native: NativeLibrary | None = None
-    text_rows: int = MOST_TEXT_ROWS
+    prefill_rows: int = MAX_PREFILL_ROWS
+    """Prefill tokens of a step at most."""
 
     def source(self, fan_out: int) -> ModelSource:
-        """The model as a source of `fan_out` candidates a node."""
+        """A source with `fan_out` candidates for each node."""
         facts = self.model.facts
         noise = self.noise or NoiseRows(
             facts.vocabulary, capacity_for(facts.vocabulary), facts.device, self.native
         )
         native = trusted_ranking(self.native) if facts.device == "cpu" else None
-        return ModelSource(self.model, SlotPool(self.slots), noise, fan_out, native, self.text_rows)
+        return ModelSource(self.model, SlotPool(self.slots), noise, fan_out, native, self.prefill_rows)
 
 
-def load_draft_model(order: SourceConfig) -> LoadedSource:
+def load_draft_model(source: SourceConfig) -> LoadedSource:
     """Load the draft model and measure its step."""
-    config, path, device = order.config, order.folder, order.device
+    config, path, device = source.config, source.folder, source.device
     if path is None:
         raise SettingsError(f"{config.draft_model} names no model: set SSD_DRAFT to a folder or a hub id")
     sizes = model_sizes(
@@ -60,37 +60,39 @@ def load_draft_model(order: SourceConfig) -> LoadedSource:
         device=device,
         dtype=config.dtype,
         allow_pickle=config.allow_pickle,
-        layers=order.layers,
-        native=order.native,
+        layers=source.layers,
+        native=source.native,
     )
     slots = draft_slots(config, sizes, device)
-    loaded = load_served(config, path, device, slots, order.native, order.log, layers=order.layers)
-    model, texts = _in_targets_tokens(config, loaded, Tokenizer(path))
+    loaded = load_served(config, path, device, slots, source.native, source.log, layers=source.layers)
+    model, info = _with_target_tokens(config, loaded, Tokenizer(path))
     model = wrap_model(model, "draft", config.model_wrapper)
-    seconds, prefill_s_per_token = measure_draft(model, order.widths)
-    draft = DraftModel(model, slots, native=order.native, text_rows=text_rows_of(prefill_s_per_token))
+    seconds, prefill_s_per_token = measure_draft(model, source.widths)
+    draft = DraftModel(model, slots, native=source.native, prefill_rows=prefill_rows_of(prefill_s_per_token))
     return LoadedSource(
-        draft.source(config.draft_fan_out), texts, seconds, prefill_s_per_token=prefill_s_per_token
+        draft.source(config.draft_fan_out), info, seconds, prefill_s_per_token=prefill_s_per_token
     )
 
 
-def _in_targets_tokens(config: EngineConfig, model: Model, own: Tokenizer) -> tuple[Model, TokenizerInfo]:
-    """The model as it is where the target's ids mean the same to it, else one that translates them. Raises
-    `PairMismatchError` where too few tokens are common. Without the target's files it speaks its own."""
+def _with_target_tokens(config: EngineConfig, model: Model, own: Tokenizer) -> tuple[Model, TokenizerInfo]:
+    """The model, wrapped to translate token ids if its vocabulary differs from the target's.
+
+    Raises `PairMismatchError` if too few tokens are common. Without the target's files nothing is translated.
+    """
     facts = model.facts
-    own_texts = TokenizerInfo(
+    own_info = TokenizerInfo(
         own.vocabulary_hash(), facts.vocabulary, facts.context, facts.eos_token_ids, own.to_json
     )
     folder = model_here(config.target, "target") if config.target_is_named else None
     if folder is None:
-        return model, own_texts
-    texts = tokenizer_info(folder, facts.context)
-    if texts.tokenizer == own_texts.tokenizer and texts.vocabulary >= facts.vocabulary:
-        return model, own_texts
-    tokens = common_tokens(Tokenizer(folder), own, texts.vocabulary, facts.vocabulary)
+        return model, own_info
+    info = tokenizer_info(folder, facts.context)
+    if info.tokenizer == own_info.tokenizer and info.vocabulary >= facts.vocabulary:
+        return model, own_info
+    tokens = common_tokens(Tokenizer(folder), own, info.vocabulary, facts.vocabulary)
     if tokens.share < _LEAST_COMMON:
         raise PairMismatchError(
             f"the draft model {facts.name} has {tokens.share:.0%} of the target's tokens, and at least "
             f"{_LEAST_COMMON:.0%} are needed: choose a draft model of the same family"
         )
-    return MappedModel(model, tokens, texts.ends), texts
+    return MappedModel(model, tokens, info.ends), info

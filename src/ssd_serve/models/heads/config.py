@@ -155,7 +155,7 @@ def usual_features(layers: int) -> tuple[int, ...]:
 def check_features(features: Sequence[int], layers: int) -> tuple[int, ...]:
     """Outputs of a target of so many layers. Raises `CheckpointError` for others."""
     if any(not 0 <= each < layers for each in features):
-        raise CheckpointError(f"the head reads outputs of layers {list(features)}, the target has {layers}")
+        raise CheckpointError(f"the draft reads outputs of layers {list(features)}, the target has {layers}")
     return tuple(features)
 
 
