@@ -136,7 +136,7 @@ def test_memory_of_another_size_ends_the_connection(capsys: pytest.CaptureFixtur
         verifier.offer(2 * SIZE)
         verifier.say()
         assert verifier.drafter.gone
-        assert "no memory that can be shared" in capsys.readouterr().err
+        assert "no sealed memory of this size" in capsys.readouterr().err
 
 
 def test_where_the_file_does_not_come_rows_do(capsys: pytest.CaptureFixture[str]) -> None:

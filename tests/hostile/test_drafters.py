@@ -30,7 +30,7 @@ from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.transport.framing import FrameWriter
-from ssd_serve.transport.handshake import introduce
+from ssd_serve.transport.handshake import connect_tls
 from ssd_serve.transport.listener import connect
 from ssd_serve.transport.tls import TlsStream, identity
 from tests.hostile.target_server import TargetServer, start_target_server
@@ -46,7 +46,7 @@ class MaliciousDrafter:
         connection = socket.create_connection(("127.0.0.1", port), 30.0, source_address=(address, 0))
         deadline = time.monotonic() + 30.0
         self.channel = SocketChannel(
-            connection, sealed=introduce(connection, identity(KEY), address, deadline, lambda: False)
+            connection, tls=connect_tls(connection, identity(KEY), address, deadline, lambda: False)
         )
         self.hello = hello
         self.received: list[Message] = []
@@ -57,9 +57,9 @@ class MaliciousDrafter:
 
     def send_bytes(self, data: bytes) -> None:
         """Send until all is written or the connection is closed."""
-        sealed = self.channel._sealed  # pyright: ignore[reportPrivateUsage]
+        sealed = self.channel._tls  # pyright: ignore[reportPrivateUsage]
         assert sealed is not None
-        self.channel._outgoing += sealed.seal(data)  # pyright: ignore[reportPrivateUsage]
+        self.channel._outgoing += sealed.encrypt(data)  # pyright: ignore[reportPrivateUsage]
         deadline = time.monotonic() + 20.0
         while not self.channel.flush() and not self.channel.closed and time.monotonic() < deadline:
             self.receive()
@@ -180,7 +180,7 @@ def read_until_closed(connection: socket.socket) -> bytes:
 def hello() -> bytes:
     """Return the first bytes of a correct handshake."""
     parts: list[bytes] = []
-    TlsStream(identity(KEY), listening=False).shake(b"", parts.append)
+    TlsStream(identity(KEY), listening=False).handshake(b"", parts.append)
     return b"".join(parts)
 
 

@@ -17,11 +17,11 @@ def met(connector: TlsStream, listener: TlsStream, part: int = 1 << 20) -> tuple
     over = {connector: False, listener: False}
     peers = {connector: listener, listener: connector}
     waiting: dict[TlsStream, bytearray] = {connector: bytearray(), listener: bytearray()}
-    over[connector] = connector.shake(b"", waiting[listener].extend)
+    over[connector] = connector.handshake(b"", waiting[listener].extend)
     while any(waiting.values()):
         for end, data in waiting.items():
             portion = bytes(data[:part])
             del data[:part]
             if portion and not over[end]:
-                over[end] = end.shake(portion, waiting[peers[end]].extend)
+                over[end] = end.handshake(portion, waiting[peers[end]].extend)
     return over[connector], over[listener]

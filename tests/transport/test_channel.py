@@ -37,8 +37,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     first, second = socket.socketpair()
     seals = shaken_pair() if request.param == "sealed" else (None, None)
     channels = (
-        SocketChannel(first, queue_bytes=100_000, sealed=seals[0]),
-        SocketChannel(second, queue_bytes=100_000, sealed=seals[1]),
+        SocketChannel(first, queue_bytes=100_000, tls=seals[0]),
+        SocketChannel(second, queue_bytes=100_000, tls=seals[1]),
     )
     yield channels
     for channel in channels:
@@ -163,7 +163,7 @@ def test_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
 
 
 def test_nobody_there_is_an_error_with_the_address(tmp_path: Path) -> None:
-    with pytest.raises(EngineDeadError, match=r"nobody answers at .*none"):
+    with pytest.raises(EngineDeadError, match=r"no process answers at .*none"):
         connect(str(tmp_path / "none"), timeout_s=0.05)
     with pytest.raises(EngineDeadError):
         connect(str(tmp_path / "none"), timeout_s=60, give_up=lambda: True)

@@ -37,13 +37,13 @@ def test_a_stranger_who_stays_silent_is_sent_away() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         refused: list[str] = []
         server.setblocking(False)
-        gate = KeyGate(server, identity(KEY), refused.append, patience_s=0.2)
+        gate = KeyGate(server, identity(KEY), refused.append, timeout_s=0.2)
         with closing(gate), closing(socket.create_connection(server.getsockname())) as stranger:
             deadline = time.monotonic() + 5.0
             while not refused and time.monotonic() < deadline:
                 assert gate.accept() is None
                 time.sleep(0.02)
-            assert refused == ["127.0.0.1: it did not prove in time that it knows the key"]
+            assert refused == ["127.0.0.1: the peer did not prove in time that it knows the key"]
             assert stranger.recv(1) == b""
 
 
@@ -53,7 +53,7 @@ def crowded() -> Iterator[tuple[KeyGate, tuple[str, int], list[str]]]:
     refused: list[str] = []
     with closing(socket.create_server(("0.0.0.0", 0), backlog=200)) as server:
         server.setblocking(False)
-        with closing(KeyGate(server, identity(KEY), refused.append, patience_s=60.0)) as gate:
+        with closing(KeyGate(server, identity(KEY), refused.append, timeout_s=60.0)) as gate:
             yield gate, ("127.0.0.1", server.getsockname()[1]), refused
 
 
@@ -70,7 +70,7 @@ def test_silent_strangers_make_room_for_those_who_come_and_wake_nobody_up(
     with ExitStack() as stack:
         strangers = [stack.enter_context(closing(socket.create_connection(address))) for _ in range(70)]
         wake(gate)
-        assert refused == ["127.0.0.1: it was silent, and others came"] * 6
+        assert refused == ["127.0.0.1: too many unfinished handshakes"] * 6
         assert [stranger.recv(1) for stranger in strangers[:6]] == [b""] * 6, "the oldest"
         strangers[6].setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -99,7 +99,7 @@ def test_a_crowd_takes_little_of_a_round(crowded: tuple[KeyGate, tuple[str, int]
     gate, address, _ = crowded
     with ExitStack() as stack:
         hello = Heard()
-        TlsStream(identity(KEY), listening=False).shake(b"", hello.add)
+        TlsStream(identity(KEY), listening=False).handshake(b"", hello.add)
         for _ in range(64):
             stack.enter_context(closing(socket.create_connection(address))).sendall(hello.data)
         calls = 0

@@ -80,7 +80,7 @@ def test_a_wrong_key_is_refused_in_words_on_both_sides(guarded: Guarded) -> None
     error = failing_to_connect(guarded.listener, "another key of the tests")
     assert isinstance(error, SettingsError)
     assert "set the same SSD_CLUSTER_KEY" in str(error)
-    assert guarded.refused == ["127.0.0.1: it does not know the key (SSD_CLUSTER_KEY)"]
+    assert guarded.refused == ["127.0.0.1: the peer does not know the key (SSD_CLUSTER_KEY)"]
 
 
 @pytest.mark.parametrize("key", ["", "too short"])
@@ -175,7 +175,7 @@ def test_what_was_heard_on_the_wire_opens_nothing(guarded: Guarded) -> None:
     with closing(guarded.stranger()) as stranger:
         stranger.sendall(said.data)
         guarded.until_refused(1)
-    assert guarded.refused == ["127.0.0.1: it does not know the key (SSD_CLUSTER_KEY)"]
+    assert guarded.refused == ["127.0.0.1: the peer does not know the key (SSD_CLUSTER_KEY)"]
 
 
 def test_what_is_slipped_in_between_ends_the_channel(guarded: Guarded) -> None:
@@ -196,7 +196,7 @@ def test_a_frame_that_is_too_large_closes_the_channel() -> None:
     with ExitStack() as stack:
         first, second = (stack.enter_context(end) for end in socket.socketpair())
         liar, channel = shaken(first, second)
-        first.sendall(liar.seal(b"\xff\xff\xff\xff and more"))
+        first.sendall(liar.encrypt(b"\xff\xff\xff\xff and more"))
         assert channel.wait(5.0)
         with pytest.raises(ProtocolError, match="larger than the limit"):
             channel.receive()
@@ -207,15 +207,15 @@ def shaken(first: socket.socket, second: socket.socket) -> tuple[TlsStream, Sock
     """An end that says what it likes, and a channel that listens to it."""
     liar, honest = (TlsStream(identity(KEY), listening=listening) for listening in (False, True))
     received = b""
-    while not (done := liar.shake(received, first.sendall)):
-        honest.shake(second.recv(65536), second.sendall)
+    while not (done := liar.handshake(received, first.sendall)):
+        honest.handshake(second.recv(65536), second.sendall)
         received = first.recv(65536)
     assert done
-    return liar, SocketChannel(second, sealed=honest)
+    return liar, SocketChannel(second, tls=honest)
 
 
 def test_a_listener_that_greets_nobody_is_waited_for_until_the_deadline(guarded: Guarded) -> None:
-    with pytest.raises(EngineDeadError, match="it does not speak"):
+    with pytest.raises(EngineDeadError, match="the peer is silent"):
         connect(guarded.listener.address, 0.3, key=KEY)
     began = time.monotonic()
     with pytest.raises(EngineDeadError):
@@ -226,7 +226,7 @@ def test_a_listener_that_greets_nobody_is_waited_for_until_the_deadline(guarded:
 def test_nobody_there_and_no_address() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(EngineDeadError, match="nobody answers at tcp://"):
+    with pytest.raises(EngineDeadError, match="no process answers at tcp://"):
         connect(address, 0.1, key=KEY)
     with pytest.raises(SettingsError, match="must look like tcp://"):
         connect("tcp://nothing", key=KEY)

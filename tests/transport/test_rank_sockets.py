@@ -24,7 +24,7 @@ def met(tmp_path: Path, ranks: int) -> Generator[tuple[Leader, list[Follower]]]:
         }
         for follower in followers.values():
             stack.callback(follower.close)
-        leader = stack.enter_context(closing(Leader.meet(listener, ranks)))
+        leader = stack.enter_context(closing(Leader.accept_all(listener, ranks)))
         yield leader, [followers[rank] for rank in range(1, ranks)]
 
 
@@ -33,14 +33,14 @@ def test_every_rank_hears_every_message_whole_and_in_order(tmp_path: Path) -> No
     heard: dict[int, list[bytearray | None]] = {}
 
     def hear(rank: int, follower: Follower) -> None:
-        heard[rank] = [follower.hear() for _ in range(len(messages) + 1)]
+        heard[rank] = [follower.receive() for _ in range(len(messages) + 1)]
 
     with met(tmp_path, 4) as (leader, followers):
         threads = [threading.Thread(target=hear, args=each) for each in enumerate(followers)]
         for thread in threads:
             thread.start()
         for message in messages:
-            leader.tell(message)
+            leader.broadcast(message)
         leader.close()
         for thread in threads:
             thread.join(10)
@@ -59,12 +59,12 @@ def test_rank_0_waits_until_all_are_ready(tmp_path: Path) -> None:
 
         def say_late() -> None:
             begun.set()
-            followers[0].say_ready()
+            followers[0].send_ready()
 
-        followers[1].say_ready()
+        followers[1].send_ready()
         timer = threading.Timer(0.2, say_late)
         timer.start()
-        leader.await_ready()
+        leader.wait_ready()
         assert begun.is_set(), "rank 0 went on before the last one was ready"
         timer.join()
 
@@ -72,11 +72,11 @@ def test_rank_0_waits_until_all_are_ready(tmp_path: Path) -> None:
 def test_a_rank_that_ends_is_an_error_for_rank_0(tmp_path: Path) -> None:
     with met(tmp_path, 3) as (leader, followers):
         followers[1].close()
-        followers[0].say_ready()
+        followers[0].send_ready()
         with pytest.raises(RankLostError, match="rank 2 of the target has ended while it was loading"):
-            leader.await_ready()
+            leader.wait_ready()
         with pytest.raises(RankLostError, match="rank 2 of the target is gone"):
-            leader.tell(b"batch")
+            leader.broadcast(b"batch")
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
         closing(Follower.connect(files.socket, 2, 0)),
         pytest.raises(RankLostError, match="rank 1, 3 of the target did not come"),
     ):
-        Leader.meet(listener, 4, timeout_s=0.3)
+        Leader.accept_all(listener, 4, timeout_s=0.3)
 
 
 def test_a_stranger_is_refused(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
         closing(Follower.connect(files.socket, 9, 0)),
         pytest.raises(ProtocolError, match="no rank of this target"),
     ):
-        Leader.meet(listener, 3, timeout_s=1.0)
+        Leader.accept_all(listener, 3, timeout_s=1.0)
 
 
 def test_a_length_that_no_rank_would_say_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_a_length_that_no_rank_would_say_is_refused_before_memory_is_taken_for_i
         liar.connect(str(files.socket))
         liar.sendall(struct.pack("<Q", 1 << 60))
         with pytest.raises(ProtocolError, match="no rank of this target"):
-            Leader.meet(listener, 2, timeout_s=5.0)
+            Leader.accept_all(listener, 2, timeout_s=5.0)

@@ -61,7 +61,7 @@ def test_pieces_in_use_are_inside_and_apart_and_given_back_in_their_order(
     pieces, held, returned = RingAllocator(size), list[range](), 0
     for action in actions:
         if action > 0:
-            offset = pieces.room(action)
+            offset = pieces.find(action)
             if offset is None:
                 assert held or action > size
                 continue
@@ -81,16 +81,16 @@ def test_pieces_in_use_are_inside_and_apart_and_given_back_in_their_order(
 def test_room_that_is_free_is_found_at_both_ends() -> None:
     pieces = RingAllocator(300)
     for offset in (0, 64, 128):
-        assert pieces.room(64) == offset
+        assert pieces.find(64) == offset
         pieces.take(SharedSpan(offset, 64))
-    assert pieces.room(128) is None
+    assert pieces.find(128) is None
     pieces.give_back(2)
-    assert pieces.room(108) == 192
-    assert pieces.room(120) == 0
+    assert pieces.find(108) == 192
+    assert pieces.find(120) == 0
     pieces.take(SharedSpan(0, 120))
-    assert pieces.room(1) is None  # up to the piece at 128, in steps of 64
+    assert pieces.find(1) is None  # up to the piece at 128, in steps of 64
     pieces.give_back(4)
-    assert pieces.room(300) == 0
+    assert pieces.find(300) == 0
 
 
 @pytest.mark.parametrize("total", [-1, 1, 4])
@@ -113,7 +113,7 @@ def test_what_one_end_writes_the_other_reads(pair: Pair) -> None:
         (SharedSpan(SIZE - 4, 4), b"last"),
     ):
         writer.at(place)[:] = text
-        assert reader.copied(place) == text
+        assert reader.copy(place) == text
     assert reader.read == 3
 
 
@@ -121,7 +121,7 @@ def test_what_one_end_writes_the_other_reads(pair: Pair) -> None:
 def test_no_byte_outside_is_read(pair: Pair, place: tuple[int, int]) -> None:
     _, reader = shared_pair(pair)
     with pytest.raises(ProtocolError, match="of shared memory"):
-        reader.copied(SharedSpan(*place))
+        reader.copy(SharedSpan(*place))
     assert reader.read == 0
 
 
@@ -148,7 +148,7 @@ def test_memory_that_could_vanish_or_is_not_what_was_said_is_not_mapped(
     size: int, seals: int, claimed: int
 ) -> None:
     before = open_files()
-    with pytest.raises(ProtocolError, match="no memory that can be shared"):
+    with pytest.raises(ProtocolError, match="no sealed memory of this size"):
         offered(size, seals, claimed)
     assert open_files() == before
 
@@ -156,12 +156,12 @@ def test_memory_that_could_vanish_or_is_not_what_was_said_is_not_mapped(
 def test_a_file_is_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZE))
-    with pytest.raises(ProtocolError, match="no memory that can be shared"):
+    with pytest.raises(ProtocolError, match="no sealed memory of this size"):
         SharedReader(os.open(path, os.O_RDONLY), SIZE)
 
 
 def test_an_offer_without_a_file_is_the_systems_fault() -> None:
-    with pytest.raises(OSError, match="no open file"):
+    with pytest.raises(OSError, match="no descriptor"):
         SharedReader(-1, SIZE)
 
 
@@ -201,7 +201,7 @@ def test_who_does_not_expect_a_file_gets_none() -> None:
 
 def test_no_file_goes_to_another_machine() -> None:
     first, second = socket.socketpair()
-    with closing(SocketChannel(first, sealed=shaken_pair()[0])) as channel, closing(second):
+    with closing(SocketChannel(first, tls=shaken_pair()[0])) as channel, closing(second):
         assert not channel.send_with(Abort(1), 0)
 
 

@@ -73,12 +73,12 @@ def test_nothing_older_than_tls_1_3_is_spoken() -> None:
 def test_what_one_seals_the_other_opens_however_it_is_cut(texts: list[int], cuts: list[int]) -> None:
     one, other = shaken_pair()
     plain = [bytes([number % 256]) * size for number, size in enumerate(texts)]
-    wire = b"".join(one.seal(text) for text in plain)
+    wire = b"".join(one.encrypt(text) for text in plain)
     assert not any(text[:32] in wire for text in plain if len(text) >= 32)
     opened, at, turn = b"", 0, 0
     while at < len(wire):
         size = cuts[turn % len(cuts)]
-        opened += other.open(wire[at : at + size])
+        opened += other.decrypt(wire[at : at + size])
         at, turn = at + size, turn + 1
     assert opened == b"".join(plain)
 
@@ -87,11 +87,11 @@ def test_what_one_seals_the_other_opens_however_it_is_cut(texts: list[int], cuts
 @given(data=st.data())
 def test_one_changed_bit_opens_nothing(data: st.DataObject) -> None:
     one, other = shaken_pair()
-    wire = bytearray(one.seal(b"tokens" * 10))
+    wire = bytearray(one.encrypt(b"tokens" * 10))
     bit = data.draw(st.integers(0, 8 * len(wire) - 1))
     wire[bit // 8] ^= 1 << (bit % 8)
     try:
-        opened = other.open(bytes(wire))
+        opened = other.decrypt(bytes(wire))
     except ssl.SSLError:
         return
     assert opened == b"", "a length that has grown is waited for"
@@ -99,10 +99,10 @@ def test_one_changed_bit_opens_nothing(data: st.DataObject) -> None:
 
 def test_what_was_sealed_cannot_be_said_twice() -> None:
     one, other = shaken_pair()
-    wire = one.seal(b"once")
-    assert other.open(wire) == b"once"
+    wire = one.encrypt(b"once")
+    assert other.decrypt(wire) == b"once"
     with pytest.raises(ssl.SSLError):
-        other.open(wire)
+        other.decrypt(wire)
 
 
 def honest_connector(listener: TlsStream) -> tuple[ssl.SSLObject, ssl.MemoryBIO]:
@@ -111,10 +111,10 @@ def honest_connector(listener: TlsStream) -> tuple[ssl.SSLObject, ssl.MemoryBIO]
     one = identity(KEY).connecting.wrap_bio(arrived, leaving)
     with pytest.raises(ssl.SSLWantReadError):
         one.do_handshake()
-    listener.shake(leaving.read(), heard.extend)
+    listener.handshake(leaving.read(), heard.extend)
     arrived.write(heard)
     one.do_handshake()
-    assert listener.shake(leaving.read(), heard.extend)
+    assert listener.handshake(leaving.read(), heard.extend)
     return one, leaving
 
 
@@ -124,7 +124,7 @@ def test_after_a_farewell_nothing_is_kept() -> None:
     with pytest.raises(ssl.SSLWantReadError):
         one.unwrap()
     with pytest.raises(ssl.SSLZeroReturnError):
-        other.open(leaving.read() + b"more" * 1000)
+        other.decrypt(leaving.read() + b"more" * 1000)
 
 
 def test_every_version_makes_the_same_certificate_of_a_key() -> None:

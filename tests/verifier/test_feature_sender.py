@@ -133,7 +133,7 @@ class Far:
             assert message.shared is not None
             assert not message.data
             self.told[place] = replace(
-                message, data=self.shared.copied(SharedSpan(*message.shared)), shared=None
+                message, data=self.shared.copy(SharedSpan(*message.shared)), shared=None
             )
         return bool(unread)
 
@@ -210,7 +210,7 @@ def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
                     assert isinstance(message, Features)
                     assert message.shared is not None
                     assert message.position * 2 * SHORT == len(found)
-                    found += reader.copied(SharedSpan(*message.shared))
+                    found += reader.copy(SharedSpan(*message.shared))
                 sender.on_read(reader.read)
                 heard.clear()
         assert len(found) == sent * 2 * SHORT > memory

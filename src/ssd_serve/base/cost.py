@@ -36,7 +36,7 @@ _HOST_MEMORY = 0.995
 _HOST_SLACK_S = 0.5e-3
 _HOST_EVERY = 16
 _HOST_HELD = (1.0, 30.0, 10_000.0)
-"""How firmly each weight is held to its prior: as by this sum of squares of what it multiplies."""
+"""Strength of each weight's prior, as the sum of squares of its input."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -52,7 +52,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What attention reads in a forward: `context` tokens over all requests, `row_context` over all rows."""
+    """KV that attention reads in a forward: `context` tokens over all requests, `row_context` over all
+    rows."""
 
     context: int = 0
     row_context: int = 0
@@ -123,7 +124,7 @@ class CostTable:
         self._local[index] *= ratio**_LOCAL_BLEND
 
     def _read_s(self, reading: Reading) -> float:
-        """As it was measured at start."""
+        """The time measured at start."""
         return self._context_s * reading.context + self._row_context_s * reading.row_context
 
 

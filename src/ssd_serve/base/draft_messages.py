@@ -3,8 +3,7 @@
 Both directions: Hello, Heartbeat, Refusal (which ends the connection), Resync. Verifier to drafter: Open,
 Outcome, Features, SharedMemory, Close, Pause. Drafter to verifier: Growth, SharedMemoryRead.
 
-All are msgspec structs, encoded as msgpack with a tag; arrays travel as raw little-endian buffers. They know
-nothing about sockets, trees or tensors.
+All are msgspec structs, encoded as tagged msgpack; arrays are raw little-endian buffers.
 """
 
 import msgspec
@@ -14,40 +13,43 @@ from ssd_serve.base.messages import SamplingParameters, ServerMessage, VerifierR
 PROTOCOL_VERSION = 7
 NOISE_SCHEME = "philox4x32-10/exponential-race/1"
 FINAL = -1
-"""In place of a layer's number: what the target's head reads, the normed output of its last layer."""
+"""Stands for a layer's number: the normed output of the last layer, the input of the target's LM head."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First message both ways between verifier and drafter; a mismatch is refused with `Refusal`. Only the
-    version has no default, so that the Hello of any version can be read and refused for it."""
+    """First message in both directions; a mismatch is answered by `Refusal`.
+
+    Only the version is required, so that the `Hello` of every version decodes and can be refused.
+    """
 
     protocol: int
     noise: str = ""
     tokenizer: str = ""
-    """SHA-256 of the vocabulary, ids included."""
+    """SHA-256 of the vocabulary with its ids."""
     vocabulary: int = 0
     context: int = 0
     name: str = ""
     instance: int = 0
-    """Drawn by each process of a drafter: who comes back is told from another one of the same name."""
+    """A random number of the process: it distinguishes a reconnection from another drafter of the same
+    name."""
     source: str = ""
-    """What a drafter guesses with: those that name the same share the requests."""
+    """The draft source; drafters with the same source share the requests."""
     step_ms: float = 0.0
-    """The drafter's measured step time, 0 when unknown."""
+    """The measured step time; 0: unknown."""
     prefill_ms: float = 0.0
-    """For how long it reads a token of a text, about; 0 when unknown."""
+    """Prefill time of a token; 0: unknown."""
     features: tuple[int, ...] = ()
-    """Layers of the target whose outputs a drafter reads, and `FINAL`."""
+    """Target layers whose outputs the drafter reads, or `FINAL`."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """Why a peer will not work with the other; the connection is closed after it."""
+    """The reason why the peers do not match; the connection is closed after it."""
 
     message: str
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Start drafting for a request, or start again. The root is the last committed token, `root` its name."""
+    """Start or restart drafting for a request; `root` names the last committed token."""
 
     request: int
     epoch: int
@@ -57,11 +59,11 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     seed: int
     root: int
     salt: bytes = b""
-    """Told within the verifier's own process only."""
+    """Sent only to drafters in the verifier's own process."""
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):
-    """What a round committed. `position` is that of the first token; `root` is the name of the new root."""
+    """The tokens that a round committed, from `position` on; `root` names the new root."""
 
     request: int
     epoch: int
@@ -71,8 +73,11 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Features(msgspec.Struct, frozen=True, tag=True):
-    """What the target has computed of committed tokens, from `position` on: outputs of the layers that the
-    drafter's `Hello` names, side by side, as rows of `width` bfloat16 numbers. Never needed for a text."""
+    """Target outputs of committed tokens from `position` on: the layers of the drafter's `Hello`,
+    concatenated.
+
+    Rows have `width` bfloat16 numbers. Losslessness never depends on them.
+    """
 
     request: int
     epoch: int
@@ -80,19 +85,21 @@ class Features(msgspec.Struct, frozen=True, tag=True):
     width: int
     data: bytes
     shared: tuple[int, int] | None = None
-    """Where they are in the `SharedMemory`, if not in `data`: from which byte on, and how many bytes."""
+    """Offset and length in the `SharedMemory`, if the rows are not in `data`."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):
-    """Verifier to a drafter of this machine: with this message comes an open file, which is memory of so many
-    bytes, for features. Who can read it answers with `SharedMemoryRead`."""
+    """Verifier to a drafter on the same machine: shared memory of `size` bytes, whose descriptor comes with
+    this.
+
+    A drafter that can map it replies with `SharedMemoryRead`.
+    """
 
     size: int
 
 
 class SharedMemoryRead(msgspec.Struct, frozen=True, tag=True):
-    """Drafter to verifier: so many pieces of the shared memory were read, of all that were told of. Their
-    places may be written on again."""
+    """Drafter to verifier: the number of spans read so far, which may be overwritten."""
 
     total: int
 
@@ -119,27 +126,27 @@ class Growth(msgspec.Struct, frozen=True, tag=True):
 
 
 class Resync(msgspec.Struct, frozen=True, tag=True):
-    """Drafter -> verifier: my root differs, send `Open`. Verifier -> drafter: send a snapshot."""
+    """Drafter to verifier: the roots differ, send `Open`. Verifier to drafter: send a snapshot."""
 
     request: int
     epoch: int
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """Verifier to drafter: the request ended, and its tree may be forgotten."""
+    """Verifier to drafter: the request ended; free its tree."""
 
     request: int
     epoch: int
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Speculation is switched off (`paused`) or on again for all requests, under load."""
+    """Pause or resume drafting for all requests."""
 
     paused: bool
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """I am alive. A drafter adds its measured step time and how many nodes it holds."""
+    """A sign of life; a drafter adds its step time and its number of nodes."""
 
     step_ms: float = 0.0
     nodes: int = 0

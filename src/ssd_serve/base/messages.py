@@ -2,7 +2,7 @@
 
 Submit, SubmitChoices, Abort, Finish -> ; <- Ready, Progress, Committed, Finished, Refused, Status.
 
-All are msgspec structs, encoded as msgpack with a tag. They know nothing about sockets, trees or tensors.
+All are msgspec structs, encoded as tagged msgpack.
 """
 
 from enum import Enum
@@ -11,8 +11,11 @@ import msgspec
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
-    """Most tokens of thoughts, their end not counted. `begin` and `end` are the tokens of their marks. Empty,
-    `begin` says that an output begins among thoughts; else there are thoughts where it begins with that."""
+    """Maximum reasoning tokens, without the end mark.
+
+    `begin` and `end` are the marks' tokens. With an empty `begin` the output starts inside the reasoning;
+    otherwise it has reasoning if it starts with `begin`.
+    """
 
     tokens: int
     begin: tuple[int, ...]
@@ -20,10 +23,10 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides a request's tokens besides weights, prompt and seed.
+    """The parameters that decide a request's tokens, besides weights, prompt and seed.
 
-    `top_k` 0 and `top_p` 1.0 mean off; penalties follow the OpenAI and vLLM definitions. `stop` strings are
-    the server's business: the verifier never reads them.
+    `top_k` 0 and `top_p` 1.0 mean off; penalties follow the OpenAI and vLLM definitions. Stop strings are
+    handled by the server only.
     """
 
     temperature: float = 1.0
@@ -35,20 +38,20 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be chosen; None: all."""
+    """The only tokens allowed; None: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output never holds: the last token is masked after the others."""
+    """Token sequences that the output must not contain: the last token is masked after the others."""
     grammar: str = ""
-    """What the output must match, as llguidance reads it; empty: anything may come."""
+    """The grammar of the output in llguidance's format; empty: none."""
     thinking_budget: ThinkingBudget | None = None
     min_tokens: int = 0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None: no log-probabilities; k >= 0: the chosen token's and those of the k most probable tokens."""
+    """None: no log-probabilities; k: those of the chosen token and of the k most probable tokens."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens from the second on, under the model's own distribution."""
+    """`logprobs` for the prompt's tokens from the second on, under the model's own distribution."""
 
 
 class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,15 +76,14 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     parameters: SamplingParameters
     seed: int
     output: tuple[int, ...] = ()
-    """What a verifier before this one has generated: the text goes on behind it, with the tokens that it
-    would have had."""
+    """Output of an earlier verifier, which is continued as that verifier would have."""
     scored: int = 0
     """Prompt tokens, from the second on, whose log-probabilities were told before."""
     options: RequestOptions = RequestOptions()
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
-    """What tells a choice from the others of its prompt; see `Submit`."""
+    """The fields that differ between choices of one prompt; see `Submit`."""
 
     request: int
     seed: int
@@ -119,9 +121,9 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """Log-probabilities at one position under the processed distribution before noise.
+    """Log-probabilities at one position under the processed distribution, before noise.
 
-    There may be hundreds of thousands of them, in which Python need not look for cycles.
+    Not tracked by the garbage collector: there may be hundreds of thousands of them.
     """
 
     chosen: float
@@ -129,16 +131,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class SourceFigures(msgspec.Struct, frozen=True, array_like=True):
-    """Nodes that one draft source had proposed: how many were verified, and how many accepted."""
+    """Verified and accepted nodes of one draft source."""
 
     verified: int
     accepted: int
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """Speculation figures of one request since it began, or of all; rounds exclude prompt chunks.
+    """Speculation counters of one request since its start, or of all requests; rounds exclude prefill chunks.
 
-    The verifier counts in them, so they are not frozen: a message about what goes on takes a copy.
+    The verifier updates them in place; a message gets a copy.
     """
 
     rounds: int = 0
@@ -147,37 +149,37 @@ class Figures(msgspec.Struct, kw_only=True):
     """Nodes verified."""
     accepted: int = 0
     verified_depths: list[int] = []
-    """Rounds by the depth of the deepest node that they verified; 0: there was none. A node is verified with
-    everything above it, so this tells of every depth how many rounds had a node there."""
+    """Rounds by the depth of the deepest verified node; 0: none. A node is verified with all its
+    ancestors."""
     accepted_depths: list[int] = []
-    """The same of accepted nodes: rounds by how many they accepted."""
+    """Rounds by their number of accepted nodes."""
     sources: dict[str, SourceFigures] = {}
-    """By draft source; a node that several had proposed counts for each. Told, not counted in."""
+    """Counters by draft source, filled in messages only; a node of several sources counts for each."""
     hits: int = 0
     """Rounds after which the new root was in the replica."""
     misses: int = 0
     ready_depth: int = 0
-    """Sum over rounds of the depth of the ready tree below the root when the round was planned."""
+    """Sum over rounds of the depth of the tree when the round was planned."""
     ready_nodes: int = 0
     cached_prompt_tokens: int = 0
     prompt_s: float = 0.0
-    """Seconds from when it was taken from the queue to its first token."""
+    """Seconds from the queue to the first token."""
     preemptions: int = 0
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
-    """Tokens that one round committed for a request, in order. `logprobs` is empty or one for each token."""
+    """Tokens that one round committed for a request, in order; `logprobs` is empty or has one for each."""
 
     request: int
     tokens: tuple[int, ...]
-    """Empty where a part of the prompt was read whose log-probabilities were asked for."""
+    """Empty for a prefill chunk with requested log-probabilities."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's next tokens; the first of them is the prompt's second token."""
+    """Log-probabilities of the prompt's next tokens, from its second token on."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The request ended: `reason` is 'stop' (EOS, stop id or `Finish`), 'length', or 'error'."""
+    """The request ended; `reason` is 'stop' (EOS, stop id or `Finish`), 'length' or 'error'."""
 
     request: int
     reason: str
@@ -187,7 +189,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The request never started; `field` names the field at fault. `retry_after_s` > 0: the queue is full."""
+    """The request never started; `field` is the invalid field. `retry_after_s` > 0: the queue is full."""
 
     request: int
     message: str
@@ -204,19 +206,19 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     target_device: str
     draft_device: str
     context: int
-    """Longest prompt + output in tokens."""
+    """Maximum prompt and output in tokens."""
     vocabulary: int
     slots: int
     target_step_ms: float
     draft_step_ms: float
     protocol: int = 0
-    """The verifier's `PROTOCOL_VERSION`; one so old that it does not say counts as 0."""
+    """The verifier's `PROTOCOL_VERSION`; 0: a version without this field."""
     sampling: dict[str, int | float] = {}
-    """Values of sampling parameters for requests that leave them out."""
+    """Default sampling parameters of the model."""
 
 
 class AcceptanceHealth(Enum):
-    """What speculation is worth; `verifier/acceptance.py` judges it."""
+    """The health of speculation; `verifier/acceptance.py` judges it."""
 
     GOOD = "good"
     COLLAPSED = "acceptance collapsed"
@@ -243,8 +245,7 @@ class DecisionReason(Enum):
 
 
 class CostEstimate(msgspec.Struct, frozen=True, array_like=True):
-    """What a round should give: `tokens` in `seconds`, with `nodes` (None: nothing is drafted that could be
-    counted)."""
+    """The estimate of a round: `tokens` in `seconds` with `nodes` (None: unknown draft tokens)."""
 
     nodes: int | None
     tokens: float
@@ -252,12 +253,12 @@ class CostEstimate(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def rate(self) -> float:
-        """Tokens a second that this price stands for."""
+        """Tokens per second."""
         return self.tokens / max(self.seconds, 1e-9)
 
 
 class DecisionMessage(msgspec.Struct, frozen=True, array_like=True):
-    """What a round decided about drafts; see `verifier/control/decision.py`."""
+    """The decision of a round about draft tokens; see `verifier/control/decision.py`."""
 
     layout: str
     why: DecisionReason
@@ -280,42 +281,44 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     generation_tokens: int
     preemptions: int
     drafters_alive: int
-    """Drafters with a device of their own, as `drafter_restarts`."""
+    """Connected drafter processes."""
     drafter_restarts: int
     drafter_requests: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """Requests that each drafter has, by its name."""
+    """Requests by drafter name."""
     drafter_moves: int = 0
-    """Requests that went from one drafter to another."""
+    """Requests moved from one drafter to another."""
     expansions: int = 0
-    """Nodes that drafters have expanded."""
+    """Nodes expanded by drafters."""
     awaited_expansions: int = 0
-    """Those of them that a round waited for; the others came while the target worked."""
+    """Expansions that a round waited for; the others arrived during a forward."""
     late_expansions: int = 0
-    """Those that came for nodes which a text had left, and were dropped."""
+    """Expansions dropped because the root had moved past their node."""
     expected_tokens: float = 0.0
-    """What rounds with drafts should have given by the reach of their nodes, and what they gave."""
+    """Tokens that rounds with draft tokens should have committed by the reach of their nodes."""
     given_tokens: int = 0
+    """Tokens that those rounds committed."""
     totals: Figures
     forward_s: float
     wait_s: float
     host_s: float
     layout: str = ""
-    """How it speculates now: `async`, `sync` or `off`; empty where that cannot change."""
+    """The current speculation mode: `async`, `sync` or `off`; empty if it cannot change."""
     layout_gains: dict[int, dict[str, float]] = msgspec.field(default_factory=dict[int, dict[str, float]])
-    """By the middle number of requests of a level of load: what each layout gave, plain decoding being 1."""
+    """Speed of each speculation mode relative to plain decoding, by requests at the middle of a load
+    bucket."""
     decision: DecisionMessage | None = None
-    """The last round's; None before the first."""
+    """The last round's decision; None before the first round."""
     attention: str = ""
     """The target's tree attention backend."""
     attention_differences: int = 0
     """Checked outputs that differed from the second backend's."""
     health: AcceptanceHealth = AcceptanceHealth.GOOD
     memory_shortages: int = 0
-    """Rounds for which a device had too little memory."""
+    """Rounds in which a device was out of memory."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """What the verifier is doing while it starts (one line for people)."""
+    """A line about the progress of the verifier's start, for people."""
 
     text: str
 

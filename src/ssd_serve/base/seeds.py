@@ -1,7 +1,7 @@
-"""The one 64-bit mixing function, node names and seeds made with it.
+"""The 64-bit mixing function behind node names and seeds.
 
-Plain integers only: no torch, no numpy, so that every process can import it; an array version elsewhere must
-agree bit for bit.
+Plain integers without torch or numpy, so that every process can import it. Array versions must agree bit for
+bit.
 """
 
 import secrets
@@ -14,7 +14,7 @@ GOLDEN = 0x9E37_79B9_7F4A_7C15
 def mix(a: int, b: int) -> int:
     """Combine two 64-bit integers into one, order mattering: output `b` of a splitmix64 in state `a`.
 
-    For a fixed `a` it is a bijection of `b` and the other way round: siblings never share a name.
+    It is a bijection in each argument, so siblings never share a name.
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     z = (a + GOLDEN * (b + 1)) & MASK64

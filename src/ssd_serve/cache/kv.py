@@ -45,9 +45,7 @@ class LayerKV:
     @property
     def is_plain(self) -> bool:
         """True for keys and values of one width and the usual scale, which every backend serves."""
-        return (
-            self.kind == "kv" and self.value_dim == self.head_dim and self.scale == self.head_dim**-0.5
-        )
+        return self.kind == "kv" and self.value_dim == self.head_dim and self.scale == self.head_dim**-0.5
 
     @property
     def stored(self) -> tuple[int, int]:

@@ -129,7 +129,8 @@ class DrafterCore:
             self._paths.close(request)
 
     def step(self) -> list[Growth]:
-        """One draft step over all requests; empty if nothing is worth expanding, or while `prefilling`."""
+        """Run one draft step over all requests; empty if nothing is worth expanding, or while
+        `prefilling`."""
         started = time.perf_counter()
         self.prefilling = False
         picked = self._pick()

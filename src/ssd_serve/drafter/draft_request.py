@@ -1,4 +1,4 @@
-"""One request in a drafter: its tree, frontier and the candidates whose scores calibrate.
+"""A request in a drafter: tree, frontier and the candidates that calibrate.
 
 Knows nothing of other requests, outgoing messages or the source.
 """
@@ -41,8 +41,7 @@ class DraftRequest:
         self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
         self.results: dict[int, tuple[Sequence[ExpandResult], int, int]] = {}
-        """By node name: the results of the step that expanded it, its index there, its depth below the
-        root."""
+        """The results of the step that expanded a node, its index there and its depth, by name."""
 
     def record(self, nodes: Sequence[tuple[int, Node]], results: Sequence[ExpandResult]) -> None:
         """Offer newly expanded nodes to the frontier; each has its index in the step's results."""

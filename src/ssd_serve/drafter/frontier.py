@@ -25,9 +25,9 @@ class GrowthLimits:
     context: int = sys.maxsize
     """Positions of the draft model."""
     prefills_paused: bool = True
-    """Whether committed tokens are prefilled while a request is paused."""
+    """True: committed tokens are prefilled while a request is paused."""
     roots_only: bool = False
-    """Whether only roots are expanded, by a source that drafts a block at once."""
+    """True: the source drafts a block at once, and only roots are expanded."""
 
 
 class Frontier:

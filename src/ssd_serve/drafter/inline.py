@@ -97,7 +97,7 @@ class InlineChannel(InProcessChannel):
         return bool(growth)
 
     def draft(self) -> list[Growth]:
-        """One draft step, with all prefills before it."""
+        """Run one draft step, with all prefills before it."""
         growth = self._core.step()
         while not growth and self._core.prefilling:
             growth = self._core.step()

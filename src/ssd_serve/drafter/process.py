@@ -131,7 +131,7 @@ class DrafterLoop:
             self.turn()
 
     def turn(self) -> None:
-        """One step of each core, or a wait if none has work."""
+        """Run one step of each core, or wait if none has work."""
         for core in self._cores:
             core.receive()
         refused = next((core.refused for core in self._cores if core.refused), "")

@@ -138,7 +138,7 @@ class VerifierConnection:
     def _copied(self, message: Features, place: SharedSpan) -> Features:
         if self._shared is None:
             raise ProtocolError("features refer to shared memory that was not offered")
-        return replace(message, data=self._shared.copied(place), shared=None)
+        return replace(message, data=self._shared.copy(place), shared=None)
 
     def _send_read(self) -> None:
         """Return memory that the core has read. Sent with the next growth or before the next wait, not

@@ -1,7 +1,6 @@
-"""Typed messages over a connected stream socket, without ever blocking.
+"""Typed messages over a connected stream socket, without blocking, and waiting for several of them.
 
-`Channel` is what other rooms see; `SocketChannel` is the one for unix and TCP sockets. A channel belongs to
-one thread. It knows frames and bytes, not what the messages mean, and not who is at the other end.
+A channel belongs to one thread. It knows frames and bytes, not the meaning of messages.
 """
 
 import contextlib
@@ -28,42 +27,43 @@ _DESCRIPTOR = struct.Struct("i")
 
 @dataclass(frozen=True, slots=True)
 class ReceiveLimits:
-    """How much is taken from a peer, and what."""
+    """Limits of what a channel accepts from its peer."""
 
     frame_bytes: int = MAX_FRAME_BYTES
     drain_bytes: int = _READ_BYTES
-    """A peer that sends without pause must not keep `receive` from returning."""
+    """Bytes read by one `receive`, so that a peer that never stops sending cannot block it."""
     kinds: Any = Message
+    """Accepted message types."""
     descriptors: bool = False
-    """Whether open files may come, on a unix socket."""
+    """True: file descriptors are accepted on a unix socket."""
 
 
 DEFAULT_LIMITS = ReceiveLimits()
 
 
 class Waitable(Protocol):
-    """Something that `poll` can wait for."""
+    """An object that `poll` can wait for."""
 
     @property
     def pending(self) -> int:
-        """Bytes that still have to be sent; 0 for what sends nothing."""
+        """Bytes that are still to be sent; 0 for objects that send nothing."""
         ...
 
     def fileno(self) -> int:
-        """File descriptor to wait on for reading, or -1 when there is none."""
+        """File descriptor to poll for reading; -1: none."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to receive or accept, or the end of it."""
+        """Wait until there is something to receive or accept, or the connection has ended."""
         ...
 
 
 class Channel(Protocol):
-    """Both ends of a conversation in `Message`s. Nothing blocks but `wait`."""
+    """Either end of a connection that carries `Message`s. Only `wait` blocks."""
 
     @property
     def closed(self) -> bool:
-        """The peer is gone, or `close` was called. `receive` still gives what had arrived before."""
+        """True after the peer has gone or `close`; `receive` still returns messages that arrived before."""
         ...
 
     @property
@@ -72,29 +72,34 @@ class Channel(Protocol):
         ...
 
     def send(self, message: Message) -> bool:
-        """Queue a message and send what can be sent now. False: the queue is full or the channel is closed,
-        and the message was not taken."""
+        """Queue a message and send what can be sent now.
+
+        Returns False, without queueing, if the queue is full or the channel is closed.
+        """
         ...
 
     def post(self, message: Message) -> bool:
-        """Queue a message; `flush` or the next `send` sends it. False as for `send`."""
+        """Queue a message for the next `flush` or `send`. False as for `send`."""
         ...
 
     def flush(self) -> bool:
-        """Send what can be sent now; True when nothing is pending."""
+        """Send what can be sent now; True if nothing is pending."""
         ...
 
     def receive(self) -> list[Message]:
-        """Every message that is waiting, in order. `ProtocolError` (and closed) when the peer sent nonsense;
-        messages before the nonsense are returned by the call before."""
+        """Return the waiting messages in order.
+
+        Raises `ProtocolError` and closes after malformed data; the call before returned the messages before
+        it.
+        """
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `receive` has something to give, or the peer is gone; flushes meanwhile."""
+        """Wait until `receive` has messages or the peer is gone; flushes meanwhile."""
         ...
 
     def fileno(self) -> int:
-        """File descriptor to wait on for reading, or -1 when there is none."""
+        """File descriptor to poll for reading; -1: none."""
         ...
 
     def close(self) -> None:
@@ -103,7 +108,7 @@ class Channel(Protocol):
 
 
 class SocketChannel:
-    """A `Channel` over a connected unix or TCP stream socket, which it owns from now on."""
+    """A `Channel` over a connected unix or TCP stream socket, which it owns."""
 
     def __init__(
         self,
@@ -112,12 +117,12 @@ class SocketChannel:
         queue_bytes: int = DEFAULT_QUEUE_BYTES,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         limits: ReceiveLimits = DEFAULT_LIMITS,
-        sealed: TlsStream | None = None,
+        tls: TlsStream | None = None,
     ) -> None:
-        """`sealed`: encrypts what passes, once both ends have shaken hands."""
+        """`tls` has completed its handshake."""
         connection.setblocking(False)
         self.peer = _address_of(connection)
-        """The IP address of the other end; empty where it is a process of this machine, on a unix socket."""
+        """The peer's IP address; empty on a unix socket."""
         self._socket = connection
         self._queue_bytes = queue_bytes
         self._outgoing = bytearray()
@@ -125,17 +130,16 @@ class SocketChannel:
         self._reader = FrameReader(min(max_frame_bytes, limits.frame_bytes), limits.kinds)
         self._drain_bytes = limits.drain_bytes
         self._chunk = bytearray(min(_READ_BYTES, limits.drain_bytes))
-        self._local = connection.family == socket.AF_UNIX and sealed is None
+        self._local = connection.family == socket.AF_UNIX and tls is None
         self._takes_descriptors = limits.descriptors and self._local and sys.platform == "linux"
         self._descriptor = -1
         self._ended = False
-        self._sealed = sealed
-        if sealed is not None:
-            self._feed(b"")  # what came with the end of the handshake
+        self._tls = tls
+        if tls is not None:
+            self._feed(b"")  # data that arrived with the end of the handshake
 
     @property
     def closed(self) -> bool:
-        """The peer is gone, or `close` was called. `receive` still gives what had arrived before."""
         return self._ended
 
     @property
@@ -144,7 +148,7 @@ class SocketChannel:
         return len(self._outgoing)
 
     def send(self, message: Message) -> bool:
-        """A message that is too large is a `ProtocolError`; the channel stays open."""
+        """See `Channel`. Raises `ProtocolError` for a message that is too large; the channel stays open."""
         if not self.post(message):
             return False
         self.flush()
@@ -159,14 +163,16 @@ class SocketChannel:
                 return False
         frame = self._writer.encode(message)
         try:
-            self._outgoing += frame if self._sealed is None else self._sealed.seal(frame)
+            self._outgoing += frame if self._tls is None else self._tls.encrypt(frame)
         except ssl.SSLError:
             self._ended = True
         return not self._ended
 
     def send_with(self, message: Message, descriptor: int) -> bool:
-        """Send a message and an open file, which the peer has with it or before. False where that cannot be:
-        on another machine, or while something is pending."""
+        """Send a message with a file descriptor, which the peer receives with it or before.
+
+        Returns False over TCP and while bytes are pending.
+        """
         if not self._local or self._ended or not self.flush():
             return False
         frame = self._writer.encode(message)
@@ -178,12 +184,12 @@ class SocketChannel:
         return True
 
     def take_descriptor(self) -> int:
-        """The open file that has come last and was not taken, for the caller to close; -1: none."""
+        """The last received descriptor, which the caller must close; -1: none."""
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
     def flush(self) -> bool:
-        """Send what can be sent now; True when nothing is pending."""
+        """Send what can be sent now; True if nothing is pending."""
         if not self._outgoing:
             return True
         sent = 0
@@ -195,7 +201,7 @@ class SocketChannel:
         except BlockingIOError:
             pass
         except OSError:
-            # The peer is gone: save what it had said before, which also finds the end of the stream.
+            # The peer is gone: read what it sent before, up to the end of the stream.
             self._read_all()
             self._ended = True
         if self._ended:
@@ -213,7 +219,7 @@ class SocketChannel:
             raise
 
     def _read_all(self) -> None:
-        """Move everything that is waiting from the kernel into the reader."""
+        """Move waiting bytes from the kernel into the reader."""
         taken = 0
         while not self._ended and not self._reader.failed and taken < self._drain_bytes:
             try:
@@ -229,17 +235,16 @@ class SocketChannel:
             with memoryview(self._chunk) as view:
                 self._feed(view[:count])
             if self._reader.failed:
-                # Nothing that arrives from now on counts; the next `receive` says why.
+                # Later data is ignored; the next `receive` raises the error.
                 self._ended = True
             if count < len(self._chunk) and self._descriptor < 0:
-                # A short read means that the kernel's buffer is empty: one system call saved a message. But
-                # one that brings an open file ends there.
+                # A short read without a descriptor means an empty kernel buffer: this saves a call.
                 return
 
     def _receive_some(self) -> int:
         if not self._takes_descriptors:
             return self._socket.recv_into(self._chunk)
-        # The length, not the space: in its padding there would be room for one more.
+        # CMSG_LEN, not CMSG_SPACE, whose padding would hold a second descriptor.
         space, flags = socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
         count, ancillary, _, _ = self._socket.recvmsg_into([self._chunk], space, flags)
         for level, kind, data in ancillary:
@@ -255,9 +260,9 @@ class SocketChannel:
 
     def _feed(self, data: bytes | memoryview) -> None:
         try:
-            self._reader.feed(data if self._sealed is None else self._sealed.open(data))
+            self._reader.feed(data if self._tls is None else self._tls.decrypt(data))
         except ssl.SSLError:
-            self._ended = True  # somebody else has changed it: no peer to hear from
+            self._ended = True  # tampered data: the connection is over
 
     def wait(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -289,7 +294,7 @@ class SocketChannel:
 def _address_of(connection: socket.socket) -> str:
     if connection.family == socket.AF_UNIX:
         return ""
-    with contextlib.suppress(OSError):  # it has gone again
+    with contextlib.suppress(OSError):  # the peer has gone again
         return str(connection.getpeername()[0])
     return "unknown"
 
@@ -298,13 +303,14 @@ W = TypeVar("W", bound=Waitable)
 
 
 def poll(sources: Sequence[W], timeout_s: float) -> list[W]:
-    """Those of `sources` that have something to receive or accept (or have ended), waiting for the first.
+    """The sources with something to receive or accept, or that have ended, after waiting for the first one.
 
-    Pending bytes are sent meanwhile. A channel that has ended is reported every time: drop it from the list.
+    Pending bytes are sent meanwhile. An ended channel is returned every time until it is left out of
+    `sources`.
     """
     ready = [source for source in sources if source.wait(0.0)]
     deadline = time.monotonic() + timeout_s
-    rest = timeout_s  # to the last bit: channels in memory may have a clock of their own
+    rest = timeout_s  # exactly: channels in memory may have a clock of their own
     while not ready:
         if rest <= 0:
             return []

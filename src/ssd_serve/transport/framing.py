@@ -1,7 +1,4 @@
-"""Frames on a byte stream: a 4-byte little-endian length, then one message as msgpack.
-
-Pure functions of bytes. Knows no sockets; and nothing of what the messages mean.
-"""
+"""Frames on a byte stream: a 4-byte little-endian length, then one msgpack message. Knows no sockets."""
 
 import struct
 from typing import Any
@@ -18,14 +15,14 @@ _HEADER = struct.Struct("<I")
 
 
 class FrameWriter:
-    """Encodes messages into frames. Holds the encoder, which is worth reusing."""
+    """Encodes messages into frames with one reused encoder."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._max_frame_bytes = max_frame_bytes
 
     def encode(self, message: Message) -> bytearray:
-        """One whole frame; a message that no peer would accept is a `ProtocolError` here already."""
+        """Encode one frame. Raises `ProtocolError` for a message that every peer would reject."""
         frame = bytearray(_HEADER.size)
         try:
             self._encoder.encode_into(message, frame, _HEADER.size)
@@ -42,14 +39,14 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Collects bytes in any portions and gives back whole messages.
+    """Collects bytes in portions of any size and returns whole messages.
 
-    After the first frame that is too large or does not decode, nothing more is decoded: a stream that lost
-    its framing cannot be trusted again. Messages before that frame are still given out.
+    After a frame that is too large or does not decode, the stream has lost its framing and nothing more is
+    decoded; messages before it are still returned.
     """
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, kinds: Any = Message) -> None:
-        """A message of other `kinds` does not decode."""
+        """Only messages of the types in `kinds` decode."""
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
@@ -58,16 +55,16 @@ class FrameReader:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` has something to give or to raise."""
+        """True if `take` would return messages or raise."""
         return bool(self._messages) or self._error is not None
 
     @property
     def failed(self) -> bool:
-        """Whether the stream lost its framing."""
+        """True if the stream lost its framing."""
         return self._error is not None
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """Add received bytes and decode every frame that is now whole."""
+        """Add received bytes and decode complete frames."""
         if self._error is not None:
             return
         self._buffer += data
@@ -92,7 +89,7 @@ class FrameReader:
             self._messages.append(self._decoder.decode(body))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._error = f"a frame does not decode: {error}"
-        except RecursionError:  # the interpreter's own bound, which also holds for fields that nobody knows
+        except RecursionError:  # the interpreter's limit, which also applies to unknown fields
             self._error = "a frame does not decode: it is nested too deeply"
         except MemoryError:
             self._error = "a frame does not decode: it asks for more memory than there is"
@@ -100,7 +97,7 @@ class FrameReader:
             body.release()
 
     def take(self) -> list[Message]:
-        """All messages decoded so far; when there are none left and the stream is broken, `ProtocolError`."""
+        """Return decoded messages. Raises `ProtocolError` when none are left and the stream is broken."""
         if self._messages:
             messages, self._messages = self._messages, []
             return messages

@@ -1,7 +1,6 @@
-"""Both ends of a fresh TCP connection prove that they know one key, before the first message: by TLS.
+"""TLS handshakes over fresh TCP connections, by which both ends prove that they know the cluster key.
 
-Here is what a listener does for those who have not proved it yet, of whom there may be many and hostile ones,
-and what a connector does. Knows bytes and sockets, no messages.
+The listener's side never blocks and withstands many hostile peers. Knows bytes and sockets, no messages.
 """
 
 import contextlib
@@ -19,18 +18,18 @@ from ssd_serve.base.scarcity import PAUSE_S, is_scarce
 from ssd_serve.transport.tls import Identity, TlsStream
 
 _LOOK_EVERY_S = 0.2
-_GREETING_S = 5.0
-_MAX_GREETINGS = 64
-"""More strangers than that, and the oldest of the address that sends most of them leaves."""
+_HANDSHAKE_S = 5.0
+_MAX_HANDSHAKES = 64
+"""Limit of unfinished handshakes; beyond it the oldest one of the busiest address is dropped."""
 _MAX_NEW, _MAX_STEPS = 8, 16
-"""In one call of `accept`, which the target's loop makes every round: a step costs it up to 0.2 ms."""
+"""Limits of one `accept`, which the target's loop calls every round: a step takes up to 0.2 ms."""
 _MAX_HELLO_BYTES = 16 * 1024
 """A handshake takes about one kilobyte."""
 _PART_BYTES = 4096
 
 
 def tune(connection: socket.socket) -> None:
-    """Send small messages at once, and notice a machine that is gone, although nobody says so."""
+    """Disable Nagle's algorithm and enable keep-alive, so that a lost machine is noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -45,173 +44,177 @@ def tune(connection: socket.socket) -> None:
 
 
 class Handshake:
-    """The listener's end: shakes hands with the peer, without ever blocking."""
+    """The listener's side of one handshake, without blocking."""
 
-    def __init__(self, connection: socket.socket, peer: str, sealed: TlsStream, deadline: float) -> None:
-        """`deadline`: the time (`time.monotonic`) until which the peer must have proved itself."""
+    def __init__(self, connection: socket.socket, peer: str, tls: TlsStream, deadline: float) -> None:
+        """The handshake must end before `deadline` (`time.monotonic`)."""
         connection.setblocking(False)
         self.connection = connection
         self.peer = peer
-        self.sealed = sealed
+        self.tls = tls
         self.deadline = deadline
-        self._heard = 0
+        self._received = 0
 
     def advance(self) -> bool:
-        """Go on as far as the peer has; True when it has proved itself. Raises `ProtocolError` when it has
-        not, and never will."""
+        """Process what has arrived; True when the peer has proved that it knows the key.
+
+        Raises `ProtocolError` if it does not know the key or has left.
+        """
         try:
             while True:
                 part = self.connection.recv(_PART_BYTES)
-                self._heard += len(part)
-                if not part or self._heard > _MAX_HELLO_BYTES:
+                self._received += len(part)
+                if not part or self._received > _MAX_HELLO_BYTES:
                     break
-                if self.sealed.shake(part, self._send):
+                if self.tls.handshake(part, self._send):
                     return True
         except BlockingIOError:
             return False
         except ssl.SSLError:
-            raise ProtocolError("it does not know the key (SSD_CLUSTER_KEY)") from None
+            raise ProtocolError("the peer does not know the key (SSD_CLUSTER_KEY)") from None
         except OSError as error:
-            raise ProtocolError(f"it left before it proved that it knows the key: {error}") from error
-        if self._heard > _MAX_HELLO_BYTES:
-            raise ProtocolError("it does not know the key (SSD_CLUSTER_KEY)")
-        raise ProtocolError("it left before it proved that it knows the key")
+            raise ProtocolError(f"the peer left before it proved that it knows the key: {error}") from error
+        if self._received > _MAX_HELLO_BYTES:
+            raise ProtocolError("the peer does not know the key (SSD_CLUSTER_KEY)")
+        raise ProtocolError("the peer left before it proved that it knows the key")
 
     def _send(self, data: bytes) -> None:
-        """So few bytes always fit into the buffer of a fresh socket."""
+        """Send handshake bytes, which always fit into the buffer of a fresh socket."""
         try:
             sent = self.connection.send(data)
         except BlockingIOError:
             sent = 0
         if sent != len(data):
-            raise ConnectionResetError("it takes no bytes")
+            raise ConnectionResetError("the peer takes no bytes")
 
 
 class KeyGate:
-    """Lets in the peers of a listening TCP socket that know the key. A peer that is silent, slow or wrong
-    keeps nobody else waiting, however many of them there are."""
+    """Accepts the peers of a TCP socket that know the key; silent, slow or wrong ones delay no others."""
 
     def __init__(
         self,
         server: socket.socket,
         own: Identity,
         on_refusal: Callable[[str], None],
-        patience_s: float = _GREETING_S,
+        timeout_s: float = _HANDSHAKE_S,
     ) -> None:
         self._server = server
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._own = own
         self._on_refusal = on_refusal
-        self._greetings: list[Handshake] = []
-        # One descriptor that is readable when the socket or any of the greeted peers is.
+        self._handshakes: list[Handshake] = []
+        # One descriptor that is readable when the socket or an unfinished handshake is.
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._deaf = False
-        self._deaf_until = -math.inf
+        self._is_paused = False
+        self._paused_until = -math.inf
 
     def accept(self) -> tuple[socket.socket, TlsStream] | None:
-        """The next peer that has proved itself, or None."""
+        """The next peer that knows the key; None: none yet."""
         proved = self._next()
-        self.attend()
+        self.update_pause()
         return proved
 
     @property
-    def deaf_s(self) -> float:
-        """Seconds until it listens again, where there was no descriptor for a peer."""
-        return max(0.0, self._deaf_until - time.monotonic())
+    def paused_s(self) -> float:
+        """Seconds until new peers are accepted again, after the process ran out of descriptors."""
+        return max(0.0, self._paused_until - time.monotonic())
 
-    def attend(self) -> None:
-        """Listen to new peers if there are descriptors for them."""
-        deaf = self.deaf_s > 0
-        if deaf is not self._deaf:
-            self._deaf = deaf
-            if deaf:
+    def update_pause(self) -> None:
+        """Resume or pause accepting new peers."""
+        paused = self.paused_s > 0
+        if paused is not self._is_paused:
+            self._is_paused = paused
+            if paused:
                 self._selector.unregister(self._server)
             else:
                 self._selector.register(self._server, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Readable when `accept` is worth calling."""
+        """A descriptor that is readable when `accept` may return a peer."""
         return self._selector.fileno()
 
     def close(self) -> None:
-        """Hang up on everybody who has not proved himself."""
+        """Close all unfinished handshakes."""
         self._selector.close()
-        for greeting in self._greetings:
-            greeting.connection.close()
-        self._greetings.clear()
+        for handshake in self._handshakes:
+            handshake.connection.close()
+        self._handshakes.clear()
 
     def _next(self) -> tuple[socket.socket, TlsStream] | None:
         ready: list[Handshake | None] = [key.data for key, _ in self._selector.select(0)]
         if None in ready:
-            self._greet()
+            self._accept_new()
             ready = [key.data for key, _ in self._selector.select(0)]
-        for greeting in [each for each in ready if each is not None][:_MAX_STEPS]:
+        for handshake in [each for each in ready if each is not None][:_MAX_STEPS]:
             try:
-                proved = greeting.advance()
+                proved = handshake.advance()
             except ProtocolError as error:
-                self._refuse(greeting, str(error))
+                self._refuse(handshake, str(error))
                 continue
             if proved:
-                self._forget(greeting)
-                return greeting.connection, greeting.sealed
+                self._forget(handshake)
+                return handshake.connection, handshake.tls
         now = time.monotonic()
-        for greeting in [each for each in self._greetings if now >= each.deadline]:
-            self._refuse(greeting, "it did not prove in time that it knows the key")
+        for handshake in [each for each in self._handshakes if now >= each.deadline]:
+            self._refuse(handshake, "the peer did not prove in time that it knows the key")
         return None
 
-    def _greet(self) -> None:
+    def _accept_new(self) -> None:
         for _ in range(_MAX_NEW):
             try:
                 connection, address = self._server.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # one who has gone again, or for whom there is no descriptor
+            except OSError as error:  # the peer has gone again, or descriptors are exhausted
                 if is_scarce(error):
-                    self._deaf_until = time.monotonic() + PAUSE_S
+                    self._paused_until = time.monotonic() + PAUSE_S
                 return
             try:
                 tune(connection)
             except OSError:
                 connection.close()
                 continue
-            if len(self._greetings) >= _MAX_GREETINGS:
-                self._make_room()
-            sealed = TlsStream(self._own, listening=True)
-            deadline = time.monotonic() + self._patience_s
-            greeting = Handshake(connection, str(address[0]), sealed, deadline)
-            self._selector.register(connection, selectors.EVENT_READ, greeting)
-            self._greetings.append(greeting)
+            if len(self._handshakes) >= _MAX_HANDSHAKES:
+                self._drop_oldest()
+            tls = TlsStream(self._own, listening=True)
+            deadline = time.monotonic() + self._timeout_s
+            handshake = Handshake(connection, str(address[0]), tls, deadline)
+            self._selector.register(connection, selectors.EVENT_READ, handshake)
+            self._handshakes.append(handshake)
 
-    def _make_room(self) -> None:
-        """An honest peer needs some milliseconds: the oldest is none, and one address crowds out itself."""
-        [(busiest, _)] = Counter(greeting.peer for greeting in self._greetings).most_common(1)
-        oldest = next(greeting for greeting in self._greetings if greeting.peer == busiest)
-        self._refuse(oldest, "it was silent, and others came")
+    def _drop_oldest(self) -> None:
+        """Drop the oldest handshake of the busiest address: an honest peer takes some milliseconds."""
+        [(busiest, _)] = Counter(handshake.peer for handshake in self._handshakes).most_common(1)
+        oldest = next(handshake for handshake in self._handshakes if handshake.peer == busiest)
+        self._refuse(oldest, "too many unfinished handshakes")
 
-    def _refuse(self, greeting: Handshake, why: str) -> None:
-        self._forget(greeting)
-        greeting.connection.close()
-        self._on_refusal(f"{greeting.peer}: {why}")
+    def _refuse(self, handshake: Handshake, why: str) -> None:
+        self._forget(handshake)
+        handshake.connection.close()
+        self._on_refusal(f"{handshake.peer}: {why}")
 
-    def _forget(self, greeting: Handshake) -> None:
-        self._greetings.remove(greeting)
-        self._selector.unregister(greeting.connection)
+    def _forget(self, handshake: Handshake) -> None:
+        self._handshakes.remove(handshake)
+        self._selector.unregister(handshake.connection)
 
 
-def introduce(
+def connect_tls(
     connection: socket.socket,
     own: Identity,
     address: str,
     deadline: float,
     give_up: Callable[[], bool],
 ) -> TlsStream:
-    """The connector's end. Raises `SettingsError` when the peer has another key or is something else, and
-    `OSError` when it is gone or silent."""
-    sealed = TlsStream(own, listening=False)
+    """The connector's handshake.
+
+    Raises `SettingsError` if the peer has another key or is no process of ssd-serve, `OSError` if it is gone
+    or silent.
+    """
+    tls = TlsStream(own, listening=False)
     received = b""
     try:
-        while not sealed.shake(received, connection.sendall):
+        while not tls.handshake(received, connection.sendall):
             received = _part(connection, deadline, give_up)
     except ssl.SSLCertVerificationError:
         raise SettingsError(
@@ -221,7 +224,7 @@ def introduce(
         raise SettingsError(
             f"what answers at {address} is no process of ssd-serve, or of another version ({error.reason})"
         ) from None
-    return sealed
+    return tls
 
 
 def _part(connection: socket.socket, deadline: float, give_up: Callable[[], bool]) -> bytes:
@@ -232,8 +235,8 @@ def _part(connection: socket.socket, deadline: float, give_up: Callable[[], bool
         if poller.poll(1000 * max(0.0, min(_LOOK_EVERY_S, rest))):
             break
         if rest <= 0 or give_up():
-            raise TimeoutError("it does not speak")
+            raise TimeoutError("the peer is silent")
     part = connection.recv(_PART_BYTES)
     if not part:
-        raise ConnectionResetError("it hung up")
+        raise ConnectionResetError("the peer closed the connection")
     return part

@@ -1,6 +1,6 @@
-"""Where channels begin: listening on a unix path or on a TCP port, and connecting to either.
+"""Listening on a unix path or a TCP port, connecting to either, and reconnecting in the background.
 
-An address is a text that fits in a command line: a path, or `tcp://127.0.0.1:4711`. Knows no messages.
+An address is a path or `tcp://127.0.0.1:4711`. Knows no messages.
 """
 
 import math
@@ -19,7 +19,7 @@ from ssd_serve.base.logs import Logger
 from ssd_serve.base.scarcity import PAUSE_S, is_scarce
 from ssd_serve.base.setting_values import STRONG_KEY, is_weak
 from ssd_serve.transport.channel import DEFAULT_LIMITS, Channel, ReceiveLimits, SocketChannel
-from ssd_serve.transport.handshake import KeyGate, introduce, tune
+from ssd_serve.transport.handshake import KeyGate, connect_tls, tune
 from ssd_serve.transport.tls import identity
 
 T = TypeVar("T")
@@ -32,19 +32,22 @@ _LONGEST_UNIX_PATH = 100
 
 
 class Listener:
-    """Accepts channels, without ever blocking. Who may speak: on a unix path only this user, since the socket
-    file is 0600 in a folder of its own; on TCP whoever proves that he knows the key."""
+    """Accepts channels without blocking.
+
+    A unix path admits only this user: the socket file is 0600 in a private folder. TCP admits peers that know
+    the key.
+    """
 
     def __init__(self, server: socket.socket, address: str, gate: KeyGate | None = None) -> None:
         server.setblocking(False)
         self._socket = server
         self._gate = gate
-        self._deaf_until = -math.inf
+        self._paused_until = -math.inf
         self.address = address
 
     @classmethod
     def unix(cls, path: str | Path) -> "Listener":
-        """Listen on a socket file, replacing what a dead process left there."""
+        """Listen on a socket file, replacing one that a dead process left."""
         text = str(path)
         if len(os.fsencode(text)) > _LONGEST_UNIX_PATH:
             raise SettingsError(f"the socket path {text} is too long; choose a shorter SSD_RUN_DIR")
@@ -53,7 +56,7 @@ class Listener:
         try:
             Path(text).unlink(missing_ok=True)
             server.bind(text)
-            # Between bind and chmod the folder's 0700 is what protects the socket.
+            # Between bind and chmod the folder's mode 0700 protects the socket.
             os.chmod(text, 0o600)
             server.listen()
         except OSError as error:
@@ -67,8 +70,10 @@ class Listener:
     def tcp(
         cls, host: str, port: int, key: str, on_refusal: Callable[[str], None] = lambda _why: None
     ) -> "Listener":
-        """Listen on a TCP port of one address of this machine; port 0 takes a free one. `on_refusal` is told
-        of every peer that does not prove that it knows the key."""
+        """Listen on a TCP port of one address of this machine; port 0 takes a free one.
+
+        `on_refusal` is called with the reason for every peer that does not know the key.
+        """
         _check_key(key, f"listening on {host}")
         own = identity(key)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -85,26 +90,26 @@ class Listener:
     def at(
         cls, address: str, key: str = "", on_refusal: Callable[[str], None] = lambda _why: None
     ) -> "Listener":
-        """Listen at an address: a path, or `tcp://host:port`, where peers must know the key."""
+        """Listen at a path, or at `tcp://host:port`, where peers must know the key."""
         if address.startswith(_TCP):
             return cls.tcp(*_host_and_port(address), key, on_refusal)
         return cls.unix(address)
 
     @property
     def pending(self) -> int:
-        """A listener sends nothing."""
+        """Always 0."""
         return 0
 
     def accept(self, limits: ReceiveLimits = DEFAULT_LIMITS) -> SocketChannel | None:
-        """The next peer that connected and may speak, or None."""
+        """The next admitted peer; None: none yet."""
         if self._gate is not None:
             proved = self._gate.accept()
-            return None if proved is None else SocketChannel(proved[0], limits=limits, sealed=proved[1])
+            return None if proved is None else SocketChannel(proved[0], limits=limits, tls=proved[1])
         connection = self.accept_socket()
         return None if connection is None else SocketChannel(connection, limits=limits)
 
     def await_peer(self, timeout_s: float) -> SocketChannel | None:
-        """The same, waiting for it."""
+        """`accept`, waiting up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.wait(max(0.0, deadline - time.monotonic())):
             channel = self.accept()
@@ -113,9 +118,9 @@ class Listener:
         return None
 
     def accept_socket(self) -> socket.socket | None:
-        """The same as `accept`, for peers of this machine that do not speak in messages."""
+        """`accept` of a bare socket on a unix path, for peers that do not use messages."""
         if self._gate is not None:
-            raise SettingsError(f"{self.address} is for messages: a bare socket would not be encrypted")
+            raise SettingsError(f"{self.address} carries messages: a bare socket would not be encrypted")
         try:
             return self._socket.accept()[0]
         except (BlockingIOError, ConnectionAbortedError):
@@ -123,17 +128,17 @@ class Listener:
         except OSError as error:
             if not is_scarce(error):
                 raise
-            self._deaf_until = time.monotonic() + PAUSE_S
+            self._paused_until = time.monotonic() + PAUSE_S
             return None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `accept` is worth calling; it may still give None."""
-        deaf_s = min(timeout_s, self._deaf_s)
-        if deaf_s > 0 and (self._poll(deaf_s) or deaf_s == timeout_s):
+        """Wait until `accept` may return a peer; it may still return None."""
+        paused_s = min(timeout_s, self._paused_s)
+        if paused_s > 0 and (self._poll(paused_s) or paused_s == timeout_s):
             return self._poll(0.0)
         if self._gate is not None:
-            self._gate.attend()
-        return self._poll(timeout_s - deaf_s)
+            self._gate.update_pause()
+        return self._poll(timeout_s - paused_s)
 
     def _poll(self, timeout_s: float) -> bool:
         poller, descriptor = select.poll(), self.fileno()
@@ -142,15 +147,15 @@ class Listener:
         return bool(poller.poll(timeout_s * 1000))
 
     @property
-    def _deaf_s(self) -> float:
-        own = max(0.0, self._deaf_until - time.monotonic())
-        return own if self._gate is None else self._gate.deaf_s
+    def _paused_s(self) -> float:
+        own = max(0.0, self._paused_until - time.monotonic())
+        return own if self._gate is None else self._gate.paused_s
 
     def fileno(self) -> int:
-        """File descriptor to wait on; -1 for a moment where there is none to accept with."""
+        """File descriptor to poll; -1 while accepting is paused."""
         if self._gate is not None:
             return self._gate.fileno()
-        return -1 if self._deaf_s > 0 else self._socket.fileno()
+        return -1 if self._paused_s > 0 else self._socket.fileno()
 
     def close(self) -> None:
         """Stop listening and remove the socket file."""
@@ -162,13 +167,13 @@ class Listener:
 
 
 def _require_no_file(path: str) -> None:
-    """Only a socket may be replaced: a setting that names a file by mistake must not cost that file."""
+    """Refuse to replace a file that is no socket, which a setting may name by mistake."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
-        return  # nothing there, or `bind` says what is wrong
+        return  # no file, or `bind` reports the error
     if not stat.S_ISSOCK(mode):
-        raise SettingsError(f"{path} is there and is no socket: name another path, or remove it yourself")
+        raise SettingsError(f"{path} exists and is no socket: name another path, or remove it yourself")
 
 
 def connect(
@@ -179,10 +184,10 @@ def connect(
     limits: ReceiveLimits = DEFAULT_LIMITS,
     give_up: Callable[[], bool] = lambda: False,
 ) -> SocketChannel:
-    """Connect to a listener, trying again until it is there. On TCP both ends prove that they know `key`.
+    """Connect to a listener, retrying until it exists. On TCP both ends prove that they know `key`.
 
-    `give_up` is asked between tries: True when the peer will never come. Raises `EngineDeadError`, and
-    `SettingsError` where the keys differ.
+    `give_up` is called between tries and returns True if the peer will never come. Raises `EngineDeadError`,
+    or `SettingsError` if the keys differ.
     """
     check_address(address, key)
     if not address.startswith(_TCP):
@@ -193,19 +198,19 @@ def connect(
         connection = socket.create_connection(_host_and_port(address), timeout=_TCP_CONNECT_S)
         try:
             tune(connection)
-            sealed = introduce(connection, own, address, deadline, give_up)
-            return SocketChannel(connection, limits=limits, sealed=sealed)
+            tls = connect_tls(connection, own, address, deadline, give_up)
+            return SocketChannel(connection, limits=limits, tls=tls)
         except BaseException:
             connection.close()
             raise
 
-    return _persistently(once, address, timeout_s, give_up)
+    return _retry(once, address, timeout_s, give_up)
 
 
 def connect_socket(
     path: str, timeout_s: float, *, give_up: Callable[[], bool] = lambda: False
 ) -> socket.socket:
-    """The same on a unix path only, as a bare socket."""
+    """`connect` to a unix path, as a bare socket."""
 
     def once(_deadline: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -216,20 +221,18 @@ def connect_socket(
             raise
         return connection
 
-    return _persistently(once, path, timeout_s, give_up)
+    return _retry(once, path, timeout_s, give_up)
 
 
-def _persistently(
-    once: Callable[[float], T], address: str, timeout_s: float, give_up: Callable[[], bool]
-) -> T:
+def _retry(once: Callable[[float], T], address: str, timeout_s: float, give_up: Callable[[], bool]) -> T:
     deadline, pause_s = time.monotonic() + timeout_s, _RETRY_S
     while True:
         try:
             return once(deadline)
         except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError) as error:
             if give_up() or time.monotonic() >= deadline:
-                raise EngineDeadError(f"nobody answers at {address}: {error}") from error
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be one
+                raise EngineDeadError(f"no process answers at {address}: {error}") from error
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             scarce = isinstance(error, OSError) and is_scarce(error)
             if not scarce or give_up() or time.monotonic() >= deadline:
                 raise EngineDeadError(f"cannot connect to {address}: {error}") from error
@@ -238,8 +241,8 @@ def _persistently(
 
 
 def check_address(address: str, key: str) -> None:
-    """What no second try mends: an address that is neither a path nor `tcp://host:port`, or no key for TCP.
-    Raises `SettingsError`."""
+    """Raises `SettingsError` for an address that is neither a path nor `tcp://host:port`, or for TCP
+    without a key."""
     if address.startswith(_TCP):
         _host_and_port(address)
         _check_key(key, f"connecting to {address}")
@@ -260,12 +263,12 @@ def _check_key(key: str, doing: str) -> None:
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
-_PATIENCE_S = 30.0
-"""A verifier that loads its model greets nobody meanwhile."""
+_CONNECT_S = 30.0
+"""Timeout of one try: a verifier does not accept connections while it loads its model."""
 
 
 class Reconnector:
-    """Connections to one address, one after the other. Ask `answer` until it gives the next."""
+    """Connects to one address again and again in a background thread; poll `take` for each connection."""
 
     def __init__(
         self,
@@ -276,23 +279,23 @@ class Reconnector:
         longest_pause_s: float = _LONGEST_PAUSE_S,
         limits: ReceiveLimits = DEFAULT_LIMITS,
     ) -> None:
-        """`key`: what both ends of a TCP connection know. `reach` connects, or raises after a while."""
+        """`reach` connects or raises (default: `connect` with `key`)."""
         self._longest_pause_s = longest_pause_s
         self.address = address
         self._log = log
-        self._reach = reach or (lambda address: connect(address, _PATIENCE_S, key=key, limits=limits))
+        self._reach = reach or (lambda address: connect(address, _CONNECT_S, key=key, limits=limits))
         self._pause_s = 0.0
         self._thread: threading.Thread | None = None
         self._connected: Channel | None = None
         self._failing = False
 
     def take(self) -> Channel | None:
-        """The next connection, once there is one. Does not wait."""
+        """The next connection, or None if there is none yet."""
         if self._thread is None:
-            thread = threading.Thread(target=self._dial, name="dial", daemon=True)
+            thread = threading.Thread(target=self._connect, name="reconnect", daemon=True)
             try:
                 thread.start()
-            except (RuntimeError, MemoryError):  # the system has no thread now: asked again soon
+            except (RuntimeError, MemoryError):  # no thread now: the caller polls again
                 return None
             self._thread = thread
         if self._thread.is_alive():
@@ -302,14 +305,14 @@ class Reconnector:
         return channel
 
     def on_success(self) -> None:
-        """The connection serves: when it ends, the next is tried at once."""
+        """The connection works: reconnect without a pause when it ends."""
         self._pause_s = 0.0
 
     def on_refusal(self) -> None:
-        """The connection is of no use now: the next is tried after the longest pause."""
+        """The peer refused: reconnect after the longest pause."""
         self._pause_s = self._longest_pause_s
 
-    def _dial(self) -> None:
+    def _connect(self) -> None:
         time.sleep(self._pause_s)
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), self._longest_pause_s)
         try:

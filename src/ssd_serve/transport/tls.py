@@ -1,11 +1,10 @@
-"""TLS between processes that know one key: nobody else can be a peer, or read or change a byte unnoticed.
+"""TLS between processes that know one key, so that no other peer can join, read or change bytes unnoticed.
 
-Both ends derive the same private key and certificate from the cluster key, and trust that certificate and no
-other. Knows bytes, no sockets and no messages.
+Both ends derive the same private key and certificate from the cluster key, and trust only that certificate.
+Knows bytes, no sockets and no messages.
 
-Why not pre-shared keys (TLS-PSK): Python offers them from 3.13 on, and their first message gives whoever
-listens something to try keys against. Here only who connects himself gets that, and each try costs a slow
-function. One way serves every Python.
+Pre-shared keys (TLS-PSK) exist in Python from 3.13 on only, and their first message lets a listener test keys
+offline. Here an attacker must connect, and each guess costs a slow key derivation.
 """
 
 import datetime
@@ -19,19 +18,19 @@ from functools import lru_cache
 from ssd_serve.base.errors import PermissionProblemError, SettingsError
 
 _SALT = b"ssd-serve link 1"
-"""Names the protocol: who speaks another one has another certificate."""
+"""Names the protocol: another version has another certificate."""
 _SCRYPT_COST = 1 << 15
 _NAME = "ssd-serve"
 _FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.timezone.utc)
 _UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.timezone.utc)
-"""The certificate is as valid as the key is, and a clock that is wrong locks nobody out."""
-_WELCOME = b"\n"
+"""The certificate never expires, so a wrong clock does no harm."""
+_CONFIRMATION = b"\n"
 _RECORD_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a key makes of a process, as a listener and as a connector."""
+    """The TLS contexts of a key, for listening and for connecting."""
 
     listening: ssl.SSLContext
     connecting: ssl.SSLContext
@@ -39,10 +38,10 @@ class Identity:
 
 @lru_cache(maxsize=4)
 def identity(key: str) -> Identity:
-    """Takes some tens of milliseconds, on purpose, and is remembered."""
+    """Derive the contexts; takes tens of milliseconds by design, and is cached."""
     certificate, private_key, password = _credentials(key)
     try:
-        # Only from a file does Python take a private key: nobody who finds it has the password.
+        # Python loads private keys from files only; this one is encrypted with a random password.
         with tempfile.NamedTemporaryFile(prefix="ssd-") as file:
             file.write(private_key + certificate)
             file.flush()
@@ -57,14 +56,14 @@ def identity(key: str) -> Identity:
             f"no temporary file can be made for the key of TLS: {error.strerror}; set TMPDIR to a folder you "
             "can write to"
         ) from error
-    listening.num_tickets = 0  # nobody resumes
+    listening.num_tickets = 0  # no session resumption
     return Identity(listening, connecting)
 
 
 def _trusting(certificate: bytes, context: ssl.SSLContext, path: str, password: str) -> ssl.SSLContext:
-    """The same context, which shows and takes this certificate and no other."""
+    """Make a context present and accept only this certificate."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the key says who it is, wherever it is
+    context.check_hostname = False  # the key identifies the peer, at any address
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(path, password=password)
     context.load_verify_locations(cadata=certificate.decode())
@@ -72,8 +71,10 @@ def _trusting(certificate: bytes, context: ssl.SSLContext, path: str, password: 
 
 
 def _credentials(key: str) -> tuple[bytes, bytes, str]:
-    """The certificate, the encrypted private key and its password. The certificate's bytes are the same for
-    the same key, everywhere: Ed25519 signs without chance."""
+    """The certificate, the encrypted private key and its password.
+
+    Equal keys give equal certificates everywhere, because Ed25519 signatures are deterministic.
+    """
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
@@ -109,50 +110,50 @@ def _credentials(key: str) -> tuple[bytes, bytes, str]:
 
 
 class TlsStream:
-    """One end of an encrypted connection. It needs no farewell: messages tell their length, so that one who
-    cuts the connection gains nothing."""
+    """An end of an encrypted connection, without `close_notify`: messages have lengths, so truncation is
+    detected."""
 
     def __init__(self, identity: Identity, *, listening: bool) -> None:
         context = identity.listening if listening else identity.connecting
         self._listening = listening
-        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=listening)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=listening)
 
-    def shake(self, received: bytes, send: Callable[[bytes], None]) -> bool:
-        """Go on with the handshake; True when both ends have proved that they know the key. Raises
-        `ssl.SSLError` when they do not, of which the peer is told too."""
-        self._arrived.write(received)
+    def handshake(self, received: bytes, send: Callable[[bytes], None]) -> bool:
+        """Continue the handshake; True when both ends have proved that they know the key.
+
+        Raises `ssl.SSLError` if they do not; the peer gets the alert.
+        """
+        self._incoming.write(received)
         try:
             self._tls.do_handshake()
-            # TLS lets a connector go on before the listener has seen who he is.
+            # In TLS 1.3 a connector finishes before the listener has verified it.
             if self._listening:
-                self._tls.write(_WELCOME)
+                self._tls.write(_CONFIRMATION)
             else:
-                self._tls.read(len(_WELCOME))
+                self._tls.read(len(_CONFIRMATION))
         except ssl.SSLWantReadError:
             return False
         finally:
-            leaving = self._leaving.read()
-            if leaving:
-                send(leaving)
+            pending = self._outgoing.read()
+            if pending:
+                send(pending)
         return True
 
-    def seal(self, data: bytes | bytearray) -> bytes:
-        """The encrypted bytes that go over the wire for these."""
+    def encrypt(self, data: bytes | bytearray) -> bytes:
         self._tls.write(data)
-        return self._leaving.read()
+        return self._outgoing.read()
 
-    def open(self, received: bytes | memoryview) -> bytes:
-        """What the peer has sealed, as far as it has arrived. Raises `ssl.SSLError` where somebody else has
-        changed it."""
-        self._arrived.write(received)
+    def decrypt(self, received: bytes | memoryview) -> bytes:
+        """Decrypt what has arrived. Raises `ssl.SSLError` for data that was tampered with."""
+        self._incoming.write(received)
         parts: list[bytes] = []
         try:
-            # Asked first, since an exception takes longer than a small message.
-            while self._arrived.pending or self._tls.pending():
+            # Checked first, since an exception takes longer than a small message.
+            while self._incoming.pending or self._tls.pending():
                 part = self._tls.read(_RECORD_BYTES)
                 if not part:
-                    raise ssl.SSLZeroReturnError("a farewell, which ends the stream")
+                    raise ssl.SSLZeroReturnError("the peer ended the stream")
                 parts.append(part)
         except ssl.SSLWantReadError:
             pass

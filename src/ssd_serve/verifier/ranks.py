@@ -9,20 +9,20 @@ from pathlib import Path
 
 import msgspec
 
-from ssd_serve.transport.listener import Listener
-from ssd_serve.transport.rank_sockets import Follower, Leader, RankFiles
-from ssd_serve.kernels.attention.checked import DifferenceLog
-from ssd_serve.kernels.native.library import native_library
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.memory import Heap, settle_memory
+from ssd_serve.kernels.attention.checked import DifferenceLog
+from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.wrapped import LeaderModel, follow
 from ssd_serve.models.parallel import Group, Parallel
-from ssd_serve.models.torch_group import TorchGroup, join_group
 from ssd_serve.models.sizes import torch_device
-from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.models.torch_group import TorchGroup, join_group
+from ssd_serve.models.wrapped import LeaderModel, follow
+from ssd_serve.transport.listener import Listener
+from ssd_serve.transport.rank_sockets import Follower, Leader, RankFiles
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -44,16 +44,16 @@ class LeadingRank:
 
     def meet(self) -> Leader:
         """The other ranks, when all have come."""
-        leader = Leader.meet(self._listener, self._config.tensor_parallel)
+        leader = Leader.accept_all(self._listener, self._config.tensor_parallel)
         self._listener.close()
         return leader
 
     def load(self, leader: Leader, path: Path, slots: int, share: Callable[[Group], Model]) -> Model:
         """The whole model, when all ranks have loaded; `share` loads this one's."""
-        leader.tell(msgspec.json.encode(Beginning(str(path), slots)))
+        leader.broadcast(msgspec.json.encode(Beginning(str(path), slots)))
         model = share(_join(self._config, 0, self._files))
-        leader.await_ready()
-        return LeaderModel(model, leader.tell)
+        leader.wait_ready()
+        return LeaderModel(model, leader.broadcast)
 
 
 def run(config: EngineConfig, rank: int, files: RankFiles) -> None:
@@ -63,7 +63,7 @@ def run(config: EngineConfig, rank: int, files: RankFiles) -> None:
     log = get_logger(name, config.log_level, config.log_format)
     free = available_memory(torch_device(device))
     link = Follower.connect(files.socket, rank, free)
-    message = link.hear()
+    message = link.receive()
     if message is None:
         return
     beginning = msgspec.json.decode(message, type=Beginning)
@@ -79,12 +79,12 @@ def run(config: EngineConfig, rank: int, files: RankFiles) -> None:
         group=_join(config, rank, files),
     )
     settle_memory()
-    link.say_ready()
+    link.send_ready()
     heap = Heap()
 
     def hear() -> bytearray | None:
         heap.trim_when_due()
-        return link.hear()
+        return link.receive()
 
     follow(model, hear)
 

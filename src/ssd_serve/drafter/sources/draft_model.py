@@ -36,8 +36,8 @@ _PREFILL_TOKENS = 16
 
 
 class RankingInputs(NamedTuple):
-    """How the rows of a step are ranked, where their noise lies, if all of it fits, and which tokens may
-    follow, where that is known."""
+    """Inputs of ranking, one entry for each requested node; `lines` None: the noise table has no room for
+    all."""
 
     keys: SamplingKeys
     lines: list[int] | None
@@ -108,7 +108,7 @@ class ModelSource:
     def expand(
         self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
     ) -> Sequence[Candidates | None]:
-        """One forward over the missing rows of all requested nodes."""
+        """Run one forward over the missing rows of all requested nodes."""
         groups = self._groups(requests)
         self._is_warmup_step = False
         if not groups:

@@ -110,7 +110,7 @@ class EagleSource(ModelSource):
     def expand(
         self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
     ) -> Sequence[Candidates | None]:
-        """One forward for the nodes whose inputs are there."""
+        """Run one forward for the nodes with complete inputs."""
         ready = [index for index, each in enumerate(requests) if self._can_grow(each)]
         found = super().expand([requests[index] for index in ready], [scales[index] for index in ready])
         if len(ready) == len(requests):

@@ -34,7 +34,7 @@ from ssd_serve.models.warmup import measure_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
-    """Everything that a source's `load` gets."""
+    """The argument of a source's `load`."""
 
     config: EngineConfig
     folder: Path | None
@@ -47,7 +47,7 @@ class SourceConfig:
     layers: int | None = None
     """The number of first layers that draft; None: all."""
     description: SourceDescription = NODE_BY_NODE
-    """What the registered source declared."""
+    """The registered source's description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def target_tokenizer_info(config: EngineConfig) -> TokenizerInfo:
 
 
 def tokenizer_info(folder: Path, context: int | None) -> TokenizerInfo:
-    """Those of the model in a folder, with at most `context` positions."""
+    """Read those of the model in a folder, with at most `context` positions."""
     config = load_description(folder).config
     most = min(context or config.context, config.context)
     tokenizer, ends = Tokenizer(folder), config.eos_token_ids

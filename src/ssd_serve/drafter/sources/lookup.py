@@ -36,7 +36,7 @@ class _Request:
     drafted: dict[Path, tuple[int, frozenset[int]]] = field(
         default_factory=dict[Path, tuple[int, frozenset[int]]]
     )
-    """By path from the root: the length of the match there, and the drafted tokens."""
+    """The length of the match and the drafted tokens, by path from the root."""
 
 
 class LookupSource:

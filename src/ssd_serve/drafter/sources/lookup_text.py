@@ -43,7 +43,7 @@ class TokenHistory:
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens, int32 [length]; valid until the next change."""
+        """The tokens, int32 [length]; valid until the next change."""
         return self._tokens[: self._length]
 
     def extend(self, tokens: Sequence[int] | Tokens) -> None:

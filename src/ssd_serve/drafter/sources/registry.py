@@ -1,4 +1,4 @@
-"""The registry of draft sources, one line each, and what a source declares before it is loaded.
+"""The registry of draft sources, one line each, and their declarations before loading.
 
 Free of torch: a source's module is imported when it is described or loaded.
 """
@@ -34,7 +34,7 @@ ENTRY_POINTS = "ssd_serve.draft_sources"
 
 @dataclass(frozen=True, slots=True)
 class SourceDescription:
-    """What a source needs from the target and the drafter's core."""
+    """The needs of a source, from the target and the drafter's core."""
 
     features: tuple[int, ...] = ()
     """Target layers whose outputs the source reads (`FINAL`: the normed last one)."""

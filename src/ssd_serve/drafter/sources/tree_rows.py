@@ -87,7 +87,7 @@ class TreeRowBuilder:
 
     @property
     def ancestry(self) -> list[int]:
-        """One ancestor mask for each row."""
+        """The rows' ancestor masks."""
         new = len(self.tokens)
         return [own | earlier << new for own, earlier in self._masks]
 

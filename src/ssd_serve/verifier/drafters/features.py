@@ -40,7 +40,7 @@ class FeatureSender:
     @property
     def has_room(self) -> bool:
         if self._shared is not None:
-            return self._shared.pieces.room(self._message_bytes) is not None
+            return self._shared.ring.find(self._message_bytes) is not None
         if self._channel.flush():
             self._unsent = 0
         return not self._unsent
@@ -62,7 +62,7 @@ class FeatureSender:
     def on_read(self, total: int) -> None:
         """Free the first `total` spans, which the drafter has read. Raises `ProtocolError` if impossible."""
         if self._offered is not None:
-            self._offered.pieces.give_back(total)
+            self._offered.ring.give_back(total)
             self._shared = self._offered
 
     def send(self, request: Request, start: int) -> int:
@@ -98,12 +98,12 @@ class FeatureSender:
 
     def _share(self, memory: SharedWriter, message: Features, table: TokenFeatures, count: int) -> bool:
         length = 2 * message.width * count
-        offset = memory.pieces.room(length)
+        offset = memory.ring.find(length)
         if offset is None:
             return False
         place = SharedSpan(offset, length)
         table.write(message.position, count, self.layers, memory.at(place))
         if not self._channel.post(replace(message, shared=place)):
             return False
-        memory.pieces.take(place)
+        memory.ring.take(place)
         return True
