@@ -57,7 +57,7 @@ def test_forwards_that_were_recorded_first_teach_nothing_about_time(
     monkeypatch.setattr(fakes, "FakeModel", kind)
     engine, _ = make_engine(Case(drafter="none", slots=4096))
     learnt: list[object] = []
-    monkeypatch.setattr(engine.planner, "learn", learnt.append)
+    monkeypatch.setattr(engine.planner, "observe", learnt.append)
     engine.submit(Submit(1, (1, 2), GREEDY, 0))
     while engine.busy:
         engine.step()
