@@ -8,6 +8,7 @@ pytest_plugins = ["pytester"]
 KNOWN = "promtool comes with Prometheus; no package of Python brings it"
 ONE = "import pytest\ndef test_one():\n    pytest.skip({!r})\n"
 MARKED = "import pytest\n@pytest.mark.skipif(True, reason={!r})\ndef test_one():\n    pass\n"
+PLUGINS = ("-p", "tests.skips", "-p", "no:cacheprovider", "-p", "no:schemathesis")
 WHOLE = "import pytest\npytest.importorskip('no_such_package', reason={!r})\ndef test_one():\n    pass\n"
 
 
@@ -15,7 +16,7 @@ def run(
     pytester: pytest.Pytester, source: str, *words: str, reason: str = "the weather is bad"
 ) -> tuple[int, str]:
     pytester.makepyfile(source.format(reason))
-    found = pytester.runpytest_inprocess("-p", "tests.skips", "-p", "no:cacheprovider", *words)
+    found = pytester.runpytest_inprocess(*PLUGINS, *words)
     return int(found.ret), found.stdout.str()
 
 

@@ -302,6 +302,7 @@ def served(script: str) -> Generator[tuple["subprocess.Popen[str]", str]]:
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_stops_the_server_and_returns(number: signal.Signals) -> None:
     with served('say("hi")') as (process, url):
@@ -319,6 +320,7 @@ def test_sighup_ignored_by_nohup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_later_second_signal_ends_the_drain() -> None:
     body = {"prompt": "a", "stream": True}
     with (

@@ -96,6 +96,7 @@ async def test_shutdown_refuses_new_requests() -> None:
     assert refused.json()["error"]["code"] == "shutting_down"
 
 
+@pytest.mark.slow
 def test_server_does_not_import_torch() -> None:
     program = (
         "import sys, ssd_serve.server.http.serving, ssd_serve.server.banner; sys.exit('torch' in sys.modules)"
