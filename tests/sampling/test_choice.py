@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.choice import (
     lowest_argmax,
     lowest_argmax_on_device,
@@ -16,6 +17,7 @@ from ssd_serve.sampling.choice import (
     sample,
     token_logprobs,
 )
+from ssd_serve.sampling.native_choice import NativeChoice
 from ssd_serve.sampling.noise import log_exponential
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.processors import TokenCounts, process
@@ -148,6 +150,17 @@ def test_tree_rows_use_their_own_path_position_and_min_tokens() -> None:
         SamplingRows(parameters, 1, 7, TokenCounts([3], [1]), (0,), 2, eos=(0,)),
     ]
     assert sample(logits, rows, NoiseRows(4, 1)).choices == [1, 3, 2]
+
+
+def test_min_tokens_counts_the_depth_of_tree_rows(native: NativeLibrary) -> None:
+    parameters = SamplingParameters(temperature=0.0, min_tokens=4)
+    tree = SamplingRows(
+        parameters, 1, 9, generated=2, eos=(3,), tokens=(5, 6, 7), parents=(-1, 0, 1), depths=(1, 2, 3)
+    )
+    logits = torch.zeros(4, 8)
+    logits[:, 3], logits[:, 6] = 2.0, 1.0
+    for choice in (None, NativeChoice(native)):
+        assert sample(logits, [tree], NoiseRows(8, 4), choice).choices == [6, 6, 3, 3]
 
 
 def test_empty_batch_has_no_choices() -> None:
