@@ -19,6 +19,7 @@ _FILE = re.compile(r"^`([\w/]+\.py)`:" + _CODE, re.MULTILINE | re.DOTALL)
 _LINE = re.compile(
     r"^The line in `(\w+)` of `([\w/]+\.py)`, behind `(\w+)`:" + _CODE, re.MULTILINE | re.DOTALL
 )
+_CHANGE = re.compile(r"^The change in `([\w/]+\.py)`:\n\n```diff\n((?:-.*\n)+)((?:\+.*\n)+)```", re.MULTILINE)
 
 
 class Clone:
@@ -32,16 +33,26 @@ class Clone:
         )
         text = section(heading)
         files, lines = _FILE.findall(text), _LINE.findall(text)
-        assert len(files) == 1
+        changes: list[tuple[str, str, str]] = _CHANGE.findall(text)
+        assert len(files) + len(changes) == 1
         assert lines
         for path, source in files:
             assert not self._place(path).exists()
             self._place(path).write_text(source, encoding="utf-8")
         for table, path, neighbour, line in lines:
-            place = self._place(path)
-            added = with_line(place.read_text(encoding="utf-8"), table, neighbour, line.removeprefix("+"))
-            place.unlink()  # it is a link
-            place.write_text(added, encoding="utf-8")
+            source = self._place(path).read_text(encoding="utf-8")
+            self._replace(path, with_line(source, table, neighbour, line.removeprefix("+")))
+        for path, removed, added in changes:
+            source = self._place(path).read_text(encoding="utf-8")
+            before, after = (re.sub("^[-+]", "", part, flags=re.MULTILINE) for part in (removed, added))
+            assert source.count(before) == 1
+            self._replace(path, source.replace(before, after))
+        self.changed = {*(path for path, _ in files), *(line[1] for line in lines), *(c[0] for c in changes)}
+        """Files of the repository that the section adds or changes."""
+
+    def _replace(self, path: str, source: str) -> None:
+        self._place(path).unlink()  # the copy has a link to the repository's file
+        self._place(path).write_text(source, encoding="utf-8")
 
     def _place(self, path: str) -> Path:
         """Return the place in the copy of a path in the repository."""
