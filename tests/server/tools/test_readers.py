@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.sampling.thinking import starts_in_thinking
-from ssd_serve.server.openai.tools.events import Arguments, CallBegun, Event, Thought, Words
+from ssd_serve.server.openai.tools.readers import CallArguments, CallStart, Event, Text, Thinking
 from ssd_serve.server.openai.tools.formats import FORMATS, format_of
 from ssd_serve.server.openai.tools.message import MessageRules
 
@@ -21,9 +21,9 @@ def joined(events: list[Event]) -> list[Event]:
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
-        if isinstance(event, CallBegun):
+        if isinstance(event, CallStart):
             found.append(event)
-        elif type(last) is type(event) and not isinstance(last, CallBegun) and last is not None:
+        elif type(last) is type(event) and not isinstance(last, CallStart) and last is not None:
             found[-1] = type(event)(last.text + event.text)
         else:
             found.append(event)
@@ -39,9 +39,9 @@ def read(rules: MessageRules, pieces: list[str]) -> list[Event]:
 def calls(rules: MessageRules, text: str) -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     for event in read(rules, [text]):
-        if isinstance(event, CallBegun):
+        if isinstance(event, CallStart):
             found.append((event.name, None))
-        elif isinstance(event, Arguments):
+        elif isinstance(event, CallArguments):
             found[-1] = (found[-1][0], json.loads(event.text))
     return found
 
@@ -76,8 +76,8 @@ def test_calls_behind_a_tag() -> None:
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
 def test_words_before_calls_stay_words(name: str) -> None:
     events = read(MessageRules(name, TOOLS), ["I look it up. \n" + WRITTEN[name] + "\n"])
-    assert events[0] == Words("I look it up.")
-    assert sum(isinstance(event, Words) for event in events) == 1
+    assert events[0] == Text("I look it up.")
+    assert sum(isinstance(event, Text) for event in events) == 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -86,7 +86,7 @@ def test_words_before_calls_stay_words(name: str) -> None:
     ["No call at all.\n", "a < b [TOOL", '{"name": "Bob", "age": 3} is he.', "<tool_call", "  \n", "<|py"],
 )
 def test_what_only_looks_like_a_call_is_words_all_of_it(name: str, text: str) -> None:
-    assert read(MessageRules(name, TOOLS), [text]) == [Words(text)]
+    assert read(MessageRules(name, TOOLS), [text]) == [Text(text)]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_what_only_looks_like_a_call_is_words_all_of_it(name: str, text: str) ->
 )
 def test_an_object_that_names_no_tool_is_not_lost(name: str, text: str) -> None:
     events = read(MessageRules(name, TOOLS), [text])
-    told = "".join(event.text for event in events if isinstance(event, Words))
-    assert not any(isinstance(event, CallBegun) for event in events)
+    told = "".join(event.text for event in events if isinstance(event, Text))
+    assert not any(isinstance(event, CallStart) for event in events)
     assert '{"foo": 1}' in told
     assert ("then" in told) == ("then" in text)
 
@@ -109,8 +109,8 @@ def test_an_object_that_names_no_tool_is_not_lost(name: str, text: str) -> None:
 def test_a_call_that_is_cut_off_tells_what_there_is(name: str) -> None:
     text = WRITTEN[name][: WRITTEN[name].index("days")]
     events = read(MessageRules(name, TOOLS), [text])
-    assert events[0] == CallBegun("weather")
-    assert isinstance(events[1], Arguments)
+    assert events[0] == CallStart("weather")
+    assert isinstance(events[1], CallArguments)
     assert WEATHER.startswith(events[1].text)
 
 
@@ -132,12 +132,12 @@ def test_arguments_as_a_string_are_the_text_in_it() -> None:
 @pytest.mark.parametrize(
     ("thinking", "text", "events"),
     [
-        (False, "<think>\nHm. \n</think>\n\nYes.", [Thought("Hm."), Words("Yes.")]),
-        (True, "Hm.</think>Yes.\n", [Thought("Hm."), Words("Yes.\n")]),
-        (True, "\nHm", [Thought("Hm")]),
-        (False, "<think>\n\n</think>\n\nYes.", [Words("Yes.")]),
-        (False, " Yes <think>no</think>", [Words(" Yes <think>no</think>")]),
-        (False, "<thin", [Words("<thin")]),
+        (False, "<think>\nHm. \n</think>\n\nYes.", [Thinking("Hm."), Text("Yes.")]),
+        (True, "Hm.</think>Yes.\n", [Thinking("Hm."), Text("Yes.\n")]),
+        (True, "\nHm", [Thinking("Hm")]),
+        (False, "<think>\n\n</think>\n\nYes.", [Text("Yes.")]),
+        (False, " Yes <think>no</think>", [Text(" Yes <think>no</think>")]),
+        (False, "<thin", [Text("<thin")]),
     ],
 )
 def test_thoughts_are_apart(thinking: bool, text: str, events: list[Event]) -> None:
@@ -147,8 +147,8 @@ def test_thoughts_are_apart(thinking: bool, text: str, events: list[Event]) -> N
 def test_calls_among_thoughts_are_thoughts() -> None:
     rules = MessageRules("hermes", TOOLS, thinking=True)
     thought, *others = read(rules, [f"{WRITTEN['hermes']}</think>{WRITTEN['hermes']}"])
-    assert thought == Thought(WRITTEN["hermes"])
-    assert sum(isinstance(event, CallBegun) for event in others) == 2
+    assert thought == Thinking(WRITTEN["hermes"])
+    assert sum(isinstance(event, CallStart) for event in others) == 2
 
 
 @pytest.mark.parametrize(

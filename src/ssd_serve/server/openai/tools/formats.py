@@ -1,48 +1,52 @@
-"""How models write calls of tools: Hermes and Qwen, Llama 3, Mistral.
+"""Formats of tool calls: Hermes and Qwen, Llama 3, Mistral. Each is a reader of one output.
 
-Each format is a reader of one output. A text that only looks like a call is words, all of it. Knows markers
-and what stands between them, not the tools themselves but by name.
+A text that only looks like a call is text, all of it. Knows markers and names of tools, no schemas.
 """
 
 from collections.abc import Callable, Collection
 
-from ssd_serve.server.openai.tools.call_reader import CallReader, ValueEnd
-from ssd_serve.server.openai.tools.events import Arguments, CallBegun, Event, OutputReader, Words, certain
+from ssd_serve.server.openai.tools.readers import (
+    CallArguments,
+    CallReader,
+    CallStart,
+    Event,
+    JsonValueEnd,
+    OutputReader,
+    Text,
+    certain,
+)
 
 _SPACE = " \t\r\n"
 
 
-class _Speech:
-    """Words beside calls: white space behind a call says nothing."""
+class _TextBesideCalls:
+    """Text beside calls: white space behind a call is dropped."""
 
     def __init__(self) -> None:
         self._called = False
 
-    def call(self) -> None:
-        """A call has ended."""
+    def end_call(self) -> None:
         self._called = True
 
-    def tell(self, text: str) -> list[Event]:
-        """These words."""
+    def push(self, text: str) -> list[Event]:
         if self._called:
             text = text.lstrip()
             self._called = not text
-        return [Words(text)] if text else []
+        return [Text(text)] if text else []
 
 
 class HermesReader:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several of them, behind words or not."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one or several, perhaps behind text."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self, tools: Collection[str]) -> None:
-        del tools  # the marker is clear enough
+        del tools  # the marker suffices
         self._held = ""
         self._call: CallReader | None = None
-        self._speech = _Speech()
+        self._text = _TextBesideCalls()
 
     def push(self, text: str) -> list[Event]:
-        """See `OutputReader`."""
         found: list[Event] = []
         self._held += text
         while True:
@@ -51,14 +55,14 @@ class HermesReader:
                 if not mark:
                     sure = certain(before, self._OPEN)
                     self._held = before[len(sure) :]
-                    return found + self._speech.tell(sure)
-                found += self._speech.tell(before.rstrip())
+                    return found + self._text.push(sure)
+                found += self._text.push(before.rstrip())
                 self._held, self._call = rest, CallReader()
             found += self._read(self._call)
             if not self._call.done:
                 return found
             if self._call.name is None:
-                found += self._speech.tell(self._OPEN + self._call.raw)
+                found += self._text.push(self._OPEN + self._call.raw)
                 self._call = None
                 continue
             before, mark, rest = self._held.partition(self._CLOSE)
@@ -66,15 +70,14 @@ class HermesReader:
                 self._held = before[len(certain(before, self._CLOSE)) :]
                 return found
             self._held, self._call = rest, None
-            self._speech.call()
+            self._text.end_call()
 
     def finish(self) -> list[Event]:
-        """See `OutputReader`."""
         held, self._held = self._held, ""
         if self._call is None:
-            return self._speech.tell(held)
+            return self._text.push(held)
         if self._call.name is None:
-            return [Words(self._OPEN + self._call.raw + held)]
+            return [Text(self._OPEN + self._call.raw + held)]
         return []
 
     def _read(self, call: CallReader) -> list[Event]:
@@ -88,20 +91,19 @@ class HermesReader:
 
 
 class LlamaReader:
-    """`{"name": ..., "parameters": {...}}` and nothing else, several with semicolons, behind a tag or not;
-    JSON that names no tool is words."""
+    """`{"name": ..., "parameters": {...}}` alone, several with semicolons, perhaps behind a tag; JSON that
+    names no tool is text."""
 
     _TAG = "<|python_tag|>"
 
     def __init__(self, tools: Collection[str]) -> None:
         self._tools = tools
         self._beginning: str | None = ""
-        """What came before it was clear whether calls come."""
+        """The text so far, until it is certain whether calls come."""
         self._call: CallReader | None = None
-        self._wordy = False
+        self._is_text = False
 
     def push(self, text: str) -> list[Event]:
-        """See `OutputReader`."""
         found: list[Event] = []
         if self._beginning is not None:
             self._beginning += text
@@ -112,23 +114,22 @@ class LlamaReader:
             if not text.lstrip():
                 return []
             if not text.lstrip().startswith("{"):
-                self._wordy, text = True, self._beginning
+                self._is_text, text = True, self._beginning
             self._beginning = None
-        if self._wordy:
-            return [Words(text)] if text else []
+        if self._is_text:
+            return [Text(text)] if text else []
         for place, character in enumerate(text):
             found += self._take(character)
-            if self._wordy:
+            if self._is_text:
                 rest = text[place + 1 :]
-                return found + ([Words(rest)] if rest else [])
+                return found + ([Text(rest)] if rest else [])
         return found
 
     def finish(self) -> list[Event]:
-        """See `OutputReader`."""
         if self._beginning is not None:
-            return [Words(self._beginning)] if self._beginning else []
+            return [Text(self._beginning)] if self._beginning else []
         if self._call is not None and not self._named(self._call):
-            return [Words(self._call.raw)]
+            return [Text(self._call.raw)]
         return []
 
     def _take(self, character: str) -> list[Event]:
@@ -136,8 +137,8 @@ class LlamaReader:
             if character in _SPACE or character in ";,":
                 return []
             if character != "{":
-                self._wordy = True
-                return [Words(character)]
+                self._is_text = True
+                return [Text(character)]
             self._call = CallReader()
         call = self._call
         found = call.take(character)
@@ -149,8 +150,8 @@ class LlamaReader:
         return found
 
     def _refused(self, call: CallReader) -> list[Event]:
-        self._wordy, self._call = True, None
-        return [Words(call.raw)]
+        self._is_text, self._call = True, None
+        return [Text(call.raw)]
 
     def _named(self, call: CallReader) -> bool:
         return call.name in self._tools
@@ -166,12 +167,11 @@ class MistralReader:
         self._held = ""
         self._listed: CallReader | None = None
         self._in_list = False
-        self._value: ValueEnd | None = None
+        self._value: JsonValueEnd | None = None
         self._inside = False
-        self._speech = _Speech()
+        self._text = _TextBesideCalls()
 
     def push(self, text: str) -> list[Event]:
-        """See `OutputReader`."""
         self._held += text
         found: list[Event] = []
         while True:
@@ -181,18 +181,16 @@ class MistralReader:
                 return found
 
     def finish(self) -> list[Event]:
-        """See `OutputReader`."""
         held, self._held = self._held, ""
         if not self._inside:
-            return self._speech.tell(held)
+            return self._text.push(held)
         if self._listed is not None and self._listed.name is None and self._listed.raw:
-            return [Words(self._MARK + "[" + self._listed.raw)]
+            return [Text(self._MARK + "[" + self._listed.raw)]
         if self._value is None and not self._in_list and held.strip():
-            return [Words(self._MARK + held)]
+            return [Text(self._MARK + held)]
         return []
 
     def _step(self) -> list[Event]:
-        """Read as much of what is held as one state can."""
         if not self._inside:
             return self._outside()
         if self._value is not None:
@@ -210,9 +208,9 @@ class MistralReader:
         if not mark:
             sure = certain(before, self._MARK)
             self._held = before[len(sure) :]
-            return self._speech.tell(sure)
+            return self._text.push(sure)
         self._inside, self._held = True, rest
-        return self._speech.tell(before.rstrip())
+        return self._text.push(before.rstrip())
 
     def _list(self) -> list[Event]:
         found: list[Event] = []
@@ -227,33 +225,31 @@ class MistralReader:
                 self._listed = CallReader()
             found += self._listed.take(character)
             if self._listed.done:
-                found += self._speech.tell(self._listed.raw) if self._listed.name is None else []
+                found += self._text.push(self._listed.raw) if self._listed.name is None else []
                 self._listed = None
         self._held = ""
         return found
 
     def _name(self) -> list[Event]:
-        """Up to the arguments of a call."""
         name, brace, rest = self._held.partition("{")
         if not brace:
             return []
         name = name.partition(self._ID)[0].partition(self._ARGS)[0].strip()
-        self._held, self._value = "{" + rest, ValueEnd()
-        return [CallBegun(name)]
+        self._held, self._value = "{" + rest, JsonValueEnd()
+        return [CallStart(name)]
 
-    def _arguments(self, value: ValueEnd) -> list[Event]:
+    def _arguments(self, value: JsonValueEnd) -> list[Event]:
         for place, character in enumerate(self._held):
             if value.take(character):
-                told, self._value = self._held[: place + 1], None
+                text, self._value = self._held[: place + 1], None
                 self._end(place + 1)
-                return [Arguments(told)]
-        told, self._held = self._held, ""
-        return [Arguments(told)] if told else []
+                return [CallArguments(text)]
+        text, self._held = self._held, ""
+        return [CallArguments(text)] if text else []
 
     def _end(self, place: int) -> None:
-        """Calls end here; others may follow, behind another mark."""
         self._held, self._inside = self._held[place:], False
-        self._speech.call()
+        self._text.end_call()
 
 
 FORMATS: dict[str, Callable[[Collection[str]], OutputReader]] = {
@@ -261,13 +257,13 @@ FORMATS: dict[str, Callable[[Collection[str]], OutputReader]] = {
     "llama3": LlamaReader,
     "mistral": MistralReader,
 }
-"""By the names of `SSD_TOOL_PARSER`."""
+"""Readers by the values of `SSD_TOOL_PARSER`."""
 
-_SIGNS = (("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"))
+_TEMPLATE_MARKS = (("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"))
 
 
 def format_of(template: str) -> str | None:
-    """The format that a chat template teaches; None where it teaches none that is known."""
+    """Return the call format that a chat template teaches the model; None where it is unknown."""
     if '"parameters"' in template and "<|start_header_id|>" in template:
         return "llama3"
-    return next((name for sign, name in _SIGNS if sign in template), None)
+    return next((name for mark, name in _TEMPLATE_MARKS if mark in template), None)

@@ -1,162 +1,157 @@
-"""An answer's message, read from its text: what was thought, said and called, whole or piece by piece.
+"""The message of a response, read from output text: thinking, text and tool calls, whole or as deltas.
 
-Knows the shape of OpenAI's messages and deltas; no tokens, no choices' ends.
+Knows the shape of OpenAI's messages and deltas; no tokens, and not how choices end.
 """
 
 import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ssd_serve.server.openai.tools.events import CallBegun, Event, OutputReader, Thought, Words
 from ssd_serve.server.openai.tools.formats import FORMATS
-from ssd_serve.server.openai.tools.reasoning import ThoughtReader
+from ssd_serve.server.openai.tools.readers import CallStart, Event, OutputReader, Text, Thinking, ThinkingReader
 
-_SIGNS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_ID_CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
-"""Templates of Mistral's models take ids of exactly so many letters and digits."""
+"""Mistral's templates take ids of exactly so many letters and digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageRules:
-    """What is looked for in an answer. `format` None: no calls; `thinking` None: no thoughts."""
+    """What to look for in an output. `format` None: no calls; `thinking` None: no thinking."""
 
     format: str | None = None
     tools: Collection[str] = ()
     parallel: bool = True
     thinking: bool | None = None
-    """Whether the answer begins among thoughts."""
+    """True where the output begins inside thinking."""
     include_thinking: bool = True
 
     def reader(self) -> "MessageReader":
-        """Of one answer."""
-        thoughts = None if self.thinking is None else ThoughtReader(self.thinking)
+        """Return a reader of one output."""
+        thinking = None if self.thinking is None else ThinkingReader(self.thinking)
         calls = None if self.format is None else FORMATS[self.format](self.tools)
-        return MessageReader(thoughts, calls, self.parallel)
+        return MessageReader(thinking, calls, self.parallel)
 
 
 class MessageReader:
-    """Reads one answer: thoughts first, then words and calls; after the first call no other where they may
-    not be several."""
+    """Reads one output: thinking first, then text and calls; only the first call where not `parallel`."""
 
-    def __init__(self, thoughts: OutputReader | None, calls: OutputReader | None, parallel: bool) -> None:
-        self._thoughts = thoughts
+    def __init__(self, thinking: OutputReader | None, calls: OutputReader | None, parallel: bool) -> None:
+        self._thinking = thinking
         self._calls = calls
         self._parallel = parallel
-        self.calls = 0
+        self._count = 0
 
     def push(self, text: str) -> list[Event]:
-        """See `OutputReader`."""
-        if self._thoughts is None:
-            return self._said([Words(text)] if text else [])
-        return self._said(self._thoughts.push(text))
+        if self._thinking is None:
+            return self._read_calls([Text(text)] if text else [])
+        return self._read_calls(self._thinking.push(text))
 
     def finish(self) -> list[Event]:
-        """See `OutputReader`."""
-        found = self._said(self._thoughts.finish()) if self._thoughts is not None else []
-        return found + (self._counted(self._calls.finish()) if self._calls is not None else [])
+        found = self._read_calls(self._thinking.finish()) if self._thinking is not None else []
+        return found + (self._limit(self._calls.finish()) if self._calls is not None else [])
 
-    def _said(self, events: Iterable[Event]) -> list[Event]:
+    def _read_calls(self, events: Iterable[Event]) -> list[Event]:
         found: list[Event] = []
         for event in events:
-            if isinstance(event, Words) and self._calls is not None:
-                found += self._counted(self._calls.push(event.text))
+            if isinstance(event, Text) and self._calls is not None:
+                found += self._limit(self._calls.push(event.text))
             else:
                 found.append(event)
         return found
 
-    def _counted(self, events: Iterable[Event]) -> list[Event]:
+    def _limit(self, events: Iterable[Event]) -> list[Event]:
         found: list[Event] = []
         for event in events:
-            self.calls += isinstance(event, CallBegun)
-            if self._parallel or self.calls < 2 or isinstance(event, Words):
+            self._count += isinstance(event, CallStart)
+            if self._parallel or self._count < 2 or isinstance(event, Text):
                 found.append(event)
         return found
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a tool, as far as it has come."""
+    """One tool call, as far as it has come."""
 
     identifier: str
     name: str
     arguments: list[str] = field(default_factory=list[str])
 
-    def told(self) -> dict[str, object]:
-        """As messages tell it."""
+    def entry(self) -> dict[str, object]:
+        """Return the call as messages have it."""
         function = {"name": self.name, "arguments": "".join(self.arguments)}
         return {"id": self.identifier, "type": "function", "function": function}
 
 
 class MessageWriter:
-    """Writes what a reader tells of one choice: as deltas of a stream, and as the message in the end. `seed`
-    makes the ids of its calls."""
+    """Writes the message of one choice, as deltas and as a whole. `seed` makes the ids of its calls."""
 
     def __init__(self, rules: MessageRules, seed: str) -> None:
         self._reader = rules.reader()
         self._include_thinking = rules.include_thinking
         self._seed = seed
-        self._words: list[str] = []
-        self._thoughts: list[str] = []
+        self._texts: list[str] = []
+        self._thinking: list[str] = []
         self._calls: list[Call] = []
 
     @property
     def called(self) -> bool:
-        """Whether a tool was called."""
+        """True where a tool was called."""
         return bool(self._calls)
 
     def skip(self, text: str) -> None:
-        """What the client has already: none of it is told again but calls, which are told whole."""
+        """Read text that the client has already. Only calls in it are repeated in the message."""
         if text:
             self.push(text)
-            self._words.clear()
-            self._thoughts.clear()
+            self._texts.clear()
+            self._thinking.clear()
 
     def push(self, text: str, last: bool = False) -> dict[str, object]:
-        """The delta of more text, or of the last there is; empty where nothing is certain yet."""
+        """Return the delta of more text; empty where nothing is certain yet. `last` ends the output."""
         events = self._reader.push(text)
         return self._delta([*events, *self._reader.finish()] if last else events)
 
     def message(self) -> dict[str, object]:
-        """All of it. Content is null where tools were called without a word."""
-        words = "".join(self._words)
+        """Return the whole message. Its content is null where tools were called without text."""
+        text = "".join(self._texts)
         message: dict[str, object] = {
             "role": "assistant",
-            "content": words if words or not self._calls else None,
+            "content": text if text or not self._calls else None,
             "refusal": None,
         }
-        if self._thoughts:
-            message["reasoning_content"] = "".join(self._thoughts)
+        if self._thinking:
+            message["reasoning_content"] = "".join(self._thinking)
         if self._calls:
-            message["tool_calls"] = [call.told() for call in self._calls]
+            message["tool_calls"] = [call.entry() for call in self._calls]
         return message
 
     def _delta(self, events: Iterable[Event]) -> dict[str, object]:
         known = len(self._calls)
-        words: list[str] = []
-        thoughts: list[str] = []
+        texts: list[str] = []
+        thinking: list[str] = []
         arguments: dict[int, list[str]] = {}
-        """More of them, by call."""
+        """New arguments, by index of the call."""
         for event in events:
-            if isinstance(event, Words):
-                words.append(event.text)
-            elif isinstance(event, Thought):
-                thoughts += [event.text] * self._include_thinking
-            elif isinstance(event, CallBegun):
+            if isinstance(event, Text):
+                texts.append(event.text)
+            elif isinstance(event, Thinking):
+                thinking += [event.text] * self._include_thinking
+            elif isinstance(event, CallStart):
                 arguments[len(self._calls)] = []
-                self._calls.append(Call(_identifier(self._seed, len(self._calls)), event.name))
+                self._calls.append(Call(_call_id(self._seed, len(self._calls)), event.name))
             else:
                 self._calls[-1].arguments.append(event.text)
                 arguments.setdefault(len(self._calls) - 1, []).append(event.text)
-        self._words += words
-        self._thoughts += thoughts
+        self._texts += texts
+        self._thinking += thinking
         found: dict[str, object] = {}
-        if words:
-            found["content"] = "".join(words)
-        if thoughts:
-            found["reasoning_content"] = "".join(thoughts)
+        if texts:
+            found["content"] = "".join(texts)
+        if thinking:
+            found["reasoning_content"] = "".join(thinking)
         if arguments:
             found["tool_calls"] = [
-                {"index": index, **self._calls[index].told()}
+                {"index": index, **self._calls[index].entry()}
                 if index >= known
                 else {"index": index, "function": {"arguments": "".join(more)}}
                 for index, more in arguments.items()
@@ -164,11 +159,11 @@ class MessageWriter:
         return found
 
 
-def _identifier(seed: str, index: int) -> str:
-    """Letters and digits that no other call has."""
+def _call_id(seed: str, index: int) -> str:
+    """Return letters and digits that are unique to this call."""
     number = int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest())
-    signs: list[str] = []
+    characters: list[str] = []
     for _ in range(_ID_LENGTH):
-        number, sign = divmod(number, len(_SIGNS))
-        signs.append(_SIGNS[sign])
-    return "".join(signs)
+        number, index = divmod(number, len(_ID_CHARACTERS))
+        characters.append(_ID_CHARACTERS[index])
+    return "".join(characters)
