@@ -1,27 +1,167 @@
-"""The bodies of `/v1/messages`, and the chat request that asks for the same."""
+"""The bodies of `/v1/messages`: content blocks, and the chat request with the same meaning."""
 
+import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field, Tag
 
-from ssd_serve.server.anthropic.blocks import AnthropicMessages, Texts, messages_of
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.limits import MAX_TOKEN_IDS, MAX_TOOLS
-from ssd_serve.server.openai.fields import Ignored, Lenient, NotBuilt, Stop, ToolName, not_built
-from ssd_serve.server.openai.output_formats import JsonOfSchema, NamedSchema, Schema
+from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
+from ssd_serve.server.openai.fields import (
+    Ignored,
+    JsonOfSchema,
+    Lenient,
+    NamedSchema,
+    NotBuilt,
+    Schema,
+    Stop,
+    ToolName,
+    by_type,
+    not_built,
+    text_or_list,
+)
 from ssd_serve.server.openai.protocol import (
     RULES,
+    CalledFunction,
     ChatRequest,
     Function,
     GenerationRequest,
+    Message,
     NamedFunction,
     NamedTool,
     Tool,
+    ToolCall,
+    model_message,
 )
 
 
+class _Block(Lenient):
+    """Any block may have `cache_control`; it is ignored, since equal prefixes are always cached."""
+
+    cache_control: object = None
+
+
+class TextBlock(_Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: object = None
+
+
+class ThinkingBlock(_Block):
+    """Reasoning of the model, for chat templates."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(_Block):
+    """Encrypted reasoning; it is ignored."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(_Block):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: ToolName
+    input: dict[str, object]
+
+
+Texts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=1024), Tag("<list>")],
+    text_or_list("text blocks"),
+]
+
+
+class ToolResultBlock(_Block):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+]
+
+
+class AnthropicMessage(Lenient):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[Block], Field(fail_fast=True, max_length=1024), Tag("<list>")],
+        text_or_list("blocks"),
+    ]
+
+
+AnthropicMessages = Annotated[
+    list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+
+
+def messages_of(system: str | list[TextBlock] | None, messages: Sequence[AnthropicMessage]) -> list[Message]:
+    """Return the conversation; results of calls become messages of tools."""
+    text = text_of(system)
+    found = [Message.model_construct(role="system", content=text)] if text else []
+    for message in messages:
+        blocks = message.content
+        if isinstance(blocks, str):
+            found.append(Message.model_construct(role=message.role, content=blocks))
+        elif message.role == "assistant":
+            found.append(_answer(blocks))
+        else:
+            found += [_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
+            texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+            if texts or not blocks:
+                found.append(Message.model_construct(role="user", content="\n".join(texts)))
+    return found
+
+
+def text_of(texts: str | list[TextBlock] | None) -> str:
+    if texts is None or isinstance(texts, str):
+        return texts or ""
+    return "\n".join(block.text for block in texts)
+
+
+def _answer(blocks: Sequence[object]) -> Message:
+    calls = [
+        ToolCall.model_construct(
+            id=block.id,
+            function=CalledFunction.model_construct(name=block.name, arguments=json.dumps(block.input)),
+        )
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    return model_message(text, thinking, calls)
+
+
+def _result(block: ToolResultBlock) -> Message:
+    return Message.model_construct(
+        role="tool", content=text_of(block.content), tool_call_id=block.tool_use_id
+    )
+
+
 class AnthropicTool(Lenient):
-    """A function; tools of other types would have to run here."""
+    """A function; the tools that Anthropic runs itself are not supported."""
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -31,7 +171,6 @@ class AnthropicTool(Lenient):
     cache_control: object = None
 
     def tool(self) -> Tool:
-        """As chat completions have it."""
         function = Function.model_construct(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
@@ -39,7 +178,7 @@ class AnthropicTool(Lenient):
 
 
 class AnthropicChoice(Lenient):
-    """Whether tools are called, or which."""
+    """The choice of tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -47,11 +186,11 @@ class AnthropicChoice(Lenient):
 
 
 class Thinking(Lenient):
-    """Whether the model thinks first, for its chat template (`enable_thinking`)."""
+    """Thinking of the model, for its chat template (`enable_thinking`)."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_IDS)] | None = Field(
-        None, description="most tokens of thoughts, where they are enabled"
+        None, description="most thinking tokens, where thinking is enabled"
     )
     display: object = None
 
@@ -64,14 +203,14 @@ class OutputSchema(Lenient):
 
 
 class OutputConfig(Lenient):
-    """How the answer is made."""
+    """Options of the output."""
 
     effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = None
     format: OutputSchema | None = None
 
 
 class AskedConversation(Lenient):
-    """What both paths are asked of."""
+    """Fields of both paths."""
 
     messages: AnthropicMessages
     system: Texts | None = None
@@ -84,8 +223,8 @@ class AskedConversation(Lenient):
     mcp_servers: Annotated[object, not_built([])] = None
 
     def chat(self, **common: object) -> ChatRequest:
-        """The chat request that asks for the same, with what they have in `common`. Raises `ApiError` for
-        what only that API has."""
+        """Return the chat request with the same meaning and the fields of `common`. Raises `ApiError` for
+        what only this API has."""
         messages = messages_of(self.system, self.messages)
         if not messages:
             raise bad_request("messages: say nothing", "messages", "invalid_value")
@@ -126,7 +265,7 @@ class MessagesRequest(AskedConversation, GenerationRequest):
     service_tier: Ignored = None
 
     def chat_request(self) -> ChatRequest:
-        """The chat request that asks for the same."""
+        """Return the chat request with the same meaning."""
         if self.n not in (None, 1):
             raise bad_request("n: a message is one; ask several times", "n", "not_built")
         if self.max_tokens is None:

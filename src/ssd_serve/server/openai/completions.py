@@ -24,7 +24,7 @@ from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, pro
 from ssd_serve.server.openai.protocol import CompletionRequest
 from ssd_serve.server.openai.serialize import CompletionSerializer, ResponseHead
 from ssd_serve.server.openai.stream import handle_generation
-from ssd_serve.server.openai.structured import grammar_of
+from ssd_serve.server.openai.grammar import grammar_of
 from ssd_serve.server.openai.tasks import GenerationTask
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import token_units

@@ -49,7 +49,7 @@ class Envelope:
         extra = body.model_extra or {}
         if extra:
             self._check(type(body), extra, path)
-            if not (isinstance(body, Lenient) and body.hands_on):
+            if not (isinstance(body, Lenient) and body.passes_on):
                 yield from (path + name[:_LONGEST_NAME] for name in extra)
         for name, value in body:
             if isinstance(value, BaseModel):

@@ -1,6 +1,6 @@
-"""Building blocks of the request models: strictness, fields that are not built, and bounded lists.
+"""Types of request fields: strict base models, unsupported fields, bounded lists, and output formats.
 
-Knows the shapes of values that people type, not what the server does with them.
+Knows the shapes of values, not what the server does with them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    AliasChoices,
     Discriminator,
     Field,
     Tag,
@@ -27,6 +28,7 @@ from ssd_serve.server.limits import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
+    MAX_GRAMMAR_CHARACTERS,
     MAX_LABEL_CHARACTERS,
     MAX_LABEL_NAME_CHARACTERS,
     MAX_LABELS,
@@ -47,25 +49,25 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     long_lists: ClassVar[Mapping[str, int]] = {}
-    """Fields that may hold more token ids than pydantic should see, and how many each list has at least."""
+    """Fields of token ids that are parsed without pydantic, with the least length of each list."""
 
 
 class Lenient(Strict):
-    """The same, but for fields that it does not know: they are kept, for `Envelope` to tell of."""
+    """Keeps unknown fields, so that `UnknownFields` can report them; otherwise as strict."""
 
     model_config = ConfigDict(extra="allow")
 
-    hands_on: ClassVar[bool] = False
-    """Whether what is not known here goes on to somebody who may know it."""
+    passes_on: ClassVar[bool] = False
+    """True where unknown fields are passed on, to a chat template for example."""
 
 
 def only_where(field: str, harmless: Sequence[object], needs: Mapping[str, object]) -> dict[str, Any]:
-    """For the document: `field` has one of the `harmless` values, or the other fields are as `needs` says."""
+    """Return a rule of the OpenAPI document: `field` has a `harmless` value, or `needs` holds."""
     return {field: {"anyOf": [{"properties": {field: {"enum": list(harmless)}}}, dict(needs)]}}
 
 
 def not_built(*harmless: object) -> BeforeValidator:
-    """A known field that this server cannot honour: only absent, null or a `harmless` value passes."""
+    """Return the validator of an unsupported field: only null or a `harmless` value passes."""
 
     def check(value: object) -> object:
         if value is None or any(type(value) is type(other) and value == other for other in harmless):
@@ -86,23 +88,23 @@ _JSON_TYPES: dict[type[Any], str] = {
 
 
 def _one_of(*values: object) -> Any:
-    """A type that the document describes as one of these values."""
+    """Return a type that the OpenAPI document describes as one of these values."""
     types = dict.fromkeys(_JSON_TYPES[type(value)] for value in values)
     return Annotated[object, WithJsonSchema({"type": list(types), "enum": list(values)})]
 
 
 NotBuilt = Annotated[object, not_built()]
-"""A known field of the OpenAI or vLLM API that only passes when it is null."""
+"""An unsupported field of the OpenAI or vLLM API; null passes."""
 
 Ignored = Annotated[object, AfterValidator(lambda _: None), Field(description="accepted; changes nothing")]
-"""A field that by its definition does not change the result."""
+"""A field that does not change the result by its definition."""
 
 Label = Annotated[
     Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None,
     AfterValidator(lambda _: None),
     Field(description="accepted; changes nothing"),
 ]
-"""Who asks, or what for: nothing that this server keeps."""
+"""A user or purpose, which this server does not keep."""
 
 Labels = Annotated[
     Annotated[
@@ -116,7 +118,7 @@ Labels = Annotated[
     AfterValidator(lambda _: None),
     Field(description="accepted; changes nothing"),
 ]
-"""Labels as the OpenAI API bounds them."""
+"""Labels within the bounds of the OpenAI API."""
 
 
 def _tokens(value: int) -> int:
@@ -130,14 +132,12 @@ Tokens = Annotated[
     Field(ge=-1, le=int(range_of("max_tokens").highest), json_schema_extra={"not": {"const": 0}}),
     AfterValidator(_tokens),
 ]
-"""How many may come; -1: as many as fit."""
-
+"""Most output tokens; -1: as many as fit."""
 
 Truncation = Annotated[
     int, Field(ge=-1, le=MAX_TOKEN_IDS, json_schema_extra={"not": {"const": 0}}), AfterValidator(_tokens)
 ]
-"""How many of the last tokens stay; -1: as many as fit."""
-
+"""Number of last tokens to keep; -1: as many as fit."""
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
@@ -155,7 +155,7 @@ TemplateVariables = Annotated[
     Field(max_length=MAX_LABELS, json_schema_extra=_NAMES),
     AfterValidator(_template_variables),
 ]
-"""What a chat template reads besides the conversation; never the template itself."""
+"""Variables of a chat template besides the conversation; never the template itself."""
 
 
 def _one_or_list(value: object) -> str | None:
@@ -165,7 +165,7 @@ def _one_or_list(value: object) -> str | None:
 
 
 def text_or_list(of: str) -> Discriminator:
-    """Tells `<text>` from a `<list>` of something."""
+    """Return a discriminator of `<text>` and a `<list>` of something."""
     return Discriminator(
         _one_or_list,
         custom_error_type="text_or_list",
@@ -173,11 +173,11 @@ def text_or_list(of: str) -> Discriminator:
     )
 
 
-def by_type(*kinds: str, usual: str | None = None) -> Discriminator:
-    """Tells objects by their `type`; `usual` is that of one that does not say it."""
+def by_type(*kinds: str, default: str | None = None) -> Discriminator:
+    """Return a discriminator of objects by `type`; `default` is the type of objects without one."""
 
     def kind_of(value: object) -> str | None:
-        kind: Any = value.get("type", usual) if isinstance(value, dict) else getattr(value, "type", None)
+        kind: Any = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
         return f"<{kind}>" if isinstance(kind, str) and kind in kinds else None
 
     return Discriminator(
@@ -199,7 +199,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
 def _not_empty(value: tuple[int, ...]) -> tuple[int, ...]:
-    # `min_length` would count what was read before the first wrong id.
+    # `min_length` would count the ids before the first wrong one.
     if not value:
         raise PydanticCustomError("too_short", "Input should have at least one token id")
     return value
@@ -242,20 +242,20 @@ LogitBias = Annotated[
 ]
 
 
-class SpeculationWish(Lenient):
-    """How much is guessed for a request; its text is the same."""
+class SpeculationOptions(Lenient):
+    """Limits of speculation; the text stays the same."""
 
-    mode: Literal["auto", "off"] | None = Field(None, description="off: nothing; auto: as much as pays")
+    mode: Literal["auto", "off"] | None = Field(None, description="off: no draft tokens; auto: as many as pay")
     max_nodes: Annotated[int, Field(ge=0, le=1024)] | None = Field(
-        None, description="most guesses that a round verifies"
+        None, description="most draft tokens that a round verifies"
     )
     trace: bool | None = Field(
-        None, description="tell the tokens of each round: all but a round's last one had been guessed"
+        None, description="report the number of tokens of each round: all but a round's last one were drafted"
     )
 
     @property
     def most_nodes(self) -> int | None:
-        """Most nodes of a round; None: as many as pay."""
+        """Most draft tokens of a round; None: no limit but cost."""
         return 0 if self.mode == "off" else self.max_nodes
 
 
@@ -295,7 +295,7 @@ Prompt = Annotated[
 
 
 class TextPart(Lenient):
-    """A text part of a chat message; images and sounds are not built."""
+    """A text part of a chat message; images and audio are not supported."""
 
     type: Literal["text"]
     text: str
@@ -306,3 +306,75 @@ Content = Annotated[
     | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024), Tag("<list>")],
     text_or_list("text parts"),
 ]
+
+
+Schema = Annotated[dict[str, object], Field(description="a JSON schema")]
+Expression = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class TextFormat(Lenient):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Lenient):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Lenient):
+    """A schema with a name, which is ignored."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: Schema = Field(validation_alias=AliasChoices("schema"))
+    strict: bool | None = Field(None, description="ignored: the output always matches")
+
+
+class JsonOfSchema(Lenient):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class Tagged(Lenient):
+    """A part of the output, from `begin` to `end`, that matches a schema."""
+
+    begin: Annotated[str, Field(min_length=1, max_length=256)]
+    json_schema: Schema = Field(validation_alias=AliasChoices("schema"))
+    end: Annotated[str, Field(max_length=256)]
+
+
+class StructuralTags(Lenient):
+    """Text in which every trigger begins one of the structures."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: list[Tagged] = Field(min_length=1, max_length=64)
+    triggers: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(min_length=1, max_length=64)
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObject, Tag("<json_object>")]
+    | Annotated[JsonOfSchema, Tag("<json_schema>")]
+    | Annotated[StructuralTags, Tag("<structural_tag>")],
+    by_type("text", "json_object", "json_schema", "structural_tag"),
+]
+
+
+class StructuredOutputs(Lenient):
+    """vLLM's field of output formats; exactly one of these."""
+
+    json_schema: Schema | None = Field(None, validation_alias=AliasChoices("json"))
+    regex: Expression | None = None
+    choice: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(
+        None, min_length=1, max_length=1024, description="the output is one of these texts"
+    )
+    grammar: Expression | None = Field(None, description="Lark as llguidance reads it, or GBNF")
+    json_object: bool | None = None
+    structural_tag: StructuralTags | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Annotated[object, not_built()] = None

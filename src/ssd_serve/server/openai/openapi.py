@@ -1,9 +1,10 @@
-"""The OpenAPI document: of each path what it takes, and every status and content type that it answers with.
+"""The OpenAPI document: bodies, statuses and content types of every path, in one table.
 
-One table. Bodies and answers are described by their models; rules that only the loaded model decides (its
-vocabulary, its context) are told in words, with the answer 400.
+Models describe bodies and responses. Rules that depend on the loaded model (vocabulary, context) are
+described in words, with status 400.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,29 +34,31 @@ EVENTS = "text/event-stream"
 PLAIN = "text/plain"
 _SCHEME = "key"
 _REFERENCE = "#/components/schemas/{model}"
+_PUBLISHED_NAMES = {"SpeculationOptions": "SpeculationWish", "DecisionReason": "Why"}
+"""Schema names of models whose class was renamed: clients are generated from the document."""
 
 _PROBLEMS = {
-    400: "The body is not JSON or breaks a rule; `param` names the field. Rules that no schema tells: token "
+    400: "The body is not JSON or breaks a rule; `param` names the field. Rules beyond the schemas: token "
     "ids are below the model's vocabulary; prompt and output fit its context; prompts are not empty; "
-    "texts hold no lone surrogates; `min_tokens` is at most `max_tokens`; prompts x `n` are no more than "
+    "texts have no lone surrogates; `min_tokens` is at most `max_tokens`; prompts x `n` are no more than "
     "one request may have; `best_of` is `n`; two names of one field do not differ; `bad_words` and "
     "`min_tokens` leave some of `allowed_token_ids`; `generated_token_ids` has one list for each choice; "
-    "the model's chat template takes the messages, and writes the last one where it is gone on with; a "
-    "message has `content` but where it calls tools, whose arguments are JSON, and a tool's message says "
-    "which call it answers; how the model calls tools is known; a prompt's log-probabilities are told "
-    "once, and not streamed. A field that is not known is a 400 where its name nearly is a known one, or "
-    "where the server is strict. `/v1/responses` and `/v1/messages` answer once (`n`).",
+    "the model's chat template accepts the messages, and keeps the last one where it is continued; a "
+    "message without tool calls has `content`; arguments of calls are JSON; a message of a tool names its "
+    "call; the model's format of tool calls is known; log-probabilities of a prompt are requested once, and "
+    "not streamed. An unknown field gives 400 where its name is close to a known one, or where the server "
+    "is strict. `/v1/responses` and `/v1/messages` have one choice (`n`).",
     401: "The key is missing or wrong.",
-    403: "The figures tell of all keys: they are for the operator's.",
+    403: "Metrics cover all keys: only the operator's key may read them.",
     404: "The model is not served here.",
     408: "The body took too long to arrive.",
     413: "The body is larger than the server reads, or has more values.",
-    415: "The body is not announced as application/json.",
-    421: "The server may not be called by this name; its operator can allow it.",
+    415: "The content type is not application/json.",
+    421: "The host name is not allowed; the operator can allow it.",
     429: "The queue is full, or the key has used up what it may ask for in a minute.",
     500: "A fault of the server, or of its engine.",
     503: "No token can be generated now; `code` says why: loading, restarting, shutting down, dead, or "
-    "all connections are busy, or there is no room for another body.",
+    "all connections are busy, or there is no memory for another body.",
 }
 _RETRY: Schema = {
     "Retry-After": {
@@ -101,22 +104,22 @@ _MODEL_PARAMETER: Schema = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a path does. `answer`: the object that it answers with, or the content type of a text."""
+    """One path. `answer` is the type of its response, or the content type of a text."""
 
     summary: str
     answer: type | str
     problems: Sequence[int] = ()
-    """Statuses besides 421, 500 and 503, and 401 where a key is wanted: every path may answer with those."""
+    """Statuses besides those of every path: 421, 500, 503, and 401 where a key is required."""
     body: type[BaseModel] | None = None
     example: Mapping[str, object] | None = None
     chunk: type | None = None
-    """What an event of the answer's stream holds."""
+    """Type of an event of the stream."""
     open: bool = False
-    """Needs no key."""
+    """True where no key is required."""
     methods: Sequence[str] = ("get", "head")
     parameters: Sequence[Schema] = ()
     links: Schema = field(default_factory=dict[str, Any])
-    """What a success is good for elsewhere."""
+    """OpenAPI links of a success."""
 
 
 _BODY = (400, 404, 408, 413, 415, 429)
@@ -217,32 +220,32 @@ class SecuritySchemes:
     keyed: bool = False
     metrics_keyed: bool = False
 
-    def locks(self, path: str, told: Operation) -> bool:
+    def locks(self, path: str, operation: Operation) -> bool:
         """Whether a path wants a key."""
-        return not told.open and (self.keyed or (self.metrics_keyed and path == METRICS_PATH))
+        return not operation.open and (self.keyed or (self.metrics_keyed and path == METRICS_PATH))
 
-    def problems(self, path: str, told: Operation) -> list[int]:
+    def problems(self, path: str, operation: Operation) -> list[int]:
         """Everything that a path may answer with besides 200."""
-        locked = self.locks(path, told)
+        locked = self.locks(path, operation)
         only_for_some = locked and path == METRICS_PATH
         anywhere = (421, 500, 503, *((401,) if locked else ()), *((403,) if only_for_some else ()))
-        return sorted({*told.problems, *anywhere})
+        return sorted({*operation.problems, *anywhere})
 
 
 def describe(app: FastAPI, schemes: SecuritySchemes) -> None:
-    """Make `app.openapi()` tell this document."""
+    """Make `app.openapi()` return this document."""
 
     def document() -> Schema:
         if app.openapi_schema is None:
             app.openapi_schema = build_document(app.title, app.version, schemes)
         return app.openapi_schema
 
-    # This is the way that FastAPI documents for changing the document.
+    # FastAPI documents this way of changing the document.
     setattr(app, "openapi", document)  # noqa: B010
 
 
 def build_document(title: str, version: str, schemes: SecuritySchemes) -> Schema:
-    """The OpenAPI document of all routes."""
+    """Return the OpenAPI document of all routes."""
     schemas, references = _schemas()
     components: Schema = {
         "schemas": schemas,
@@ -260,54 +263,60 @@ def build_document(title: str, version: str, schemes: SecuritySchemes) -> Schema
 
 @cache
 def _schemas() -> tuple[Schema, dict[type, Schema]]:
-    """The schemas of all models, and how each is referred to: always the same, and long to make."""
+    """Return the schemas of all models, and a reference to each; they take long to make."""
     bodies = [each.body for each in OPERATIONS.values() if each.body is not None]
-    told: list[type] = [answers.Error]
+    responses: list[type] = [answers.Error]
     for each in OPERATIONS.values():
-        told += [one for one in (each.answer, each.chunk) if isinstance(one, type) and one is not dict]
+        responses += [one for one in (each.answer, each.chunk) if isinstance(one, type) and one is not dict]
     found, shared = TypeAdapter.json_schemas(
         [
             *((body, "validation", TypeAdapter(body)) for body in bodies),
-            *((one, "serialization", TypeAdapter(one)) for one in dict.fromkeys(told)),
+            *((one, "serialization", TypeAdapter(one)) for one in dict.fromkeys(responses)),
         ],
         ref_template=_REFERENCE,
     )
-    return shared["$defs"], {kind: schema for (kind, _), schema in found.items()}
+    return _published(shared["$defs"]), {kind: _published(schema) for (kind, _), schema in found.items()}
+
+
+def _published(schema: Schema) -> Schema:
+    text = json.dumps(schema)
+    for name, published in _PUBLISHED_NAMES.items():
+        text = re.sub(rf'"(#/components/schemas/)?{name}"', rf'"\g<1>{published}"', text)
+    found: Schema = json.loads(text)
+    return found
 
 
 def _operation(
-    path: str, method: str, told: Operation, references: Mapping[type, Schema], schemes: SecuritySchemes
+    path: str, method: str, operation: Operation, references: Mapping[type, Schema], schemes: SecuritySchemes
 ) -> Schema:
-    """One method of one path."""
-    operation: Schema = {
-        "summary": told.summary,
+    entry: Schema = {
+        "summary": operation.summary,
         "operationId": method + re.sub(r"\W+", "_", path).rstrip("_"),
-        "parameters": [*told.parameters, _NAME_PARAMETER],
+        "parameters": [*operation.parameters, _NAME_PARAMETER],
         "responses": {
             "200": {
                 "description": "Success.",
-                "headers": {REQUEST_ID_HEADER: _NAME_HEADER, **({**_LIMITS, **_IGNORED} if told.body else {})},
-                "content": _content(told, references),
-                **({"links": told.links} if told.links and method != "head" else {}),
+                "headers": {REQUEST_ID_HEADER: _NAME_HEADER, **({**_LIMITS, **_IGNORED} if operation.body else {})},
+                "content": _content(operation, references),
+                **({"links": operation.links} if operation.links and method != "head" else {}),
             },
-            **{str(each): {"$ref": f"#/components/responses/{each}"} for each in schemes.problems(path, told)},
+            **{str(each): {"$ref": f"#/components/responses/{each}"} for each in schemes.problems(path, operation)},
         },
     }
-    if told.body is not None:
-        content: Schema = {"schema": references[told.body], "example": told.example}
-        operation["requestBody"] = {"required": True, "content": {JSON: content}}
-    if schemes.locks(path, told):
-        operation["security"] = [{_SCHEME: []}]
-    return operation
+    if operation.body is not None:
+        content: Schema = {"schema": references[operation.body], "example": operation.example}
+        entry["requestBody"] = {"required": True, "content": {JSON: content}}
+    if schemes.locks(path, operation):
+        entry["security"] = [{_SCHEME: []}]
+    return entry
 
 
-def _content(told: Operation, references: Mapping[type, Schema]) -> Schema:
-    """The content types of a success."""
-    if isinstance(told.answer, str):
-        return {told.answer: {"schema": {"type": "string"}}}
-    content: Schema = {JSON: {"schema": references.get(told.answer, {"type": "object"})}}
-    if told.chunk is not None:
-        events = {"anyOf": [references[told.chunk], references[answers.Error]]}
+def _content(operation: Operation, references: Mapping[type, Schema]) -> Schema:
+    if isinstance(operation.answer, str):
+        return {operation.answer: {"schema": {"type": "string"}}}
+    content: Schema = {JSON: {"schema": references.get(operation.answer, {"type": "object"})}}
+    if operation.chunk is not None:
+        events = {"anyOf": [references[operation.chunk], references[answers.Error]]}
         data: Schema = {
             "type": "string",
             "anyOf": [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": events}],
@@ -319,7 +328,6 @@ def _content(told: Operation, references: Mapping[type, Schema]) -> Schema:
 
 
 def _problem(status: int, error: Schema) -> Schema:
-    """An answer other than success."""
     return {
         "description": f"{HTTPStatus(status).phrase}. {_PROBLEMS[status]}",
         "headers": {REQUEST_ID_HEADER: _NAME_HEADER, **_HEADERS.get(status, {})},

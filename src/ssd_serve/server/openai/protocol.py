@@ -25,7 +25,7 @@ from ssd_serve.server.openai.fields import (
     Prompt,
     RequestName,
     SomeTokenIds,
-    SpeculationWish,
+    SpeculationOptions,
     Stop,
     StopTokenIds,
     TemplateVariables,
@@ -36,7 +36,7 @@ from ssd_serve.server.openai.fields import (
     not_built,
     only_where,
 )
-from ssd_serve.server.openai.output_formats import ResponseFormat, Schema, StructuredOutputs
+from ssd_serve.server.openai.fields import ResponseFormat, Schema, StructuredOutputs
 
 TopLogprobs = Annotated[int, range_field("logprobs")]
 
@@ -140,7 +140,7 @@ class GenerationRequest(Lenient):
     prompt_logprobs: TopLogprobs | None = Field(
         None, description="tell of each token of the prompt its log-probability, and those of as many others"
     )
-    speculation: SpeculationWish | None = Field(None, description="how much is guessed")
+    speculation: SpeculationOptions | None = Field(None, description="how much is guessed")
     cache_salt: CacheSalt | None = Field(
         None,
         description="a secret: only requests with the same one reuse what was read of their prompts",
@@ -266,7 +266,7 @@ class Tool(Lenient):
 class Message(Lenient):
     """One message of a conversation. Other fields are for the model's chat template."""
 
-    hands_on: ClassVar[bool] = True
+    passes_on: ClassVar[bool] = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="null only where tools are called")

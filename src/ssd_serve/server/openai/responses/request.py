@@ -1,23 +1,32 @@
-"""The body of `/v1/responses`, and the chat request that asks for the same."""
+"""The body of `/v1/responses`: its input items, and the chat request with the same meaning."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
+import msgspec
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.limits import MAX_LABELS, MAX_TOOLS
-from ssd_serve.server.openai.fields import Lenient, NotBuilt, Tokens, ToolName, by_type, not_built
-from ssd_serve.server.openai.output_formats import (
+from ssd_serve.server.limits import MAX_LABELS, MAX_MESSAGES, MAX_TOOLS
+from ssd_serve.server.openai.fields import (
     JsonObject,
     JsonOfSchema,
+    Lenient,
     NamedSchema,
+    NotBuilt,
     ResponseFormat,
     Schema,
     TextFormat,
+    Tokens,
+    ToolName,
+    by_type,
+    not_built,
+    text_or_list,
 )
 from ssd_serve.server.openai.protocol import (
     RULES,
+    CalledFunction,
     ChatRequest,
     Function,
     GenerationRequest,
@@ -25,15 +34,149 @@ from ssd_serve.server.openai.protocol import (
     NamedFunction,
     NamedTool,
     Tool,
+    ToolCall,
     TopLogprobs,
+    model_message,
 )
-from ssd_serve.server.openai.responses.items import Items, messages_of
 
 _LOGPROBS = "message.output_text.logprobs"
 
 
+class InputText(Lenient):
+    """A text of a message or of an earlier answer."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[object] | None = None
+    logprobs: list[object] | None = None
+
+
+class ThoughtText(Lenient):
+    """A text of the model's reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+Texts = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[InputText], Field(fail_fast=True, max_length=1024), Tag("<list>")],
+    text_or_list("texts"),
+]
+
+
+class _Item(Lenient):
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(_Item):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Texts
+
+
+def _json(text: str) -> str:
+    try:
+        msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError as error:
+        raise PydanticCustomError("json", "not JSON: {why}", {"why": str(error)}) from error
+    return text
+
+
+class FunctionCall(_Item):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Annotated[str, AfterValidator(_json)]
+
+
+class FunctionCallOutput(_Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Texts
+
+
+class Reasoning(_Item):
+    """Reasoning of the model, for chat templates."""
+
+    type: Literal["reasoning"]
+    summary: list[ThoughtText] | None = None
+    content: list[ThoughtText] | None = None
+    encrypted_content: NotBuilt = None
+
+
+AnyItem = InputMessage | FunctionCall | FunctionCallOutput | Reasoning
+Item = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[Reasoning, Tag("<reasoning>")],
+    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+]
+Items = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("<list>")],
+    text_or_list("items"),
+]
+
+
+def messages_of(items: str | Sequence[AnyItem]) -> list[Message]:
+    """Return the conversation; successive reasoning, text and calls of the model become one message."""
+    if isinstance(items, str):
+        return [Message.model_construct(role="user", content=items)]
+    found: list[Message] = []
+    answer = _ModelMessage()
+    for item in items:
+        if isinstance(item, Reasoning):
+            answer.thoughts += [part.text for part in item.content or item.summary or ()]
+        elif isinstance(item, FunctionCall):
+            function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+            answer.calls.append(ToolCall.model_construct(id=item.call_id, function=function))
+        elif isinstance(item, InputMessage) and item.role == "assistant":
+            found += answer.take() if answer.calls else ()
+            answer.words.append(text_of(item.content))
+        else:
+            found += answer.take()
+            found.append(_other(item))
+    return [*found, *answer.take()]
+
+
+def text_of(texts: str | list[InputText]) -> str:
+    return texts if isinstance(texts, str) else "".join(part.text for part in texts)
+
+
+def _other(item: InputMessage | FunctionCallOutput) -> Message:
+    if isinstance(item, FunctionCallOutput):
+        return Message.model_construct(role="tool", content=text_of(item.output), tool_call_id=item.call_id)
+    return Message.model_construct(role=item.role, content=text_of(item.content))
+
+
+class _ModelMessage:
+    """A message of the model, from successive items."""
+
+    def __init__(self) -> None:
+        self.thoughts: list[str] = []
+        self.words: list[str] = []
+        self.calls: list[ToolCall] = []
+
+    def take(self) -> list[Message]:
+        """Return the message unless it is empty, and begin the next one."""
+        if not (self.thoughts or self.words or self.calls):
+            return []
+        message = model_message("".join(self.words), "".join(self.thoughts), self.calls)
+        self.thoughts, self.words, self.calls = [], [], []
+        return [message]
+
+
 class FlatTool(Lenient):
-    """A function; other tools would have to run here."""
+    """A function; the tools that OpenAI runs itself are not supported."""
 
     type: Literal["function"]
     name: ToolName
@@ -42,7 +185,6 @@ class FlatTool(Lenient):
     strict: bool | None = None
 
     def tool(self) -> Tool:
-        """As chat completions have it."""
         function = Function.model_construct(
             name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
         )
@@ -67,7 +209,7 @@ class FlatSchema(Lenient):
 
 
 class TextSettings(Lenient):
-    """How the answer is written."""
+    """The format of the text."""
 
     format: (
         Annotated[
@@ -82,10 +224,10 @@ class TextSettings(Lenient):
 
 
 class ReasoningSettings(Lenient):
-    """How the model thinks."""
+    """Options of reasoning."""
 
     effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = None
-    summary: Annotated[object, Field(description="thoughts are told as they are")] = None
+    summary: Annotated[object, Field(description="ignored: reasoning is not summarized")] = None
     generate_summary: object = None
 
 
@@ -94,12 +236,12 @@ def _choice_of(value: object) -> str:
 
 
 class ResponsesRequest(GenerationRequest):
-    """Body of `/v1/responses`. Nothing is kept: a client sends the whole conversation."""
+    """Body of `/v1/responses`. Nothing is stored: a client sends the whole conversation."""
 
     model_config = ConfigDict(json_schema_extra={"dependentSchemas": RULES})
 
     input: Items
-    instructions: str | None = Field(None, description="what the model is told first")
+    instructions: str | None = Field(None, description="the system prompt")
     max_output_tokens: Tokens | None = None
     tools: list[FlatTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: (
@@ -114,10 +256,10 @@ class ResponsesRequest(GenerationRequest):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     include: list[str] | None = Field(
-        None, max_length=MAX_LABELS, description=f"{_LOGPROBS} is told; others are not there to be told"
+        None, max_length=MAX_LABELS, description=f"{_LOGPROBS} is supported; other values are ignored"
     )
     top_logprobs: TopLogprobs | None = None
-    store: bool | None = Field(None, description="accepted; nothing is kept")
+    store: bool | None = Field(None, description="accepted; nothing is stored")
 
     background: Annotated[object, not_built(False)] = None
     conversation: NotBuilt = None
@@ -128,12 +270,12 @@ class ResponsesRequest(GenerationRequest):
     truncation: Annotated[object, not_built("disabled")] = None
 
     def chat(self) -> ChatRequest:
-        """The chat request that asks for the same. Raises `ApiError` for what only that API has."""
+        """Return the chat request with the same meaning. Raises `ApiError` for what only this API has."""
         if self.n not in (None, 1):
             raise bad_request("n: a response is one; ask several times", "n", "not_built")
         common = {name: getattr(self, name) for name in GenerationRequest.model_fields}
-        told = self.instructions
-        system = [Message.model_construct(role="system", content=told)] if told else []
+        text = self.instructions
+        system = [Message.model_construct(role="system", content=text)] if text else []
         messages = [*system, *messages_of(self.input)]
         if not messages:
             raise bad_request("input: says nothing", "input", "invalid_value")
@@ -153,7 +295,7 @@ class ResponsesRequest(GenerationRequest):
         return ChatRequest.model_construct(**asked)
 
     def echo(self) -> Mapping[str, object]:
-        """What an answer repeats."""
+        """Return the fields that a response repeats."""
         asked = None if self.text is None else self.text.format
         form: dict[str, object] = {"type": "text"} if asked is None else asked.model_dump()
         if "json_schema" in form:
