@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.limits import MAX_UNKNOWN_FIELDS
-from ssd_serve.server.openai.envelope import HEADER, Envelope, names_of
+from ssd_serve.server.openai.unknown_fields import HEADER, UnknownFields, names_of
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
@@ -119,7 +119,7 @@ def test_every_unknown_name_is_told_or_refused(extra: dict[str, int | None]) -> 
     extra = {name: value for name, value in extra.items() if name not in known}
     body = CompletionRequest.model_validate({"prompt": "a", **extra})
     try:
-        told = set(Envelope().ignored(body))
+        told = set(UnknownFields().ignored(body))
     except ApiError as error:
         told = {str(error.param)}
         extra = {name: value for name, value in extra.items() if name == error.param}
@@ -130,7 +130,7 @@ def test_no_field_is_a_slip_of_another() -> None:
     """Else a request that names one could be told that it means the other."""
     for kind in (CompletionRequest, ChatRequest):
         given_all = kind.model_construct(**dict.fromkeys(kind.model_fields))
-        assert Envelope(strict=True).ignored(given_all) == ()
+        assert UnknownFields(strict=True).ignored(given_all) == ()
 
 
 async def test_long_names_are_cut_in_errors() -> None:

@@ -8,10 +8,10 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from ssd_serve.base.messages import Ready
-from ssd_serve.server.anthropic.request import CountRequest, MessagesRequest
+from ssd_serve.server.anthropic.models import CountRequest, MessagesRequest
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.openai.chat import ChatEndpoint
-from ssd_serve.server.openai.envelope import told_ignored
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.openai.serialize import ResponseHead
 from ssd_serve.server.openai.stream import Entry, Event, MessageStream, TokenCounts, handle_generation
@@ -39,7 +39,7 @@ class MessagesEndpoint:
         count = await self.service.bodies.use(
             request, CountRequest, ready, lambda body: self._count(body, ready)
         )
-        return JSONResponse({"input_tokens": count}, headers=told_ignored(request))
+        return JSONResponse({"input_tokens": count}, headers=ignored_header(request))
 
     async def _task(self, body: MessagesRequest, ready: Ready, request: Request) -> GenerationTask:
         return await ChatEndpoint(self.service).task(body.chat_request(), ready, request)

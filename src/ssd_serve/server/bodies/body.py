@@ -18,7 +18,7 @@ from ssd_serve.server.errors import ApiError, unavailable
 from ssd_serve.server.http.streaming import while_connected
 from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.openai.envelope import Envelope, for_log
+from ssd_serve.server.openai.unknown_fields import UnknownFields, for_log
 from ssd_serve.server.openai.fields import Strict
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class UploadMemory:
 class Bodies:
     """Receives, parses and holds the request bodies of one server."""
 
-    def __init__(self, limits: Limits, envelope: Envelope) -> None:
+    def __init__(self, limits: Limits, envelope: UnknownFields) -> None:
         self._limits = limits
         self._envelope = envelope
         self._memory = UploadMemory(limits.max_bodies_bytes, limits.inline_body_bytes, limits.body_grace_s)

@@ -1,4 +1,4 @@
-"""One choice of an HTTP request: its plan, its output so far, and how it ended.
+"""A choice of an HTTP request: its plan, its output so far, and its end.
 
 Turns the engine's reports into text. Knows no channel and no protocol.
 """
@@ -14,7 +14,7 @@ from ssd_serve.server.text.output import TextAssembler, TextRules
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
-    """What the engine is asked for, and what is done with its tokens."""
+    """Request of one choice to the engine, and the rules for its text."""
 
     prompt: tuple[int, ...]
     parameters: SamplingParameters
@@ -27,7 +27,7 @@ class ChoicePlan:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
-    """How a choice ended. `cause` is the stop string or stop id."""
+    """The end of a choice. `cause` is the stop string or stop id."""
 
     reason: str
     cause: str | int | None

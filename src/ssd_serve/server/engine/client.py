@@ -51,10 +51,12 @@ class EngineClient:
         on_poison: Callable[[], None] = lambda: None,
         silence_limit_s: float = 60.0,
     ) -> None:
-        """Without a `channel`, `attach` brings it. Without `reconnect`, the first death is final, as is any
-        death before the first `Ready`. `on_ready` is called for each engine that can generate. `on_silence`
+        """Prepare a client; `attach` brings the channel where none is given.
+
+        Without `reconnect`, the first death is final, as is any death before the first `Ready`. `on_ready` is called for each engine that can generate. `on_silence`
         is called every second, with the seconds, while a ready engine has sent nothing for longer than
-        `silence_limit_s`. `on_poison` is called when a request is found that kills engines."""
+        `silence_limit_s`. `on_poison` is called when a request is found that kills engines.
+        """
         self._connection = AsyncConnection(channel or NullChannel(), self._on_messages, self._on_lost)
         self._reconnect = reconnect
         self._on_ready = on_ready

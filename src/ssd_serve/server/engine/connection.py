@@ -76,7 +76,7 @@ class NullChannel:
 
 
 class AsyncConnection:
-    """One channel, from `start` on the event loop to `close`.
+    """A channel, from `start` on the event loop to `close`.
 
     `on_messages` gets what arrives. `on_end` is called once with the reason when the peer is gone, after all
     messages; never after `close`.

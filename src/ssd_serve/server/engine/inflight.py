@@ -33,7 +33,7 @@ Deliver = Callable[[Report], None]
 
 @dataclass(slots=True, eq=False)
 class InflightRequest:
-    """One request from its submission to its end.
+    """A request from its submission to its end.
 
     `submit.output` is what the client has from an earlier response; nothing of it is reported again.
     """

@@ -35,8 +35,8 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
-from ssd_serve.server.openai.envelope import HEADER as IGNORED
-from ssd_serve.server.openai.envelope import Envelope
+from ssd_serve.server.openai.unknown_fields import HEADER as IGNORED
+from ssd_serve.server.openai.unknown_fields import UnknownFields
 from ssd_serve.server.openai.openapi import SecuritySchemes, describe
 from ssd_serve.server.openai.responses.stream import ResponsesEndpoint
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
@@ -82,7 +82,7 @@ def create_app(
             model_name(settings),
             settings.metrics_prefix,
         ),
-        bodies=Bodies(limits, Envelope(settings.strict_requests)),
+        bodies=Bodies(limits, UnknownFields(settings.strict_requests)),
         worker_pool=WorkerPool(limits.inline_characters, limits.tokenize_threads),
         template_pool=WorkerPool(-1, limits.tokenize_threads),
         tokenize_pool=WorkerPool(-1, threads=1),

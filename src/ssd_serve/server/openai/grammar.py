@@ -165,7 +165,7 @@ _SPACE = r"SPACE: /[ \n]{0,4}/"
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a model writes calls. The marks are those of Mistral's format, as grammar rules: a token or a text.
+    """The form of a model's calls. The marks are those of Mistral's format, as grammar rules: a token or a text.
     Without a mark of arguments, calls are a list."""
 
     name: str

@@ -18,14 +18,14 @@ from pydantic import BaseModel, TypeAdapter
 from ssd_serve.server import information
 from ssd_serve.server.access.auth import METRICS_PATH
 from ssd_serve.server.access.tenants import RATE_HEADERS
-from ssd_serve.server.anthropic import answer as message_answer
-from ssd_serve.server.anthropic.request import CountRequest, MessagesRequest
+from ssd_serve.server.anthropic import models as anthropic
+from ssd_serve.server.anthropic.models import CountRequest, MessagesRequest
 from ssd_serve.server.http.middleware import REQUEST_ID_HEADER
-from ssd_serve.server.openai import answer_models as answers
+from ssd_serve.server.openai import response_models as answers
 from ssd_serve.server.openai import protocol
-from ssd_serve.server.openai.envelope import HEADER as IGNORED
-from ssd_serve.server.openai.responses import answer as response_answer
-from ssd_serve.server.openai.responses.request import ResponsesRequest
+from ssd_serve.server.openai.unknown_fields import HEADER as IGNORED
+from ssd_serve.server.openai.responses import models as responses
+from ssd_serve.server.openai.responses.models import ResponsesRequest
 
 Schema = dict[str, Any]
 
@@ -104,7 +104,7 @@ _MODEL_PARAMETER: Schema = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One path. `answer` is the type of its response, or the content type of a text."""
+    """A path of the API. `answer` is the type of its response, or the content type of a text."""
 
     summary: str
     answer: type | str
@@ -164,25 +164,25 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/responses": Operation(
         "answer in a conversation, as OpenAI's newer API does; nothing is kept",
-        response_answer.Answered,
+        responses.Answered,
         _BODY,
         ResponsesRequest,
         {"input": "What is speculative decoding?", "max_output_tokens": 16},
-        response_answer.ResponseEvent,
+        responses.ResponseEvent,
         methods=("post",),
     ),
     "/v1/messages": Operation(
         "answer in a conversation, as Anthropic's API does",
-        message_answer.AnsweredMessage,
+        anthropic.AnsweredMessage,
         _BODY,
         MessagesRequest,
         {"messages": _ASK, "max_tokens": 16},
-        message_answer.MessageEvent,
+        anthropic.MessageEvent,
         methods=("post",),
     ),
     "/v1/messages/count_tokens": Operation(
         "how many tokens a conversation has",
-        message_answer.CountedTokens,
+        anthropic.CountedTokens,
         _BODY,
         CountRequest,
         {"messages": _ASK},
@@ -215,17 +215,17 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True, slots=True)
 class SecuritySchemes:
-    """What is locked: everything that is not open, or only the metrics."""
+    """Paths that require a key: all but the open ones, or only the metrics."""
 
     keyed: bool = False
     metrics_keyed: bool = False
 
     def locks(self, path: str, operation: Operation) -> bool:
-        """Whether a path wants a key."""
+        """True where a path requires a key."""
         return not operation.open and (self.keyed or (self.metrics_keyed and path == METRICS_PATH))
 
     def problems(self, path: str, operation: Operation) -> list[int]:
-        """Everything that a path may answer with besides 200."""
+        """Return all statuses of a path besides 200."""
         locked = self.locks(path, operation)
         only_for_some = locked and path == METRICS_PATH
         anywhere = (421, 500, 503, *((401,) if locked else ()), *((403,) if only_for_some else ()))
@@ -265,13 +265,13 @@ def build_document(title: str, version: str, schemes: SecuritySchemes) -> Schema
 def _schemas() -> tuple[Schema, dict[type, Schema]]:
     """Return the schemas of all models, and a reference to each; they take long to make."""
     bodies = [each.body for each in OPERATIONS.values() if each.body is not None]
-    responses: list[type] = [answers.Error]
+    kinds: list[type] = [answers.Error]
     for each in OPERATIONS.values():
-        responses += [one for one in (each.answer, each.chunk) if isinstance(one, type) and one is not dict]
+        kinds += [one for one in (each.answer, each.chunk) if isinstance(one, type) and one is not dict]
     found, shared = TypeAdapter.json_schemas(
         [
             *((body, "validation", TypeAdapter(body)) for body in bodies),
-            *((one, "serialization", TypeAdapter(one)) for one in dict.fromkeys(responses)),
+            *((one, "serialization", TypeAdapter(one)) for one in dict.fromkeys(kinds)),
         ],
         ref_template=_REFERENCE,
     )

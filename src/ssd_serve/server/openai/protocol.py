@@ -1,7 +1,7 @@
-"""The request bodies of the OpenAI-compatible API, as people type them.
+"""The request bodies of the OpenAI-compatible API.
 
-Every field of the OpenAI API is known here by name: built, ignored by definition, or refused as not built.
-Unknown fields are errors. Ranges that need the model (vocabulary, context) are checked elsewhere.
+Every field of the OpenAI API is listed: supported, ignored by definition, or refused as unsupported. Checks
+that need the model (vocabulary, context) are elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,22 +42,22 @@ TopLogprobs = Annotated[int, range_field("logprobs")]
 
 
 class StreamOptions(Lenient):
-    """What a stream carries besides the text."""
+    """Contents of a stream besides the text."""
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
     continuous_usage_stats: bool | None = Field(
-        None, description="with include_usage: every chunk tells the usage so far"
+        None, description="with include_usage: every chunk has the usage so far"
     )
     include_speculation: bool | None = Field(
-        None, description="false: the last chunk does not tell the figures of speculation"
+        None, description="false: the last chunk has no speculation figures"
     )
     include_obfuscation: bool | None = Field(
-        None, description="pad every chunk with random characters, so that its length tells nothing; null: no"
+        None, description="pad every chunk with random characters, to hide the length of its text; null: no"
     )
 
 
 def _named(*names: str) -> Any:
-    """A field that others know by other names; the first is ours."""
+    """Return a field with aliases of other servers; the first name is ours."""
     return Field(None, validation_alias=AliasChoices(*names))
 
 
@@ -68,7 +68,7 @@ RULES = {
     **only_where("stream_options", [None], _STREAMED),
     **only_where("generated_token_ids", [None, []], _SEEDED),
 }
-"""Of fields that go together, for the document; they are checked where they are used."""
+"""Rules of the OpenAPI document for fields that depend on each other; they are checked where used."""
 _SCORED_OR_STREAMED = [
     {"properties": {"logprobs": {"enum": [None]}}},
     {"properties": {"stream": {"enum": [None, False]}}},
@@ -77,16 +77,15 @@ _SCORED_OR_STREAMED = [
 
 @with_number_fields
 class GenerationRequest(Lenient):
-    """What completions and chat completions have in common. Null means the default. Other names of a field
-    are llama.cpp's."""
+    """Fields of all generation requests. Null means the default; aliases of fields are llama.cpp's."""
 
     long_lists: ClassVar[Mapping[str, int]] = {"generated_token_ids": 0}
 
-    model: str | None = Field(None, description="the served model's id; empty: the one that is served")
+    model: str | None = Field(None, description="the served model's id, which is also the default")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Choices | None = Field(None, description="choices for each prompt")
-    seed: Seed | None = Field(None, description="empty: random, and told in the response")
+    seed: Seed | None = Field(None, description="null: random, and reported in the response")
 
     temperature: Temperature | None = None
     top_k: Annotated[int, range_field("top_k")] | None = Field(None, description="0 or -1: off")
@@ -98,8 +97,8 @@ class GenerationRequest(Lenient):
     presence_penalty: Annotated[float, range_field("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, range_field("frequency_penalty")] | None = None
     logit_bias: LogitBias | None = None
-    allowed_token_ids: AllowedTokenIds | None = Field(None, description="the only tokens that may come")
-    bad_words: BadWords | None = Field(None, description="texts that the output must not hold")
+    allowed_token_ids: AllowedTokenIds | None = Field(None, description="the only tokens that may be generated")
+    bad_words: BadWords | None = Field(None, description="texts that the output must not contain")
 
     min_tokens: Annotated[int, range_field("min_tokens")] | None = None
     max_tokens: Tokens | None = _named("max_tokens", "n_predict")
@@ -108,18 +107,18 @@ class GenerationRequest(Lenient):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
 
-    response_format: ResponseFormat | None = Field(None, description="what the output must be")
-    structured_outputs: StructuredOutputs | None = Field(None, description="the same, as vLLM has it")
-    json_schema: Schema | None = Field(None, description="the output is JSON that matches this")
+    response_format: ResponseFormat | None = Field(None, description="format of the output")
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field of output formats")
+    json_schema: Schema | None = Field(None, description="the output is JSON that matches this schema")
     grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)] | None = Field(
-        None, description="GBNF, or Lark as llguidance reads it, that the output must match"
+        None, description="grammar of the output, in GBNF or llguidance's Lark"
     )
 
     generated_token_ids: list[SomeTokenIds] | None = Field(
         None,
         fail_fast=True,
-        description="`token_ids` of each choice of an answer to this request, with the same seed, that broke "
-        "off: this one goes on behind them",
+        description="`token_ids` of each choice of an earlier response to this request, with the same seed, that broke "
+        "off: the output continues behind them",
     )
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = _named("return_token_ids", "return_tokens")
@@ -128,22 +127,22 @@ class GenerationRequest(Lenient):
     )
 
     request_id: RequestName | None = Field(
-        None, description="name of the request in its answer, unless the header X-Request-Id gives one"
+        None, description="id of the request, unless the header X-Request-Id has one"
     )
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        None, description="of requests that wait, those with lower numbers go first (0)"
+        None, description="lower numbers are scheduled first (0)"
     )
     truncate_prompt_tokens: Truncation | None = Field(
         None,
-        description="keep only so many of the prompt's last tokens; -1: as many as fit beside the output",
+        description="keep only so many of the prompt's last tokens; -1: as many as fit with the output",
     )
     prompt_logprobs: TopLogprobs | None = Field(
-        None, description="tell of each token of the prompt its log-probability, and those of as many others"
+        None, description="report log-probabilities of each prompt token, and of so many other tokens"
     )
-    speculation: SpeculationOptions | None = Field(None, description="how much is guessed")
+    speculation: SpeculationOptions | None = Field(None, description="limits of speculation")
     cache_salt: CacheSalt | None = Field(
         None,
-        description="a secret: only requests with the same one reuse what was read of their prompts",
+        description="a secret: requests share the prefix cache only with requests of the same salt",
     )
     user: Label = None
     safety_identifier: Label = None
@@ -203,21 +202,21 @@ class CompletionRequest(GenerationRequest):
     logprobs: TopLogprobs | None = Field(None, description="how many of the most probable tokens to report")
 
     messages: NotBuilt = None
-    best_of: int | None = Field(None, ge=1, description="only as many as n: choosing among more is not built")
+    best_of: int | None = Field(None, ge=1, description="only as many as n: choosing among more is not supported")
     prompt_embeds: NotBuilt = None
     suffix: Annotated[object, not_built("")] = None
     thinking_token_budget: NotBuilt = None
 
 
 class CalledFunction(Lenient):
-    """What was called, and the JSON text of its arguments."""
+    """The called function, and the JSON text of its arguments."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Lenient):
-    """A call that an earlier answer made."""
+    """A call of an earlier response."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -225,17 +224,15 @@ class ToolCall(Lenient):
 
 
 class Function(Lenient):
-    """What a model may call. `parameters` is a JSON schema."""
+    """A function for the model. `parameters` is a JSON schema."""
 
     name: ToolName
     description: str | None = None
     parameters: dict[str, object] | None = None
-    strict: bool | None = Field(None, description="calls match the parameters, always")
+    strict: bool | None = Field(None, description="calls always match the parameters")
 
 
 class NamedFunction(Lenient):
-    """By its name."""
-
     name: ToolName
 
 
@@ -264,7 +261,7 @@ class Tool(Lenient):
 
 
 class Message(Lenient):
-    """One message of a conversation. Other fields are for the model's chat template."""
+    """A message of a conversation. Other fields are for the model's chat template."""
 
     passes_on: ClassVar[bool] = True
 
@@ -280,11 +277,11 @@ class Message(Lenient):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
 
     def template_entry(self) -> dict[str, object]:
-        """The message as chat templates read it: content as one string, and what else a client gave it."""
-        said = self.content or ""
-        parts = said if isinstance(said, str) else "".join(part.text for part in said)
+        """Return the message for chat templates: content as one string, and the client's other fields."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        entry: dict[str, object] = {**(self.model_extra or {}), "role": role, "content": parts}
+        entry: dict[str, object] = {**(self.model_extra or {}), "role": role, "content": text}
         if self.name is not None:
             entry["name"] = self.name
         if self.tool_call_id is not None:
@@ -292,11 +289,11 @@ class Message(Lenient):
         return entry
 
 
-def model_message(words: str, thoughts: str, calls: Sequence[ToolCall]) -> Message:
-    """A message of the model's own; templates may read what it thought."""
-    fields: dict[str, Any] = {"role": "assistant", "content": words, "tool_calls": list(calls) or None}
-    if thoughts:
-        fields["reasoning_content"] = thoughts
+def model_message(text: str, thinking: str, calls: Sequence[ToolCall]) -> Message:
+    """Return a message of the model, with its reasoning for chat templates."""
+    fields: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": list(calls) or None}
+    if thinking:
+        fields["reasoning_content"] = thinking
     return Message.model_construct(**fields)
 
 
@@ -322,21 +319,21 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     continue_final_message: bool | None = Field(
-        None, description="the answer goes on where the last message ends"
+        None, description="the output continues the last message"
     )
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = Field(
-        None, description="whether the model may call them, must call some, or must call this one"
+        None, description="auto: the model may call tools; required: it must; or the tool that it must call"
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     reasoning_effort: Annotated[str, Field(pattern="^[a-z]{1,16}$")] | None = Field(
-        None, description="for the model's chat template, with enable_thinking: whether it is not none"
+        None, description="for the model's chat template; any value but none sets enable_thinking"
     )
-    include_reasoning: bool | None = Field(None, description="false: thoughts are not told")
+    include_reasoning: bool | None = Field(None, description="false: reasoning is left out")
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKEN_IDS)] | None = Field(
         None,
         validation_alias=AliasChoices("thinking_token_budget", "thinking_budget", "reasoning_budget"),
-        description="most tokens of thoughts; then they end, and the answer begins",
+        description="most thinking tokens; then the answer begins",
     )
 
     audio: NotBuilt = None

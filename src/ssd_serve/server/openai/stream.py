@@ -25,7 +25,7 @@ from ssd_serve.server.http.streaming import (
     obfuscated,
     while_connected,
 )
-from ssd_serve.server.openai.envelope import told_ignored
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.openai.serialize import ResponseHead, speculation
 from ssd_serve.server.openai.tasks import GenerationTask
@@ -134,7 +134,7 @@ async def handle_generation(
     task, stream = await service.bodies.use(request, model, ready, work)
     task.charge()
     log_as_request(task.head.name)
-    headers = {REQUEST_ID_HEADER: task.head.name, **told_ignored(request)}
+    headers = {REQUEST_ID_HEADER: task.head.name, **ignored_header(request)}
     if task.streamed:
         if stream is None:
             return EventStream(_choice_events(task), headers, service.limits.ping_s, _failed_choices)

@@ -1,4 +1,4 @@
-"""One generation request from its checked body to its end: what runs on the engine, and what may be reported.
+"""A generation request from its checked body to its end: its engine requests, usage and privacy.
 
 Knows no shapes of responses.
 """

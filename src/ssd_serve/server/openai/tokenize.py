@@ -10,7 +10,7 @@ from ssd_serve.base.messages import Ready
 from ssd_serve.sampling.validation import check_vocabulary, context_length_error
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.worker_pool import Steps
-from ssd_serve.server.openai.envelope import told_ignored
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from ssd_serve.server.openai.checks import given
@@ -77,5 +77,5 @@ class TokenizingEndpoints:
 
 
 def _json(answer: dict[str, object], request: Request) -> Response:
-    headers = told_ignored(request)
+    headers = ignored_header(request)
     return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)

@@ -1,7 +1,7 @@
-"""From tokens to text, one token at a time: detokenising, stop strings, and what counts as output.
+"""Tokens to text, one token at a time: detokenization, stop strings, and the count of output tokens.
 
-Tokens are handled singly and never by message, so that text, usage and finish reason do not depend on how
-tokens were grouped on their way here. Knows nothing about HTTP or the engine.
+Text, usage and finish reason do not depend on how messages group tokens. Knows nothing about HTTP or the
+engine.
 """
 
 from dataclasses import dataclass, field
@@ -14,24 +14,24 @@ class Detokenizer(Protocol):
     """Incremental decoding of one output; bytes of an unfinished character are held back."""
 
     def push(self, token: int) -> str:
-        """Text that became certain with this token."""
+        """Return the text that is certain with this token."""
         ...
 
     def flush(self) -> str:
-        """What is still held back, at the end."""
+        """Return the text that is still held back, at the end."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What a request wants of its text."""
+    """Rules of one request for its text."""
 
     stops: StopStrings = field(default_factory=StopStrings)
     include_stop: bool = False
     min_tokens: int = 0
-    """Stop strings are not looked for among the first `min_tokens` tokens."""
+    """Stop strings have no effect in the first `min_tokens` tokens."""
     stop_token_set: frozenset[int] = frozenset()
-    """Ids that end the output when the engine says so; their text is held until it is known."""
+    """Ids that may end the output; their text is held back until the engine reports the end or goes on."""
 
 
 class TextAssembler:
@@ -51,7 +51,7 @@ class TextAssembler:
     def push(self, token: int) -> str:
         """Add one token and return the text that it makes certain.
 
-        The token is not counted when the text stopped before it; `tokens` says.
+        The token is not counted in `tokens` where the text stopped before it.
         """
         text = self._settle()
         if self.stopped_by is not None:
@@ -63,7 +63,7 @@ class TextAssembler:
         return text + self._decode(token)
 
     def finish(self, stop_token: int | None = None) -> str:
-        """End the text; `stop_token` is the id that ended it, whose text shows only when asked for."""
+        """End the text; the text of `stop_token`, the id that ended it, is included only where requested."""
         if self.stopped_by is not None:
             return ""
         if self._waiting is not None and self._waiting == stop_token and not self._rules.include_stop:
@@ -76,7 +76,7 @@ class TextAssembler:
         return text
 
     def _settle(self) -> str:
-        """Decode a token that turned out not to be the end."""
+        """Decode a held token that was not the end."""
         if self._waiting is None:
             return ""
         token, self._waiting = self._waiting, None

@@ -1,24 +1,24 @@
-"""Stop strings in a growing text, at a cost per character that depends on neither their number nor length.
+"""Stop strings in a growing text, at a cost per character independent of their number and length.
 
-An Aho-Corasick automaton: a state is the longest end of the text that is the beginning of a stop string.
+An Aho-Corasick automaton: a state is the longest suffix of the text that is a prefix of a stop string.
 """
 
 from collections import deque
 
 
 class StopStrings:
-    """The automaton of some stop strings: built once a request, read by all its choices."""
+    """The automaton of stop strings, built once per request and shared by its choices."""
 
     def __init__(self, strings: tuple[str, ...] = ()) -> None:
         self.strings = strings
         self.next: list[dict[str, int]] = [{}]
-        """Of each state, where a character makes a longer beginning of it. State 0 is no beginning."""
+        """Next state by character, for each state; state 0 is the empty prefix."""
         self.back: list[int] = [0]
-        """Of each state, the state of its longest end that is a beginning too."""
+        """State of the longest proper suffix that is a prefix, for each state."""
         self.length: list[int] = [0]
-        """Of each state, its characters."""
+        """Length of the prefix, for each state."""
         self.complete: list[str | None] = [None]
-        """Of each state, the longest stop string that it ends with."""
+        """Longest stop string that ends here, for each state."""
         for string in strings:
             self._add(string)
         self._link()
@@ -37,7 +37,7 @@ class StopStrings:
         self.complete[state] = string
 
     def _link(self) -> None:
-        """Shorter states first: the end of a state is shorter than the state."""
+        """Set `back` breadth first: a suffix is shorter than its state."""
         waiting = deque(self.next[0].values())
         while waiting:
             state = waiting.popleft()
@@ -48,16 +48,16 @@ class StopStrings:
                 self.complete[following] = self.complete[following] or self.complete[end]
 
     def step(self, state: int, character: str) -> int:
-        """The state after one more character. Each step back undoes an earlier one forward."""
+        """Return the state after one more character. Amortized cost is constant."""
         while state and character not in self.next[state]:
             state = self.back[state]
         return self.next[state].get(character, 0)
 
 
 class StopScanner:
-    """Finds the first stop string in a growing text, and holds back what might become one.
+    """Finds the first stop string in a growing text, and holds back possible beginnings of one.
 
-    The stop string that is complete first wins; of two that end together, the longer one.
+    The stop string that ends first wins; of two with the same end, the longer one.
     """
 
     def __init__(self, stops: StopStrings, include_stop: bool) -> None:
@@ -67,7 +67,7 @@ class StopScanner:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return what may be shown now and the stop string that was completed, if any."""
+        """Add text; return the text to show now, and the stop string that was found, if any."""
         stops, state = self._stops, self._state
         for place, character in enumerate(text, 1):
             state = stops.step(state, character)
@@ -81,6 +81,6 @@ class StopScanner:
         return buffer[:shown], None
 
     def release(self) -> str:
-        """Give up what is held back: the text ends here."""
+        """Return the text that is held back, at the end of the text."""
         held, self._held, self._state = self._held, "", 0
         return held

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from ssd_serve.base.messages import Ready
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.openai.chat import ChatEndpoint
-from ssd_serve.server.openai.responses.request import ResponsesRequest
+from ssd_serve.server.openai.responses.models import ResponsesRequest
 from ssd_serve.server.openai.serialize import ResponseHead
 from ssd_serve.server.openai.stream import Entry, Event, MessageStream, TokenCounts, handle_generation
 from ssd_serve.server.openai.tasks import GenerationTask

@@ -17,7 +17,7 @@ _ID_LENGTH = 9
 
 @dataclass(frozen=True, slots=True)
 class MessageRules:
-    """What to look for in an output. `format` None: no calls; `thinking` None: no thinking."""
+    """Contents to look for in an output. `format` None: no calls; `thinking` None: no thinking."""
 
     format: str | None = None
     tools: Collection[str] = ()
@@ -71,7 +71,7 @@ class MessageReader:
 
 @dataclass(slots=True)
 class Call:
-    """One tool call, as far as it has come."""
+    """A tool call, as far as it was generated."""
 
     identifier: str
     name: str

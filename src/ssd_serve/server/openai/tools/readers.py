@@ -198,7 +198,7 @@ class ThinkingReader:
         self._thinking = thinking
         self._may_think = not thinking
         self._only_space = True
-        """Nothing but white space has come of the present part."""
+        """True while the current part has only white space."""
         self._held = ""
 
     def push(self, text: str) -> list[Event]:

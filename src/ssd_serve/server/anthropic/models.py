@@ -6,8 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, Tag
 
+from typing_extensions import TypedDict
+
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
+from ssd_serve.server.openai.response_models import Metrics
 from ssd_serve.server.openai.fields import (
     Ignored,
     JsonOfSchema,
@@ -101,7 +104,7 @@ Block = Annotated[
 
 
 class AnthropicMessage(Lenient):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["user", "assistant"]
     content: Annotated[
@@ -289,3 +292,44 @@ def _thinks(thinking: Thinking | None) -> dict[str, Any] | None:
     if thinking is None or thinking.type == "adaptive":
         return None
     return {"enable_thinking": thinking.type == "enabled"}
+
+
+Object = dict[str, Any]
+
+
+class MessageUsage(TypedDict):
+    input_tokens: Annotated[int, Field(description="without cached tokens")]
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnsweredMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: Annotated[list[Object], Field(description="blocks: thinking, text, tool_use")]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+    metrics: Metrics
+    seed: int
+
+
+class MessageEvent(TypedDict, total=False):
+    """An event of the stream; `type` says which of Anthropic's."""
+
+    type: str
+    message: Object
+    index: int
+    content_block: Object
+    delta: Object
+    usage: MessageUsage
+    error: Object
+
+
+class CountedTokens(TypedDict):
+    """Response of `/v1/messages/count_tokens`."""
+
+    input_tokens: int

@@ -1,8 +1,7 @@
-"""What a request says that this server has no field for: told and passed over, or refused as a slip.
+"""Unknown fields of requests: reported in a header and ignored, or refused as a typing error.
 
-Clients add what other servers know; a request does not fail because of it. But a name that nearly is one of
-ours was meant to be it, and a name that others have for one of ours says the same twice. Knows names of
-fields, not what they do.
+Clients send fields of other servers, which must not fail. A name close to a known one is refused, and so is an
+alias of a field that is given too. Knows names of fields, not what they do.
 """
 
 import difflib
@@ -22,30 +21,29 @@ from ssd_serve.server.limits import MAX_UNKNOWN_FIELDS
 from ssd_serve.server.openai.fields import Lenient
 
 HEADER = "X-SSD-Ignored"
-"""Of an answer: the fields of its request that changed nothing, with commas."""
+"""Response header with the ignored fields of the request, separated by commas."""
 
 _ALIKE = 0.85
-"""Of two names without their punctuation, by difflib's ratio."""
+"""Similarity (difflib) of a known name and its misspelling, both without punctuation."""
 _LONGEST_NAME = 64
-_MOST_TOLD = 32
+_MOST_REPORTED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """How requests are read: `strict`, only as the document says."""
+class UnknownFields:
+    """Finds unknown fields; `strict` refuses them."""
 
     strict: bool = False
 
     def ignored(self, body: BaseModel) -> tuple[str, ...]:
-        """Names of the fields that change nothing, with those of the objects that they stand in.
+        """Return the paths of ignored fields.
 
-        Raises `ApiError` for one that nearly is a known one, for another name of one that is given too, for
-        too many, and for any where this is strict.
+        Raises `ApiError` for a misspelled field, an alias of a field that is given too, too many fields, and
+        any unknown field where this is strict.
         """
         return tuple(dict.fromkeys(self._unknown(body, "")))
 
     def _unknown(self, body: BaseModel, path: str) -> Iterator[str]:
-        """Of an object and the objects in it; lists of them share a name."""
         extra = body.model_extra or {}
         if extra:
             self._check(type(body), extra, path)
@@ -63,20 +61,20 @@ class Envelope:
             raise _unknown_field(path or "body", f"more than {MAX_UNKNOWN_FIELDS} fields that are not known")
         known, bare = _known(kind)
         for name in extra:
-            told = path + name[:_LONGEST_NAME]
+            full = path + name[:_LONGEST_NAME]
             if name in known:
                 raise bad_request(
-                    f"{told}: another name of {known[name]}; give one of them", told, "invalid_value"
+                    f"{full}: another name of {known[name]}; give one of them", full, "invalid_value"
                 )
             meant = _nearest(name, bare)
             if meant is not None:
-                raise _unknown_field(told, f"unknown field; did you mean {meant}?")
+                raise _unknown_field(full, f"unknown field; did you mean {meant}?")
             if self.strict:
-                raise _unknown_field(told, "unknown field")
+                raise _unknown_field(full, "unknown field")
 
 
 def names_of(kind: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Every name that a field may be given by, and the field."""
+    """Yield every name and alias with its field."""
     for field, info in kind.model_fields.items():
         yield field, field
         yield from ((other, field) for other in _aliases(info))
@@ -89,7 +87,7 @@ def _aliases(info: FieldInfo) -> Iterable[str]:
 
 @cache
 def _known(kind: type[BaseModel]) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """The fields by every name, and the names without their punctuation."""
+    """Return fields by name and alias, and names by their form without punctuation."""
     known = dict(names_of(kind))
     return known, {_bare(each): each for each in known}
 
@@ -102,7 +100,6 @@ def _nearest(name: str, bare: Mapping[str, str]) -> str | None:
 
 
 def _bare(name: str) -> str:
-    """`maxTokens` and `max-tokens` are `max_tokens`."""
     return re.sub(r"[-_ ]", "", name.casefold())
 
 
@@ -111,12 +108,12 @@ def _unknown_field(path: str, what: str) -> ApiError:
 
 
 def for_log(names: Iterable[str]) -> str:
-    """The names as a log may have them: what is no usual name may be a text of the user's."""
+    """Return names for the log, without those that may be text of the user."""
     usual = [name for name in names if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
-    return ", ".join(usual[:_MOST_TOLD]) or "of no usual names"
+    return ", ".join(usual[:_MOST_REPORTED]) or "with unusual names"
 
 
-def told_ignored(request: Request) -> dict[str, str]:
-    """The header of the answer to a request whose body was read; none where nothing was ignored."""
+def ignored_header(request: Request) -> dict[str, str]:
+    """Return the header with the ignored fields of a request; empty where there are none."""
     names: tuple[str, ...] = request.state.ignored
-    return {HEADER: ",".join(quote(name) for name in names[:_MOST_TOLD])} if names else {}
+    return {HEADER: ",".join(quote(name) for name in names[:_MOST_REPORTED])} if names else {}

@@ -1,7 +1,7 @@
-"""What the server answers, as the OpenAPI document describes it.
+"""Types of responses for the OpenAPI document.
 
-Only described: the endpoints build plain dictionaries, because pieces of a stream are many. Tests hold every
-answer against these, in both directions: nothing is sent that is not here.
+The endpoints build plain dictionaries, for speed. Tests hold every response against these types, and every
+field that is sent is declared here.
 """
 
 from typing import Annotated, Literal
@@ -13,8 +13,6 @@ from typing_extensions import NotRequired, TypedDict
 
 
 class ErrorDetail(TypedDict):
-    """What went wrong."""
-
     message: str
     type: str
     param: Annotated[str | None, Field(description="the field at fault")]
@@ -22,15 +20,13 @@ class ErrorDetail(TypedDict):
 
 
 class Error(TypedDict):
-    """Every answer that is not a success, and the last event of a stream that broke off."""
+    """The body of every response but a success, and the last event of a stream that failed."""
 
     type: Literal["error"]
     error: ErrorDetail
 
 
 class Tokens(TypedDict):
-    """Answer of `/tokenize`."""
-
     count: int
     max_model_len: int
     tokens: list[int]
@@ -38,14 +34,10 @@ class Tokens(TypedDict):
 
 
 class Text(TypedDict):
-    """Answer of `/detokenize`."""
-
     prompt: str
 
 
 class CachedTokens(TypedDict):
-    """Where the prompt's tokens came from."""
-
     cached_tokens: Annotated[int, Field(ge=0)]
 
 
@@ -56,19 +48,19 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: Annotated[
-        CachedTokens | None, Field(description="null where it would tell what others have asked")
+        CachedTokens | None, Field(description="null where it would reveal other users' prompts")
     ]
 
 
 class SourceTokens(TypedDict):
-    """Of the tokens that a draft source had proposed: how many were verified, and how many accepted."""
+    """Verified and accepted tokens of one draft source."""
 
     num_draft_tokens: int
     num_accepted_draft_tokens: int
 
 
 class Speculation(TypedDict):
-    """How speculation went; null: there was nothing to divide by, or the engine was replaced meanwhile."""
+    """Speculation figures; null: a division by zero, or the engine was replaced meanwhile."""
 
     num_spec_steps: int
     num_tokens: int
@@ -77,17 +69,17 @@ class Speculation(TypedDict):
     num_draft_tokens: int | None
     draft_acceptance_rate: float | None
     acceptance_histogram: Annotated[
-        list[int] | None, Field(description="rounds by how many drafted tokens they accepted: 0, 1, …")
+        list[int] | None, Field(description="number of rounds by accepted draft tokens: 0, 1, …")
     ]
     acceptance_by_depth: Annotated[
         list[float] | None,
         Field(
-            description="of the rounds that verified a token at depth 1, 2, …, the share that accepted one"
+            description="share of the rounds with a token at depth 1, 2, … that accepted one"
         ),
     ]
     sources: Annotated[
         dict[str, SourceTokens] | None,
-        Field(description="by draft source; a token that several had proposed counts for each of them"),
+        Field(description="by draft source; a token of several sources counts for each"),
     ]
     cache_hits: int | None
     cache_misses: int | None
@@ -98,8 +90,6 @@ class Speculation(TypedDict):
 
 
 class Metrics(TypedDict):
-    """Figures of one request."""
-
     speculative_decoding: Speculation
 
 
@@ -107,10 +97,10 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class RequestTimings(TypedDict):
-    """Where the time went, by llama.cpp's names and ours; of several choices the slowest."""
+    """Times under llama.cpp's names and ours; of several choices the slowest."""
 
     queue_ms: Annotated[
-        float | None, Field(description="null: not known, or it would tell what others have asked")
+        float | None, Field(description="null: unknown, or it would reveal other users' prompts")
     ]
     prompt_n: int
     prompt_ms: float | None
@@ -119,21 +109,19 @@ class RequestTimings(TypedDict):
     predicted_n: int
     predicted_ms: Annotated[float, Field(description="from the first tokens to the last")]
     predicted_per_second: float | None
-    draft_n: Annotated[int, Field(description="guesses that were verified")]
+    draft_n: Annotated[int, Field(description="verified draft tokens")]
     draft_n_accepted: int
 
 
 class Ended(TypedDict):
-    """How a choice ended; null while it goes on."""
+    """The end of a choice; null before it."""
 
     finish_reason: FinishReason | None
-    stop_reason: Annotated[str | int | None, Field(description="the stop string or the token id that came")]
-    rounds: NotRequired[Annotated[list[int], Field(description="tokens of each round, where it is traced")]]
+    stop_reason: Annotated[str | int | None, Field(description="the stop string or the stop token id")]
+    rounds: NotRequired[Annotated[list[int], Field(description="number of tokens of each round, where traced")]]
 
 
 class Head(TypedDict):
-    """What every object of one answer begins with."""
-
     id: str
     created: int
     model: str
@@ -141,17 +129,17 @@ class Head(TypedDict):
 
 
 class Chunk(Head):
-    """What every chunk of a stream may have; only the first one tells the seed."""
+    """Fields of every chunk; only the first chunk has the seed."""
 
     seed: NotRequired[int]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[Metrics]
     timings: NotRequired[RequestTimings]
-    obfuscation: NotRequired[Annotated[str, Field(description="padding that was asked for")]]
+    obfuscation: NotRequired[Annotated[str, Field(description="random padding, where requested")]]
 
 
 class CompletionLogprobs(TypedDict):
-    """A prompt's first token has no probability."""
+    """Log-probabilities of tokens; a prompt's first token has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -160,24 +148,22 @@ class CompletionLogprobs(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """A token at a place of the prompt."""
+    """A token at a position of the prompt."""
 
     logprob: float
     rank: Annotated[
-        int | None, Field(description="among the most probable ones; null: not one of those told")
+        int | None, Field(description="rank among the most probable tokens; null: not among those reported")
     ]
     decoded_token: str
 
 
 PromptLogprobs = Annotated[
     list[dict[str, PromptLogprob] | None],
-    Field(description="by token id, where they were asked for; the first token has none"),
+    Field(description="by token id, where requested; the first token has none"),
 ]
 
 
 class CompletionChoice(Ended):
-    """A choice, or a piece of one."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -187,8 +173,6 @@ class CompletionChoice(Ended):
 
 
 class Completion(Head):
-    """Answer of `/v1/completions`."""
-
     object: Literal["text_completion"]
     seed: int
     choices: list[CompletionChoice]
@@ -198,14 +182,12 @@ class Completion(Head):
 
 
 class CompletionChunk(Chunk):
-    """A chunk of its stream."""
-
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
 class TokenLogprob(TypedDict):
-    """A token and its probability; `bytes` is null for pieces of characters."""
+    """A token and its log-probability; `bytes` is null for parts of characters."""
 
     token: str
     logprob: float
@@ -213,35 +195,31 @@ class TokenLogprob(TypedDict):
 
 
 class ChosenLogprob(TokenLogprob):
-    """The token that came, and the most probable ones."""
+    """The chosen token, and the most probable tokens."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """A token after the other."""
-
     content: list[ChosenLogprob]
     refusal: None
 
 
 class CallFunction(TypedDict):
-    """Which tool is called with what. A later piece of a stream has more of the arguments alone."""
+    """The called tool and its arguments. Later chunks have only more of the arguments."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class AnswerCall(TypedDict):
-    """A call of a tool."""
-
     id: str
     type: Literal["function"]
     function: CallFunction
 
 
 class CallDelta(TypedDict):
-    """A piece of a call; the first one tells its id and its name."""
+    """A part of a call; the first part has its id and its name."""
 
     index: int
     id: NotRequired[str]
@@ -250,18 +228,14 @@ class CallDelta(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """The assistant's message."""
-
     role: Literal["assistant"]
-    content: Annotated[str | None, Field(description="null where tools are called without a word")]
-    reasoning_content: NotRequired[Annotated[str, Field(description="what the model thought")]]
+    content: Annotated[str | None, Field(description="null where tools are called without text")]
+    reasoning_content: NotRequired[Annotated[str, Field(description="reasoning of the model")]]
     tool_calls: NotRequired[list[AnswerCall]]
     refusal: None
 
 
 class ChatChoice(Ended):
-    """A choice."""
-
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
@@ -270,8 +244,6 @@ class ChatChoice(Ended):
 
 
 class ChatCompletion(Head):
-    """Answer of `/v1/chat/completions`."""
-
     object: Literal["chat.completion"]
     seed: int
     choices: list[ChatChoice]
@@ -282,8 +254,6 @@ class ChatCompletion(Head):
 
 
 class Delta(TypedDict):
-    """What a chunk adds to the message."""
-
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
@@ -291,8 +261,6 @@ class Delta(TypedDict):
 
 
 class ChunkChoice(Ended):
-    """A piece of a choice."""
-
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
@@ -300,8 +268,6 @@ class ChunkChoice(Ended):
 
 
 class ChatChunk(Chunk):
-    """A chunk of its stream."""
-
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     prompt_token_ids: NotRequired[list[int]]

@@ -7,8 +7,11 @@ import msgspec
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from typing_extensions import TypedDict
+
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.limits import MAX_LABELS, MAX_MESSAGES, MAX_TOOLS
+from ssd_serve.server.openai.response_models import Metrics
 from ssd_serve.server.openai.fields import (
     JsonObject,
     JsonOfSchema,
@@ -326,3 +329,79 @@ class ResponsesRequest(GenerationRequest):
             return form or self.response_format
         schema = NamedSchema.model_construct(name=form.name, json_schema=form.json_schema)
         return JsonOfSchema.model_construct(type="json_schema", json_schema=schema)
+
+
+Object = dict[str, Any]
+
+
+class InputDetails(TypedDict):
+    cached_tokens: Annotated[int, Field(description="0 also where it would reveal other users' prompts")]
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: Annotated[int, Field(description="approximate number of reasoning tokens")]
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class Answered(TypedDict):
+    """A response, with the fields of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    background: Literal[False]
+    error: None
+    incomplete_details: Incomplete | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: Object
+    metrics: Metrics
+    model: str
+    output: Annotated[list[Object], Field(description="items: reasoning, message, function_call")]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: Object
+    seed: int
+    store: Literal[False]
+    system_fingerprint: str
+    temperature: float | None
+    text: Object
+    tool_choice: str | Object
+    tools: list[Object]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponseUsage
+
+
+class ResponseEvent(TypedDict, total=False):
+    """An event of the stream; `type` says which of OpenAI's."""
+
+    type: str
+    sequence_number: int
+    response: Object
+    output_index: int
+    content_index: int
+    item_id: str
+    item: Object
+    part: Object
+    delta: str
+    text: str
+    name: str
+    arguments: str
+    logprobs: list[Object]
+    code: str | None
+    message: str
+    param: str | None
+    error: Object
