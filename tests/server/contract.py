@@ -27,8 +27,6 @@ class _Answer:
 
 
 class Contract:
-    """ASGI middleware for tests. `broken` tells what the document does not allow."""
-
     def __init__(self, app: ASGIApp, document: dict[str, Any], root_path: str | None) -> None:
         self._app = app
         self._document = strict(document)
@@ -38,7 +36,6 @@ class Contract:
         """Path, method, status and content type of every answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Listen to what is sent, and check it when it is over."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -127,7 +124,6 @@ def _fits(template: str, path: str) -> bool:
 
 
 def strict(document: dict[str, Any]) -> dict[str, Any]:
-    """The document, with no fields allowed that it does not name."""
     schemas: dict[str, Any] = document["components"]["schemas"]
     closed = {
         name: {"additionalProperties": False, **schema} if "properties" in schema else schema

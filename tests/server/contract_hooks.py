@@ -55,8 +55,6 @@ TOLD = (
 
 @schemathesis.hook
 def before_call(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) -> None:
-    """Nearly all random ids, names and lengths would be refused by the first rule: valid values become small
-    ones. Wrong values stay wrong."""
     if isinstance(case.body, dict):
         case.body = _tamed(case.body)
         asked = [case.body.get(name) for name in LIMITS]
@@ -69,7 +67,6 @@ def before_call(context: HookContext, case: Case[Any], kwargs: dict[str, Any]) -
 
 @schemathesis.check
 def refused_only_for_what_the_document_tells(ctx: CheckContext, response: Response, case: Case[Any]) -> None:
-    """Stricter than schemathesis's own check, which cannot know the rules."""
     if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code != 400:
         return
     message = response.json()["error"]["message"]
@@ -92,7 +89,6 @@ def _tamed(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """JSON Schema calls 1.0 an integer; this server wants it without the fraction."""
     if isinstance(value, list):
         return [_whole(each) for each in value]
     if isinstance(value, dict):

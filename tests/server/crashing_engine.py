@@ -26,13 +26,10 @@ from tests.server.fakes import READY, channel_pair, submit
 
 
 def token_at(seed: int, position: int) -> int:
-    """Shared noise in one line: the token is a function of the seed and the position."""
     return random.Random(seed * 100_003 + position).randrange(1000)
 
 
 class Engine:
-    """Gives a few tokens at a time to a few of its requests."""
-
     def __init__(self, channel: SocketChannel, source: random.Random) -> None:
         self.channel = channel
         self.source = source
@@ -75,8 +72,6 @@ class Engine:
 
 @dataclass
 class CrashingEngine:
-    """A client whose engines die when the test says so."""
-
     source: random.Random = field(default_factory=lambda: random.Random(0))
     channels: "queue.Queue[MessageChannel | None]" = field(default_factory=lambda: queue.Queue())
 
@@ -147,7 +142,6 @@ class Heard:
 
 
 async def begun(crashing: CrashingEngine, most: int = 1000) -> tuple[int, Heard]:
-    """A request that has some tokens."""
     heard = Heard()
     await crashing.until(lambda: crashing.client.ready is not None)
     request = submit(crashing.client, (1, 2), SamplingParameters(max_tokens=most), 5, heard.reports.append)

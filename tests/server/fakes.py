@@ -104,8 +104,6 @@ FIGURES = Figures(
 
 
 class ByteDetokenizer:
-    """Bytes to text; unfinished characters wait."""
-
     def __init__(self, skip_special_tokens: bool) -> None:
         self._skip = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -160,12 +158,10 @@ class Script:
 
 
 def say(text: str, *, group: int = 3, hold_after: int | None = None) -> Script:
-    """The bytes of a text, `group` tokens a message."""
     return tokens(list(text.encode()), group=group, hold_after=hold_after)
 
 
 def tokens(ids: Sequence[int], *, group: int = 3, hold_after: int | None = None) -> Script:
-    """Tokens, `group` a message."""
     groups = tuple(tuple(ids[i : i + group]) for i in range(0, len(ids), group))
     return Script(groups, hold_after=hold_after)
 
@@ -184,8 +180,6 @@ class _Play:
 
 @dataclass
 class FakeEngine:
-    """The other end: plays the script of each request, and remembers everything that it was sent."""
-
     channel: SocketChannel
     script_of: ScriptOf
     received: list[Message] = field(default_factory=list[Message])
@@ -206,11 +200,9 @@ class FakeEngine:
         self._thread.start()
 
     def tell(self, message: Message) -> None:
-        """Send any message, from the engine's thread."""
         self._outbox.append(message)
 
     def die(self) -> None:
-        """End at once, as a killed process does."""
         self._over = True
         self._thread.join(PATIENCE_S)
 
@@ -222,7 +214,6 @@ class FakeEngine:
         return [message for message in self.sent(Submit) if isinstance(message, Submit)]
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until something that the engine was sent makes the condition true."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
@@ -309,7 +300,6 @@ class FakeEngine:
             self._end(Finished(request, "length", FIGURES))
 
     def _prompt_logprobs(self, play: _Play) -> tuple[TokenLogprobs, ...]:
-        """-1, -2, ... from the second token on."""
         if play.submit.parameters.prompt_logprobs is None:
             return ()
         return tuple(
@@ -329,7 +319,6 @@ class FakeEngine:
 
 
 def channel_pair() -> tuple[SocketChannel, SocketChannel]:
-    """The server's end and the engine's."""
     ours, theirs = socket.socketpair()
     return SocketChannel(ours), SocketChannel(theirs)
 
@@ -342,7 +331,6 @@ def submit(
     deliver: Deliver,
     options: RequestOptions = RequestOptions(),
 ) -> int:
-    """Submit one request; return its number."""
     number = client.next_number()
     client.submit([InflightRequest(Submit(number, prompt, parameters, seed, options=options), deliver)])
     return number

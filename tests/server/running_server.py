@@ -28,8 +28,6 @@ from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, Scr
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A running server and its engine."""
-
     http: httpx.AsyncClient
     engine: FakeEngine
     client: EngineClient
@@ -49,7 +47,6 @@ async def running_server(
     tokenizer: TextTokenizer | None = None,
     guards: Sequence[Middleware] = (),
 ) -> AsyncGenerator[RunningServer, None]:
-    """The application in this process, its engine in a thread. Whatever it answers is in its document."""
     ours, theirs = channel_pair()
     engine = FakeEngine(theirs, script_of)
     if ready:
@@ -71,8 +68,6 @@ async def running_server(
 
 @dataclass(frozen=True)
 class ListeningServer:
-    """A server that listens on loopback."""
-
     url: str
     engine: FakeEngine
     stop: Callable[[], None]
@@ -88,9 +83,6 @@ def listening_server(
     *,
     ready: bool = True,
 ) -> Generator[ListeningServer, None, None]:
-    """uvicorn in a thread, on a socket of this machine. Where it is not `ready`, it loads for ever.
-
-    Whatever it answers is in its document."""
     ours, theirs = channel_pair()
     engine = FakeEngine(theirs, script_of)
     if ready:
@@ -136,7 +128,6 @@ def wait_until_healthy(url: str, status: int = 200) -> None:
 
 
 async def post(server: RunningServer, path: str, **body: object) -> dict[str, Any]:
-    """The JSON of a successful POST."""
     answer = await server.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -144,7 +135,6 @@ async def post(server: RunningServer, path: str, **body: object) -> dict[str, An
 
 
 async def events(server: RunningServer, path: str, **body: object) -> list[dict[str, Any]]:
-    """The events of a stream that ends well."""
     answer = await server.http.post(path, json={**body, "stream": True})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")

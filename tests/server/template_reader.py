@@ -7,8 +7,6 @@ from tests.server.fakes import ByteTokenizer
 
 
 class TemplateReader(ByteTokenizer):
-    """`source`: what the template is said to be."""
-
     def __init__(self, source: str = "") -> None:
         self.chat_template = source
         self.entries: list[Mapping[str, Any]] = []

@@ -27,7 +27,6 @@ def speak(text: str, group: int = 3) -> Script:
 
 
 async def streamed(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
-    """The events; the name of each is its type."""
     answer = await server.http.post(PATH, json={"stream": True, **body})
     assert answer.status_code == 200, answer.text
     events: list[dict[str, Any]] = []
@@ -39,7 +38,6 @@ async def streamed(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
 
 
 def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of them, as Anthropic's own does."""
     message: dict[str, Any] = {}
     arguments = ""
     for event in events:
@@ -63,7 +61,7 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-async def test_a_message_is_answered() -> None:
+async def test_anthropic_message_response() -> None:
     async with running_server(lambda _: speak("Hello")) as server:
         answer = await post(server, PATH, messages=ASK, max_tokens=20, system="Be kind.")
     assert answer["content"] == [{"type": "text", "text": "Hello"}]
@@ -73,7 +71,7 @@ async def test_a_message_is_answered() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 4, 300])
-async def test_the_events_of_a_stream_add_up_to_the_whole(group: int) -> None:
+async def test_anthropic_stream_events_add_up_to_whole_message(group: int) -> None:
     asked: dict[str, Any] = {"messages": ASK, "tools": [WEATHER], "max_tokens": 300, "seed": 3}
     async with running_server(lambda _: speak(SAID, group), tokenizer=TemplateReader(TEMPLATE)) as server:
         whole = await post(server, PATH, **asked)
@@ -91,7 +89,7 @@ async def test_the_events_of_a_stream_add_up_to_the_whole(group: int) -> None:
     assert [block["input"] for block in whole["content"][2:]] == [{"city": "Ulm"}, {"city": "Bonn"}]
 
 
-async def test_a_conversation_reaches_the_template() -> None:
+async def test_anthropic_blocks_reach_chat_template() -> None:
     tokenizer = TemplateReader(TEMPLATE)
     conversation = [
         {
@@ -130,7 +128,7 @@ async def test_a_conversation_reaches_the_template() -> None:
     assert tokenizer.variables["enable_thinking"] is False
 
 
-async def test_an_answer_that_was_begun_goes_on() -> None:
+async def test_anthropic_last_assistant_message_is_continued() -> None:
     async with running_server(lambda _: speak("world")) as server:
         begun = [*ASK, {"role": "assistant", "content": "Hello,"}]
         await post(server, PATH, messages=begun, max_tokens=9)
@@ -138,7 +136,7 @@ async def test_an_answer_that_was_begun_goes_on() -> None:
     assert bytes(submit.prompt).decode() == "user: Hi\nassistant: Hello,"
 
 
-async def test_why_it_ended_is_told() -> None:
+async def test_anthropic_stop_reasons() -> None:
     async with running_server(lambda _: say("one. two.")) as server:
         stopped = await post(server, PATH, messages=ASK, max_tokens=50, stop_sequences=["."])
         cut = await post(server, PATH, messages=ASK, max_tokens=2)
@@ -150,21 +148,21 @@ async def test_why_it_ended_is_told() -> None:
     ("choice", "grammar"),
     [({"type": "any"}, True), ({"type": "tool", "name": "weather"}, True), ({"type": "auto"}, False)],
 )
-async def test_tools_can_be_made_to_be_called(choice: dict[str, str], grammar: bool) -> None:
+async def test_anthropic_tool_choice_forces_call(choice: dict[str, str], grammar: bool) -> None:
     async with running_server(lambda _: speak(SAID), tokenizer=TemplateReader(TEMPLATE)) as server:
         await post(server, PATH, messages=ASK, max_tokens=200, tools=[WEATHER], tool_choice=choice)
         (submit,) = server.engine.submits()
     assert bool(submit.parameters.grammar) == grammar
 
 
-async def test_tokens_are_counted() -> None:
+async def test_anthropic_count_tokens_equals_usage() -> None:
     async with running_server(lambda _: say("Hello")) as server:
         answer = await post(server, f"{PATH}/count_tokens", messages=ASK)
         assert answer == {"input_tokens": len("user: Hi\nassistant: ")}
         assert not server.engine.submits()
 
 
-async def test_keys_come_in_anthropics_header_too() -> None:
+async def test_anthropic_api_key_header_is_accepted() -> None:
     async with running_server(lambda _: say("Hello"), Settings(api_key="right-key-of-this-test")) as server:
         body = {"messages": ASK, "max_tokens": 3}
         for key, status in (("right-key-of-this-test", 200), ("wrong", 401)):
@@ -189,14 +187,14 @@ async def test_keys_come_in_anthropics_header_too() -> None:
         ({"max_tokens": 3, "stop_sequence": ["a"]}, "did you mean stop_sequences"),
     ],
 )
-async def test_what_cannot_be_answered_is_refused(body: dict[str, Any], words: str) -> None:
+async def test_anthropic_invalid_request_returns_400(body: dict[str, Any], words: str) -> None:
     async with running_server(lambda _: say("Hello")) as server:
         answer = await server.http.post(PATH, json={"messages": ASK, **body})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
 
 
-async def test_a_stream_that_breaks_off_says_so() -> None:
+async def test_anthropic_stream_failure_is_an_error_event() -> None:
     async with running_server(lambda _: Script(((72, 105),), error="out of luck")) as server:
         events = await streamed(server, messages=ASK, max_tokens=9)
     assert events[-1]["type"] == "error"

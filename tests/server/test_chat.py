@@ -16,7 +16,7 @@ def prompt_text(ids: tuple[int, ...]) -> str:
     return bytes(ids).decode()
 
 
-async def test_a_whole_answer() -> None:
+async def test_chat_completion_response() -> None:
     async with running_server(lambda _: tokens([*b"Hello!", END])) as server:
         found = await post(server, PATH, messages=ASK, seed=3)
         # The template writes the begin token, so the tokenizer adds none.
@@ -28,7 +28,7 @@ async def test_a_whole_answer() -> None:
     assert found["usage"]["completion_tokens"] == 7
 
 
-async def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
+async def test_chat_stream_begins_with_role_and_ends_with_finish_reason() -> None:
     async with running_server(lambda _: tokens([*b"Hello!", END])) as server:
         first, *rest = await events(server, PATH, messages=ASK, seed=3)
     assert first["object"] == "chat.completion.chunk"
@@ -38,14 +38,14 @@ async def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in rest] == [None] * (len(rest) - 1) + ["stop"]
 
 
-async def test_every_choice_opens_with_its_role() -> None:
+async def test_chat_stream_sends_role_of_every_choice() -> None:
     async with running_server(lambda _: say("x")) as server:
         found = await events(server, PATH, messages=ASK, n=3)
     roles = [c["index"] for chunk in found for c in chunk["choices"] if c["delta"].get("role") == "assistant"]
     assert roles == [0, 1, 2]
 
 
-async def test_content_may_come_in_parts_and_developers_speak_as_the_system() -> None:
+async def test_chat_content_parts_and_developer_role() -> None:
     conversation = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -55,14 +55,14 @@ async def test_content_may_come_in_parts_and_developers_speak_as_the_system() ->
         assert prompt_text(server.engine.submits()[0].prompt) == "system: Be brief.\nuser: ab\nassistant: "
 
 
-async def test_what_a_client_returns_of_an_earlier_answer_is_accepted() -> None:
+async def test_earlier_response_message_is_accepted_as_input() -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = (await post(server, PATH, messages=ASK))["choices"][0]["message"]
         returned = {**answer, "tool_calls": None, "function_call": None, "annotations": None, "audio": None}
         await post(server, PATH, messages=[*ASK, returned, *ASK])
 
 
-async def test_variables_are_for_the_template_but_for_those_that_are_fields() -> None:
+async def test_chat_template_kwargs_reach_template() -> None:
     async with running_server(lambda _: say("x")) as server:
         await post(server, PATH, messages=ASK, chat_template_kwargs={"enable_thinking": True, "self": 1})
         assert prompt_text(server.engine.submits()[0].prompt).endswith("(thinking)")
@@ -72,7 +72,7 @@ async def test_variables_are_for_the_template_but_for_those_that_are_fields() ->
     assert answer.json()["error"]["param"] == "chat_template_kwargs"
 
 
-async def test_what_a_message_says_besides_is_for_the_template() -> None:
+async def test_unknown_message_fields_reach_chat_template() -> None:
     said = {"role": "assistant", "content": "x", "reasoning_content": "Hm.", "id": "m1"}
     tokenizer = TemplateReader()
     async with running_server(lambda _: say("x"), tokenizer=tokenizer) as server:
@@ -80,7 +80,7 @@ async def test_what_a_message_says_besides_is_for_the_template() -> None:
     assert tokenizer.entries[1] == said
 
 
-async def test_the_last_message_may_be_gone_on_with() -> None:
+async def test_continue_final_message() -> None:
     conversation = [*ASK, {"role": "assistant", "content": " The answer is "}]
     async with running_server(lambda _: say("4")) as server:
         await post(server, PATH, messages=conversation, continue_final_message=True)
@@ -91,7 +91,7 @@ async def test_the_last_message_may_be_gone_on_with() -> None:
     assert answer.json()["error"]["param"] == "add_generation_prompt"
 
 
-async def test_the_operator_speaks_first() -> None:
+async def test_system_prompt_setting_precedes_client_system_prompt() -> None:
     settings = Settings(system_prompt="Be kind.")
     asked = [{"role": "system", "content": "Be brief."}, *ASK]
     async with running_server(lambda _: say("x"), settings=settings) as server:
@@ -104,7 +104,7 @@ async def test_the_operator_speaks_first() -> None:
     assert counted.json()["count"] == len(first)
 
 
-async def test_what_the_template_refuses_is_the_clients_fault() -> None:
+async def test_chat_template_error_returns_400() -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(PATH, json={"messages": [{"role": "assistant", "content": "x"}]})
     assert answer.status_code == 400
@@ -112,7 +112,7 @@ async def test_what_the_template_refuses_is_the_clients_fault() -> None:
     assert "begin with the user" in answer.json()["error"]["message"]
 
 
-async def test_the_default_length_is_the_rest_of_the_context() -> None:
+async def test_chat_default_max_tokens_fills_context() -> None:
     async with running_server(lambda _: say("x")) as server:
         await post(server, PATH, messages=ASK)
         await post(server, PATH, messages=ASK, max_completion_tokens=9)
@@ -121,7 +121,7 @@ async def test_the_default_length_is_the_rest_of_the_context() -> None:
     assert second.parameters.max_tokens == 9
 
 
-async def test_logprobs_tell_each_token_with_its_bytes() -> None:
+async def test_chat_logprobs_have_tokens_and_bytes() -> None:
     async with running_server(lambda _: tokens(list("aé".encode()))) as server:
         found = await post(server, PATH, messages=ASK, logprobs=True, top_logprobs=2)
         pieces = await events(server, PATH, messages=ASK, logprobs=True)
@@ -138,7 +138,7 @@ async def test_logprobs_tell_each_token_with_its_bytes() -> None:
     assert sum(len(part["content"]) for part in streamed) == 3
 
 
-async def test_characters_are_never_cut_in_a_stream() -> None:
+async def test_utf8_characters_are_not_split_in_stream() -> None:
     text = "naïve 日本語 🙂 e\N{COMBINING ACUTE ACCENT}"
     async with running_server(lambda _: say(text, group=1)) as server:
         found = await events(server, PATH, messages=ASK)
@@ -147,7 +147,7 @@ async def test_characters_are_never_cut_in_a_stream() -> None:
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
 
 
-async def test_a_character_that_never_ends_is_shown_as_broken() -> None:
+async def test_incomplete_utf8_character_becomes_replacement_character() -> None:
     async with running_server(lambda _: Script(((*b"ok ", 0xF0, 0x9F),))) as server:
         found = await post(server, PATH, messages=ASK)
     assert found["choices"][0]["message"]["content"] == "ok \N{REPLACEMENT CHARACTER}"

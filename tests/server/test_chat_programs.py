@@ -49,12 +49,11 @@ CHATS = [each["body"] for each in RECORDED if each["method"] == "POST"]
 
 
 def signed(server: RunningServer) -> RunningServer:
-    """Every request comes with a key and the program's headers."""
     server.http.headers.update(OPEN_WEBUI_HEADERS)
     return server
 
 
-async def test_the_list_of_models_is_what_they_read() -> None:
+async def test_recorded_clients_can_read_model_list() -> None:
     async with running_server(lambda _: say("x"), Settings(api_key=KEY)) as server:
         listed = (await signed(server).http.get("/v1/models")).json()
     assert [(model["id"], model["object"]) for model in listed["data"]] == [("ssd-embedded", "model")]
@@ -62,7 +61,7 @@ async def test_the_list_of_models_is_what_they_read() -> None:
 
 
 @pytest.mark.parametrize("body", [*(body for body in CHATS if body.get("stream")), LIBRECHAT_CHAT])
-async def test_a_chat_streams_deltas_and_then_the_usage(body: dict[str, Any]) -> None:
+async def test_recorded_clients_can_read_stream_and_usage(body: dict[str, Any]) -> None:
     async with running_server(lambda _: say("Good."), Settings(api_key=KEY)) as server:
         chunks = await events(signed(server), CHAT, **body)
     assert (
@@ -73,7 +72,7 @@ async def test_a_chat_streams_deltas_and_then_the_usage(body: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("body", [body for body in CHATS if not body.get("stream")])
-async def test_whole_answers_have_their_text(body: dict[str, Any]) -> None:
+async def test_recorded_clients_can_read_whole_response(body: dict[str, Any]) -> None:
     async with running_server(lambda _: say('{"title": "Hi"}'), Settings(api_key=KEY), model=LONG) as server:
         answer = (await signed(server).http.post(CHAT, json=body)).json()
     assert answer["choices"][0]["message"]["content"] == '{"title": "Hi"}'

@@ -12,7 +12,7 @@ PATH = "/v1/completions"
 ASK = [{"role": "user", "content": "Hi"}]
 
 
-async def test_a_whole_completion() -> None:
+async def test_completion_response_with_speculation_figures() -> None:
     async with running_server(lambda _: say("Hello, world!")) as server:
         found = await post(server, PATH, prompt="Say it", max_tokens=13, seed=7, model="ssd-embedded")
     assert found["object"] == "text_completion"
@@ -48,7 +48,7 @@ async def test_a_whole_completion() -> None:
     }
 
 
-async def test_a_stream_says_the_same_in_pieces() -> None:
+async def test_completion_stream_equals_whole_response() -> None:
     async with running_server(lambda _: say("Hello, world!")) as server:
         found = await events(
             server, PATH, prompt="Say it", max_tokens=13, stream_options={"include_usage": True}
@@ -64,7 +64,7 @@ async def test_a_stream_says_the_same_in_pieces() -> None:
     assert len({chunk["id"] for chunk in found}) == 1
 
 
-async def test_every_chunk_tells_the_usage_so_far_when_asked_for() -> None:
+async def test_continuous_usage_stats_in_every_chunk() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     async with running_server(lambda _: say("Hello", group=2)) as server:
         found = await events(server, PATH, prompt="Say it", n=2, stream_options=options)
@@ -75,19 +75,11 @@ async def test_every_chunk_tells_the_usage_so_far_when_asked_for() -> None:
     assert found[-1]["choices"] == []
 
 
-async def test_as_many_as_n_are_the_best() -> None:
-    async with running_server(lambda _: say("x")) as server:
-        found = await post(server, PATH, prompt="a", n=2, best_of=2)
-    assert len(found["choices"]) == 2
 
 
-async def test_usage_is_only_streamed_when_asked_for() -> None:
-    async with running_server(lambda _: say("Hi")) as server:
-        found = await events(server, PATH, prompt="x")
-    assert all("usage" not in chunk for chunk in found)
 
 
-async def test_a_request_without_a_seed_is_told_one_that_repeats_it() -> None:
+async def test_random_seed_is_reported_and_repeats_output() -> None:
     async with running_server(lambda _: say("Hi")) as server:
         first = await post(server, PATH, prompt="x")
         second = await post(server, PATH, prompt="x")
@@ -97,9 +89,9 @@ async def test_a_request_without_a_seed_is_told_one_that_repeats_it() -> None:
     assert submits[2].seed == submits[0].seed == first["seed"]
 
 
-async def test_choices_have_seeds_of_their_own() -> None:
+async def test_choices_have_own_seeds_and_prompt_counts_once() -> None:
     async with running_server(lambda submit: say(f"seed {submit.seed % 1000}")) as server:
-        found = await post(server, PATH, prompt=["ab", "c"], n=3, seed=5)
+        found = await post(server, PATH, prompt=["ab", "c"], n=3, best_of=3, seed=5)
         submits = server.engine.submits()
     expected = [choice_seed(5, i) for i in range(3)]
     assert [submit.seed for submit in submits] == expected * 2
@@ -109,9 +101,10 @@ async def test_choices_have_seeds_of_their_own() -> None:
     assert found["usage"]["prompt_tokens"] == 3 + 2
 
 
-async def test_streamed_choices_are_told_apart_by_index() -> None:
+async def test_streamed_choices_have_index() -> None:
     async with running_server(lambda submit: say(f"seed {submit.seed % 1000}")) as server:
         found = await events(server, PATH, prompt="a", n=2, seed=5)
+    assert all("usage" not in chunk for chunk in found)
     texts = {0: "", 1: ""}
     for chunk in found:
         for choice in chunk["choices"]:
@@ -128,7 +121,7 @@ async def test_streamed_choices_are_told_apart_by_index() -> None:
         ([[97], [98, 99]], [(97,), (98, 99)]),
     ],
 )
-async def test_the_four_forms_of_a_prompt(prompt: object, expected: list[tuple[int, ...]]) -> None:
+async def test_prompt_forms_text_texts_ids_id_lists(prompt: object, expected: list[tuple[int, ...]]) -> None:
     async with running_server(lambda _: say("x")) as server:
         await post(server, PATH, prompt=prompt)
         assert [submit.prompt for submit in server.engine.submits()] == expected
@@ -172,8 +165,6 @@ async def test_every_sampling_parameter_reaches_the_engine() -> None:
 
 
 class WordTokenizer(ByteTokenizer):
-    """Knows some words with a space before them as tokens of their own."""
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         known = {
             " cat": [200],
@@ -186,8 +177,7 @@ class WordTokenizer(ByteTokenizer):
         return known[text] if text in known else super().encode(text, add_special_tokens)
 
 
-async def test_bad_words_are_banned_at_the_beginning_and_after_a_space() -> None:
-    """A byte tokenizer needs one sequence for both: what ends with it is banned with it."""
+async def test_bad_words_are_banned_with_and_without_leading_space() -> None:
     async with running_server(lambda _: say("x"), tokenizer=WordTokenizer()) as server:
         await post(server, PATH, prompt="a", bad_words=[" cat", "dog", "eel", "ox", "cat"])
         parameters = server.engine.submits()[0].parameters
@@ -203,13 +193,13 @@ async def test_null_means_the_default() -> None:
     assert (first.temperature, first.max_tokens) == (1.0, 16)
 
 
-async def test_the_default_length_is_what_fits() -> None:
+async def test_default_max_tokens_fits_context() -> None:
     async with running_server(lambda _: say("x")) as server:
         await post(server, PATH, prompt=[97] * (CONTEXT - 5))
         assert server.engine.submits()[0].parameters.max_tokens == 5
 
 
-async def test_echo_repeats_the_prompt_before_the_text() -> None:
+async def test_echo_returns_prompt_before_output() -> None:
     async with running_server(lambda _: say("!")) as server:
         assert (await post(server, PATH, prompt="Hé", echo=True))["choices"][0]["text"] == "Hé!"
         assert (await post(server, PATH, prompt=[97, 98], echo=True))["choices"][0]["text"] == "ab!"
@@ -221,8 +211,7 @@ async def test_echo_repeats_the_prompt_before_the_text() -> None:
     assert texts == ["a!", "b!"]
 
 
-async def test_echo_with_logprobs_tells_those_of_the_prompt_before_those_of_the_text() -> None:
-    """The very first token has none; a special token has no text and no width."""
+async def test_echo_with_logprobs_returns_prompt_logprobs_first() -> None:
     async with running_server(lambda _: say("xyz", group=2)) as server:
         found = await post(server, PATH, prompt=["Hé!", "ab"], echo=True, logprobs=1, max_tokens=3, n=2)
         plain = await post(server, PATH, prompt="Hé!", logprobs=1, max_tokens=3)
@@ -239,7 +228,7 @@ async def test_echo_with_logprobs_tells_those_of_the_prompt_before_those_of_the_
     assert plain["choices"][0]["logprobs"]["tokens"] == ["x", "y", "z"]
 
 
-async def test_logprobs_tell_tokens_values_and_offsets() -> None:
+async def test_completion_logprobs_have_tokens_values_and_offsets() -> None:
     async with running_server(lambda _: say("xyz")) as server:
         whole = await post(server, PATH, prompt="a", logprobs=3)
         pieces = await events(server, PATH, prompt="a", logprobs=3)
@@ -253,7 +242,7 @@ async def test_logprobs_tell_tokens_values_and_offsets() -> None:
     assert [token for part in streamed for token in part["tokens"]] == ["x", "y", "z"]
 
 
-async def test_token_ids_on_request() -> None:
+async def test_return_token_ids() -> None:
     async with running_server(lambda _: say("xyz")) as server:
         whole = await post(server, PATH, prompt="a", return_token_ids=True)
         pieces = await events(server, PATH, prompt="a", return_token_ids=True)
@@ -263,7 +252,7 @@ async def test_token_ids_on_request() -> None:
     assert [i for chunk in pieces for i in chunk["choices"][0].get("token_ids", [])] == list(b"xyz")
 
 
-async def test_the_end_token_counts_but_does_not_show() -> None:
+async def test_eos_token_counts_but_its_text_is_hidden() -> None:
     async with running_server(lambda _: tokens([*b"done", END, *b"beyond"])) as server:
         found = await post(server, PATH, prompt="a")
     assert found["choices"][0]["text"] == "done"
@@ -272,7 +261,7 @@ async def test_the_end_token_counts_but_does_not_show() -> None:
     assert found["usage"]["completion_tokens"] == 5
 
 
-async def test_stop_ids_show_only_when_asked_for() -> None:
+async def test_stop_token_text_is_included_only_on_request() -> None:
     async with running_server(lambda _: tokens([*b"done", OTHER_END])) as server:
         plain = await post(server, PATH, prompt="a", stop_token_ids=[OTHER_END], skip_special_tokens=False)
         shown = await post(
@@ -287,7 +276,7 @@ async def test_stop_ids_show_only_when_asked_for() -> None:
     assert shown["choices"][0]["text"] == "done<other-end>"
 
 
-async def test_an_end_token_inside_the_output_is_text_like_any_other() -> None:
+async def test_ignored_eos_token_is_text() -> None:
     async with running_server(lambda _: tokens([*b"a", END, *b"b"])) as server:
         ignored = await post(server, PATH, prompt="a", ignore_eos=True, skip_special_tokens=False)
         too_early = await post(server, PATH, prompt="a", min_tokens=3, skip_special_tokens=False)
@@ -296,7 +285,7 @@ async def test_an_end_token_inside_the_output_is_text_like_any_other() -> None:
     assert skipped["choices"][0]["text"] == "ab"
 
 
-async def test_a_refusal_of_the_engine_names_the_field() -> None:
+async def test_engine_refusal_returns_400_with_field() -> None:
     def refuse(_submit: Submit) -> Script:
         return Script((), refused=Refused(0, "min_p is not for this model", "min_p"))
 
@@ -307,7 +296,7 @@ async def test_a_refusal_of_the_engine_names_the_field() -> None:
             assert answer.json()["error"]["param"] == "min_p"
 
 
-async def test_an_error_of_the_engine_is_a_500_or_an_event() -> None:
+async def test_engine_error_returns_500_or_error_event() -> None:
     async with running_server(lambda _: Script((tuple(b"ab"),), error="out of luck")) as server:
         whole = await server.http.post(PATH, json={"prompt": "a"})
         stream = await server.http.post(PATH, json={"prompt": "a", "stream": True})
@@ -318,7 +307,7 @@ async def test_an_error_of_the_engine_is_a_500_or_an_event() -> None:
     assert "[DONE]" not in stream.text
 
 
-async def test_of_a_long_prompt_the_end_may_be_kept() -> None:
+async def test_truncate_prompt_tokens_keeps_end_of_prompt() -> None:
     async with running_server(lambda _: say("x")) as server:
         for prompt, most, kept in [
             ("abcdef", 4, [BEGIN, *b"def"]),
@@ -336,7 +325,7 @@ async def test_of_a_long_prompt_the_end_may_be_kept() -> None:
     assert wrong.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
-async def test_figures_of_a_prompt_without_its_echo() -> None:
+async def test_prompt_logprobs_without_echo() -> None:
     async with running_server(lambda _: say("x")) as server:
         told = await post(server, PATH, prompt="ab", prompt_logprobs=1, add_special_tokens=False)
         chat = await post(server, "/v1/chat/completions", messages=ASK, prompt_logprobs=0)
@@ -353,7 +342,7 @@ async def test_figures_of_a_prompt_without_its_echo() -> None:
     assert streamed.status_code == 400
 
 
-async def test_how_urgent_a_request_is_goes_to_the_engine() -> None:
+async def test_priority_reaches_engine() -> None:
     async with running_server(lambda _: say("x")) as server:
         await post(server, PATH, prompt=["a", "b"], n=2, priority=-3)
         await post(server, PATH, prompt="a")

@@ -19,13 +19,11 @@ IDS = [*TEXT.encode(), END]
 
 
 def rest(submit: Submit) -> Script:
-    """What a real engine would give behind the output that a request has already."""
     assert list(submit.output) == IDS[: len(submit.output)]
     return tokens(IDS[len(submit.output) :], group=1)
 
 
 async def chunks(**body: Any) -> list[tuple[str, list[int], str | None]]:
-    """Text, tokens and finish reason of each chunk of one choice."""
     async with running_server(rest) as server:
         found = await events(server, PATH, prompt="a", seed=5, return_token_ids=True, **body)
     return [
@@ -47,7 +45,7 @@ def joined(parts: list[tuple[str, list[int], str | None]]) -> tuple[str, list[in
     st.booleans(),
     st.sampled_from([60, 20]),
 )
-def test_both_parts_together_are_the_whole(after: int, stops: list[str], include: bool, most: int) -> None:
+def test_resumed_output_completes_broken_stream(after: int, stops: list[str], include: bool, most: int) -> None:
     body = {"stop": stops, "include_stop_str_in_output": include, "max_tokens": most}
 
     async def check() -> None:
@@ -62,7 +60,7 @@ def test_both_parts_together_are_the_whole(after: int, stops: list[str], include
 
 
 @pytest.mark.anyio
-async def test_chats_go_on_too_and_only_what_is_new_is_counted() -> None:
+async def test_resumed_chat_counts_only_new_tokens() -> None:
     async with running_server(rest) as server:
         messages = [{"role": "user", "content": "?"}]
         found = await post(
@@ -75,7 +73,7 @@ async def test_chats_go_on_too_and_only_what_is_new_is_counted() -> None:
 
 
 @pytest.mark.anyio
-async def test_every_choice_of_every_prompt_goes_on_behind_its_own_tokens() -> None:
+async def test_every_choice_resumes_behind_its_generated_tokens() -> None:
     had = [IDS[:2], [], IDS[:5], IDS[:8]]
     body = {"prompt": ["a", "b"], "n": 2, "seed": 5, "max_tokens": 60, "logprobs": 0}
     async with running_server(rest) as server:
@@ -91,7 +89,7 @@ async def test_every_choice_of_every_prompt_goes_on_behind_its_own_tokens() -> N
 
 
 @pytest.mark.anyio
-async def test_what_cannot_go_on_is_refused_with_a_reason() -> None:
+async def test_invalid_generated_token_ids_return_400() -> None:
     had = [list(b"To stop")]
     async with running_server(rest) as server:
         for body, message in (
@@ -113,7 +111,7 @@ async def test_what_cannot_go_on_is_refused_with_a_reason() -> None:
 
 
 @pytest.mark.anyio
-async def test_tokens_behind_a_stop_string_that_the_client_has_are_not_counted_and_not_owed() -> None:
+async def test_generated_tokens_behind_stop_string_are_not_counted() -> None:
     body = {"prompt": "a", "seed": 5, "stop": ["not"], "max_tokens": 60}
     async with running_server(rest) as server:
         found = await post(server, PATH, generated_token_ids=[list(TEXT.encode())], **body)

@@ -31,7 +31,6 @@ OPTIONS = RequestOptions(salt=b"salt", priority=2)
 
 
 async def drain(client: EngineClient) -> None:
-    """A memory channel has no descriptor to watch: look once, as the event loop would."""
     client._connection.drain()  # pyright: ignore[reportPrivateUsage]
     await asyncio.sleep(0)
 
@@ -43,7 +42,7 @@ def pair(capacity: int = 100) -> tuple[EngineClient, MemoryChannel]:
     return client, theirs
 
 
-async def test_reports_reach_who_submitted_and_nobody_after_the_end() -> None:
+async def test_reports_reach_submitter_until_request_ends() -> None:
     client, engine = pair()
     first: list[Report] = []
     second: list[Report] = []
@@ -61,7 +60,7 @@ async def test_reports_reach_who_submitted_and_nobody_after_the_end() -> None:
     client.stop()
 
 
-async def test_what_is_aborted_hears_nothing_more_and_what_is_finished_its_end() -> None:
+async def test_aborted_request_gets_no_report_and_finished_one_its_end() -> None:
     client, engine = pair()
     heard: list[Report] = []
     finished: list[Report] = []
@@ -80,7 +79,7 @@ async def test_what_is_aborted_hears_nothing_more_and_what_is_finished_its_end()
     client.stop()
 
 
-async def test_a_full_queue_refuses_requests_but_never_loses_an_abort() -> None:
+async def test_full_send_queue_rejects_requests_but_keeps_aborts() -> None:
     client, engine = pair(capacity=2)
     requests = [submit(client, (1,), PARAMETERS, 7, lambda _: None) for _ in range(2)]
     with pytest.raises(OverloadedError):
@@ -97,7 +96,7 @@ async def test_a_full_queue_refuses_requests_but_never_loses_an_abort() -> None:
     client.stop()
 
 
-async def test_choices_of_a_prompt_travel_together_and_end_alone() -> None:
+async def test_choices_of_one_prompt_share_a_message() -> None:
     client, engine = pair()
     prompt, heard = tuple(range(50)), [list[Report]() for _ in range(3)]
     requests = [
@@ -120,8 +119,7 @@ async def test_choices_of_a_prompt_travel_together_and_end_alone() -> None:
     client.stop()
 
 
-async def test_what_is_begun_is_sent_whole_and_what_cannot_be_sent_is_no_overload() -> None:
-    """Each of these prompts takes more than half of what may wait for the engine."""
+async def test_submit_is_atomic_and_too_many_tokens_are_rejected() -> None:
     ours, theirs = channel_pair()
     client = EngineClient(ours)
     client.start()
@@ -146,7 +144,7 @@ async def test_what_is_begun_is_sent_whole_and_what_cannot_be_sent_is_no_overloa
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, MAX_TOKENS // 2)), max_size=9))
-def test_messages_hold_the_same_requests_and_are_never_too_large(asked: list[tuple[int, int, int]]) -> None:
+def test_grouped_messages_keep_requests_within_max_tokens(asked: list[tuple[int, int, int]]) -> None:
     prompts, kinds = ((1,) * 1000, (2,) * 1000), (PARAMETERS, SamplingParameters(top_k=3))
     outputs = {length: (0,) * length for _, _, length in asked}
     submits = [
@@ -166,7 +164,7 @@ def test_messages_hold_the_same_requests_and_are_never_too_large(asked: list[tup
             assert len(message.prompt) + outputs_size <= MAX_TOKENS
 
 
-async def test_nonsense_ends_the_engine_and_tells_everyone() -> None:
+async def test_malformed_message_ends_engine_and_all_requests() -> None:
     client, engine = pair()
     heard: list[Report] = []
     submit(client, (1,), PARAMETERS, 7, heard.append)
@@ -178,7 +176,7 @@ async def test_nonsense_ends_the_engine_and_tells_everyone() -> None:
         submit(client, (1,), PARAMETERS, 7, heard.append)
 
 
-async def test_a_process_that_ends_is_noticed_through_its_socket() -> None:
+async def test_engine_exit_is_noticed_through_socket() -> None:
     ours, theirs = channel_pair()
     client = EngineClient(ours)
     client.start()
@@ -190,7 +188,7 @@ async def test_a_process_that_ends_is_noticed_through_its_socket() -> None:
     assert client.ready == READY
 
 
-async def test_more_than_the_kernel_takes_is_sent_when_it_can_be() -> None:
+async def test_backpressure_sends_pending_requests_when_writable() -> None:
     ours, theirs = channel_pair()
     client = EngineClient(ours)
     client.start()
@@ -208,7 +206,7 @@ async def test_more_than_the_kernel_takes_is_sent_when_it_can_be() -> None:
 
 
 @pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
-async def test_a_verifier_of_another_version_is_refused_clearly(version: int) -> None:
+async def test_protocol_version_mismatch_is_rejected(version: int) -> None:
     client, engine = pair()
     engine.send(replace(READY, protocol=version))
     await drain(client)

@@ -43,7 +43,6 @@ VALID: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[str, object]:
-    """A path and a body: anything at all, or a valid body with some fields replaced by anything."""
     path = draw(st.sampled_from(sorted(VALID)))
     valid, fields = VALID[path]
     if draw(st.integers(0, 4)) == 0:

@@ -23,7 +23,7 @@ async def asked(path: str, fields: dict[str, object]) -> SamplingParameters:
 
 @pytest.mark.parametrize(("path", "fields"), WAYS)
 @pytest.mark.parametrize("nothing", [{}, {"temperature": None, "top_p": None, "max_tokens": None}])
-async def test_what_a_request_leaves_out(
+async def test_model_defaults_fill_missing_sampling_parameters(
     path: str, fields: dict[str, object], nothing: dict[str, object]
 ) -> None:
     found = await asked(path, fields | nothing)
@@ -31,17 +31,17 @@ async def test_what_a_request_leaves_out(
 
 
 @pytest.mark.parametrize(("path", "fields"), WAYS)
-async def test_what_a_request_says_goes_first(path: str, fields: dict[str, object]) -> None:
+async def test_request_overrides_model_defaults(path: str, fields: dict[str, object]) -> None:
     found = await asked(path, fields | {"temperature": 1, "max_tokens": 50, "min_p": 0.1})
     assert found == SamplingParameters(temperature=1.0, top_p=0.95, min_p=0.1, max_tokens=50)
 
 
-async def test_a_long_prompt_leaves_room_for_fewer_tokens() -> None:
+async def test_model_default_max_tokens_shrinks_to_context() -> None:
     found = await asked("/v1/completions", {"prompt": "a" * (CONTEXT - 10)})
     assert found.max_tokens < 40
 
 
-async def test_the_models_card_tells_them_once_they_are_known() -> None:
+async def test_model_card_has_sampling_defaults() -> None:
     async with running_server(lambda _: say("x"), model=MODEL) as server:
         card = (await server.http.get("/v1/models")).json()["data"][0]
     async with running_server(lambda _: say("x"), ready=False) as server:
@@ -50,7 +50,7 @@ async def test_the_models_card_tells_them_once_they_are_known() -> None:
     assert early["default_sampling_params"] is None
 
 
-async def test_other_defaults_are_another_system() -> None:
+async def test_model_defaults_change_system_fingerprint() -> None:
     async def fingerprint(sampling: dict[str, int | float]) -> object:
         model = msgspec.structs.replace(READY, sampling=sampling)
         async with running_server(lambda _: say("x"), model=model) as server:

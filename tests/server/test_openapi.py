@@ -30,7 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
 GETS = sorted(path for path in OPERATIONS if path not in BODIES)
 
 
-async def test_every_route_is_an_operation_and_the_other_way_round() -> None:
+async def test_openapi_lists_every_route() -> None:
     async with running_server(lambda _: say("x")) as server:
         routes = {
             (route.path.replace(":path}", "}"), method.lower())
@@ -43,7 +43,7 @@ async def test_every_route_is_an_operation_and_the_other_way_round() -> None:
     assert routes <= told
 
 
-def test_a_key_is_named_only_where_one_is_wanted() -> None:
+def test_openapi_security_only_where_api_key_is_required() -> None:
     open_, keyed = build_document("x", "1", SecuritySchemes()), build_document("x", "1", SecuritySchemes(keyed=True))
     assert "securitySchemes" not in open_["components"]
     for path, operations in keyed["paths"].items():
@@ -54,7 +54,7 @@ def test_a_key_is_named_only_where_one_is_wanted() -> None:
             assert "401" not in open_["paths"][path][method]["responses"]
 
 
-def test_nothing_is_told_that_is_never_sent() -> None:
+def test_openapi_has_no_unused_schema() -> None:
     told = {
         status
         for operations in build_document("x", "1", SecuritySchemes(keyed=True))["paths"].values()
@@ -65,7 +65,7 @@ def test_nothing_is_told_that_is_never_sent() -> None:
     assert "default" not in told
 
 
-def test_a_key_of_the_metrics_locks_the_metrics_alone() -> None:
+def test_openapi_metrics_key_secures_metrics_only() -> None:
     told = build_document("x", "1", SecuritySchemes(metrics_keyed=True))
     locked = {
         path
@@ -77,7 +77,6 @@ def test_a_key_of_the_metrics_locks_the_metrics_alone() -> None:
 
 
 async def ask_all(server: RunningServer, headers: dict[str, str]) -> None:
-    """Every operation, and the rich forms of those that generate."""
     for path in GETS:
         filled = path.replace("{name}", "ssd-embedded")
         for method in ("GET", "HEAD"):
@@ -86,7 +85,7 @@ async def ask_all(server: RunningServer, headers: dict[str, str]) -> None:
         await server.http.post(path, json=body, headers=headers)
 
 
-async def test_every_success_is_as_the_document_says() -> None:
+async def test_successful_responses_match_openapi() -> None:
     rich: dict[str, Any] = {"n": 2, "logprobs": 2, "return_token_ids": True, "seed": 7, "stop": ["c"]}
     chatty: dict[str, Any] = {**rich, "logprobs": True, "top_logprobs": 2}
     streamed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -111,13 +110,11 @@ async def test_every_success_is_as_the_document_says() -> None:
 
 
 class Broken(ByteTokenizer):
-    """Fails where the server cannot expect it."""
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise ZeroDivisionError
 
 
-async def test_every_problem_is_as_the_document_says() -> None:
+async def test_error_responses_match_openapi() -> None:
     seen: set[tuple[str, int]] = set()
 
     def note(server: RunningServer) -> None:
@@ -161,7 +158,6 @@ async def test_every_problem_is_as_the_document_says() -> None:
 
 
 def status_of_half_a_body(host: str, port: int, path: str) -> int:
-    """The client waits for the answer with a body that it does not end."""
     with closing(HTTPConnection(host, port, timeout=60.0)) as client:
         client.putrequest("POST", path)
         client.putheader("Content-Type", "application/json")
@@ -170,7 +166,7 @@ def status_of_half_a_body(host: str, port: int, path: str) -> int:
         return client.getresponse().status
 
 
-def test_a_body_that_takes_too_long_is_as_the_document_says() -> None:
+def test_body_timeout_response_matches_openapi() -> None:
     with listening_server(lambda _: say("x"), limits=Limits(body_timeout_s=0.05)) as server:
         url = httpx.URL(server.url)
         for path in BODIES:

@@ -19,7 +19,7 @@ pytestmark = [
 KEY = "a-key-of-some-length"
 
 
-def test_whatever_the_document_allows_or_forbids(tmp_path: Path) -> None:
+def test_schemathesis_requests_conform_to_openapi(tmp_path: Path) -> None:
     with listening_server(lambda _: say("abcdefgh", group=4)) as address:
         said = generate_requests(address.url, tmp_path, 6)
         seen = {(path, status, kind) for path, _, status, kind in address.contract.seen}
@@ -31,7 +31,7 @@ def test_whatever_the_document_allows_or_forbids(tmp_path: Path) -> None:
     assert {status for _, status, _ in seen} <= {200, 400, 404, 413, 415}
 
 
-def test_a_key_that_is_missing_or_wrong(tmp_path: Path) -> None:
+def test_schemathesis_checks_api_key(tmp_path: Path) -> None:
     with listening_server(lambda _: say("ab"), Settings(drain_seconds=1, api_key=KEY)) as address:
         generate_requests(
             address.url,

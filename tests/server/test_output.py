@@ -16,7 +16,7 @@ STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=4), max_size=
 
 
 @given(TEXTS, STOPS, st.booleans())
-def test_bytes_of_characters_arrive_singly(text: str, stops: tuple[str, ...], include: bool) -> None:
+def test_detokenizer_holds_back_incomplete_characters(text: str, stops: tuple[str, ...], include: bool) -> None:
     rules = TextRules(stops=StopStrings(stops), include_stop=include)
     assembler = TextAssembler(ByteDetokenizer(skip_special_tokens=True), rules)
     shown = ""
@@ -37,20 +37,20 @@ def assembler(**rules: object) -> TextAssembler:
     return TextAssembler(ByteDetokenizer(skip_special_tokens=False), made)
 
 
-def test_a_held_back_beginning_is_shown_at_the_end() -> None:
+def test_held_back_stop_prefix_is_released_at_end() -> None:
     text = assembler(stops=StopStrings(("stop",)))
     assert [text.push(byte) for byte in b"a sto"] == ["a", " ", "", "", ""]
     assert text.finish() == "sto"
 
 
-def test_stop_strings_among_the_first_min_tokens_do_not_count() -> None:
+def test_min_tokens_ignores_early_stop_strings() -> None:
     text = assembler(stops=StopStrings(("a",)), min_tokens=2)
     assert "".join(text.push(byte) for byte in b"aab") == "aab"
     assert text.push(ord("a")) == ""
     assert text.stopped_by == "a"
 
 
-def test_an_end_token_is_held_until_the_engine_says_that_it_ended_the_text() -> None:
+def test_stop_token_text_is_held_until_engine_reports_end() -> None:
     ended, went_on = assembler(), assembler()
     for text in (ended, went_on):
         assert text.push(END) == ""
@@ -59,14 +59,14 @@ def test_an_end_token_is_held_until_the_engine_says_that_it_ended_the_text() -> 
     assert went_on.finish() == ""
 
 
-def test_a_stop_string_inside_a_held_token_leaves_the_next_one_uncounted() -> None:
+def test_stop_string_in_held_token_excludes_next_token() -> None:
     text = assembler(stops=StopStrings(("end",)))
     text.push(END)
     assert text.push(ord("x")) == "<"
     assert (text.stopped_by, text.tokens) == ("end", 1)
 
 
-def test_the_first_word_after_the_prompt_keeps_its_space() -> None:
+def test_first_word_after_prompt_keeps_leading_space() -> None:
     words = [" Once", " upon", " a", " time"]
 
     def decode(ids: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-async def test_without_keys_requests_share_unless_they_give_a_salt() -> None:
+async def test_cache_salt_separates_prefix_cache() -> None:
     async with running_server(lambda _: say("x")) as server:
         for salt in (None, None, "mine", "mine", "yours"):
             await post(server, COMPLETIONS, prompt="a", cache_salt=salt)
@@ -42,7 +42,7 @@ async def test_without_keys_requests_share_unless_they_give_a_salt() -> None:
     assert b"mine" not in mine
 
 
-async def test_each_name_of_the_file_has_its_own_part_and_no_salt_leads_into_anothers(keys: Path) -> None:
+async def test_api_keys_have_separate_prefix_caches(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, api_key=OPERATOR_KEY)
     async with running_server(lambda _: say("x"), settings) as server:
         for key, salt in (
@@ -58,7 +58,7 @@ async def test_each_name_of_the_file_has_its_own_part_and_no_salt_leads_into_ano
     assert others[3] == b""  # the operator's, who has not asked for another
 
 
-async def test_salts_by_key_can_be_switched_off(keys: Path) -> None:
+async def test_salt_by_key_setting_can_be_off(keys: Path) -> None:
     settings = Settings(api_keys_file=keys, salt_by_key=False)
     async with running_server(lambda _: say("x"), settings) as server:
         for key in (ANNA, BEN):
@@ -66,8 +66,7 @@ async def test_salts_by_key_can_be_switched_off(keys: Path) -> None:
     assert salts(server.engine) == [b"", b""]
 
 
-async def test_another_process_makes_other_salts(keys: Path) -> None:
-    """A salt that leaks from one, in a recording, is of no use in another."""
+async def test_salts_differ_between_processes(keys: Path) -> None:
     first, second = Tenants(Settings(api_keys_file=keys)), Tenants(Settings(api_keys_file=keys))
     anna, other = first.find(ANNA.encode()), second.find(ANNA.encode())
     assert anna is not None
@@ -76,7 +75,6 @@ async def test_another_process_makes_other_salts(keys: Path) -> None:
 
 
 async def cached(server: RunningServer, path: str, body: dict[str, object], key: str = "") -> list[object]:
-    """What an answer and every chunk of a stream tell of cached tokens."""
     headers = bearer(key) if key else {}
     wanted = {"include_usage": True, "continuous_usage_stats": True}
     whole = await server.http.post(path, json=body, headers=headers)
@@ -92,7 +90,7 @@ async def cached(server: RunningServer, path: str, body: dict[str, object], key:
     ("path", "body"),
     [(COMPLETIONS, {"prompt": "abc"}), (CHAT, {"messages": [{"role": "user", "content": "Hi"}]})],
 )
-async def test_what_was_cached_is_told_only_of_ones_own(
+async def test_cached_tokens_are_reported_only_for_own_prompts(
     path: str, body: dict[str, object], keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FIGURES, "cached_prompt_tokens", 3)
@@ -111,7 +109,7 @@ async def test_what_was_cached_is_told_only_of_ones_own(
         assert set(await cached(server, path, body, ANNA)) == {None}
 
 
-async def test_nothing_else_of_an_answer_depends_on_what_was_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefix_cache_hit_changes_nothing_else_in_response(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, object]] = []
     async with running_server(lambda _: say("xyz")) as server:
         for tokens in (0, 3):
@@ -127,14 +125,14 @@ async def test_nothing_else_of_an_answer_depends_on_what_was_cached(monkeypatch:
 
 
 @pytest.mark.parametrize("salt", ["", "s" * 257, 5, ["s"]])
-async def test_a_salt_is_a_short_text(salt: object) -> None:
+async def test_invalid_cache_salt_returns_400(salt: object) -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "cache_salt": salt})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "cache_salt"
 
 
-async def test_a_salt_of_odd_characters_is_a_salt_or_an_error() -> None:
+async def test_cache_salt_with_unusual_characters() -> None:
     async with running_server(lambda _: say("x")) as server:
         for written in (rb"\ud800", rb"\u0000", "ü🙂".encode(), b"\xff"):
             answer = await server.http.post(
@@ -145,7 +143,7 @@ async def test_a_salt_of_odd_characters_is_a_salt_or_an_error() -> None:
             assert answer.status_code in (200, 400)
 
 
-async def test_a_request_that_goes_on_in_another_engine_keeps_its_salt(crashing: CrashingEngine) -> None:
+async def test_resumed_request_keeps_cache_salt(crashing: CrashingEngine) -> None:
     def submitted() -> list[Submit]:
         crashing.engine.take()
         return [submit for submit, *_ in crashing.engine.requests.values()]
@@ -163,8 +161,7 @@ PIECES = ["a", "ab" * 20, "long" * 30, "ü" * 40]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_padded_chunks_have_one_length_whatever_they_say(path: str) -> None:
-    """Bytes on the wire: that is what somebody who listens sees."""
+async def test_obfuscated_chunks_have_equal_length(path: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "abc"}
     sizes: set[int] = set()
     padding: set[str] = set()
@@ -183,7 +180,7 @@ async def test_padded_chunks_have_one_length_whatever_they_say(path: str) -> Non
     assert len(padding) > len(PIECES)
 
 
-async def test_long_chunks_tell_only_a_power_of_two() -> None:
+async def test_long_obfuscated_chunks_are_padded_to_power_of_two() -> None:
     async with running_server(lambda _: say("abcdef" * 60, group=360)) as server:
         options = {"include_obfuscation": True, "include_usage": True}
         answer = await server.http.post(
@@ -194,7 +191,7 @@ async def test_long_chunks_tell_only_a_power_of_two() -> None:
     assert 1024 in sizes
 
 
-async def test_chunks_are_not_padded_unless_that_is_asked_for() -> None:
+async def test_obfuscation_is_off_by_default() -> None:
     async with running_server(lambda _: say("abc")) as server:
         for options in (None, {"include_obfuscation": False}, {"include_obfuscation": None}):
             found = await events(server, COMPLETIONS, prompt="a", stream_options=options)

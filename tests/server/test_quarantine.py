@@ -13,7 +13,7 @@ from tests.server.fakes import channel_pair, submit
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_request_that_kills_every_engine_is_given_up_and_the_others_go_on(crashing: CrashingEngine) -> None:
+async def test_poison_request_is_aborted_after_three_crashes(crashing: CrashingEngine) -> None:
     _, guilty = await begun(crashing)
     for death in range(4):
         crashing.die()
@@ -30,7 +30,6 @@ async def test_a_request_that_kills_every_engine_is_given_up_and_the_others_go_o
 
 
 async def until_all_ended(crashing: CrashingEngine, heard: list[Heard], poison: set[int], spared: int = 0) -> int:
-    """The engine dies when it has a request of `poison`; for the first `spared` times after a step.."""
     deaths = 0
     while not all(each.ended for each in heard):
         crashing.engine.take()
@@ -54,7 +53,7 @@ def submit_short(crashing: CrashingEngine, seed: int) -> Heard:
     return heard
 
 
-async def test_who_only_waits_beside_a_request_that_kills_every_engine_gets_its_text(crashing: CrashingEngine) -> None:
+async def test_other_requests_survive_poison_request(crashing: CrashingEngine) -> None:
     await crashing.until(lambda: crashing.client.ready is not None)
     heard = [submit_short(crashing, seed) for seed in range(4)]
     assert await until_all_ended(crashing, heard, {3}) <= 4
@@ -62,7 +61,7 @@ async def test_who_only_waits_beside_a_request_that_kills_every_engine_gets_its_
     assert [len(each.tokens) for each in heard] == [5, 5, 0, 5]
 
 
-async def test_who_was_there_at_a_death_before_is_not_blamed_for_another_request(crashing: CrashingEngine) -> None:
+async def test_earlier_crash_does_not_blame_innocent_request(crashing: CrashingEngine) -> None:
     await crashing.until(lambda: crashing.client.ready is not None)
     innocent = submit_short(crashing, 1)
     crashing.engine.take()
@@ -76,7 +75,7 @@ async def test_who_was_there_at_a_death_before_is_not_blamed_for_another_request
     assert isinstance(guilty.reports[-1], EngineDeadError)
 
 
-async def test_many_guilty_ones_are_found_one_after_the_other(crashing: CrashingEngine) -> None:
+async def test_several_poison_requests_are_found(crashing: CrashingEngine) -> None:
     await crashing.until(lambda: crashing.client.ready is not None)
     heard = [submit_short(crashing, seed) for seed in range(9)]
     assert await until_all_ended(crashing, heard, {2, 3, 4, 6, 7, 9}, spared=1) <= 16
@@ -84,7 +83,7 @@ async def test_many_guilty_ones_are_found_one_after_the_other(crashing: Crashing
     assert crashing.explained == 6
 
 
-async def test_a_death_while_loading_blames_no_request(crashing: CrashingEngine) -> None:
+async def test_crash_while_loading_blames_no_request(crashing: CrashingEngine) -> None:
     _, heard = await begun(crashing)
     crashing.die()
     for _ in range(5):

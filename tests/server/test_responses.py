@@ -31,7 +31,7 @@ def client(server: RunningServer) -> AsyncOpenAI:
     return AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=cast(Any, server.http))
 
 
-async def test_a_text_is_answered_by_a_message() -> None:
+async def test_responses_api_text_response() -> None:
     async with running_server(lambda _: speak("Hello")) as server:
         response = await client(server).responses.create(model="ssd-embedded", input="Hi", temperature=0.5)
     assert (response.output_text, response.status) == ("Hello", "completed")
@@ -41,14 +41,14 @@ async def test_a_text_is_answered_by_a_message() -> None:
     assert response.id.startswith("resp_")
 
 
-async def test_what_does_not_fit_is_incomplete() -> None:
+async def test_responses_api_length_limit_is_incomplete() -> None:
     async with running_server(lambda _: say("Hello, hello")) as server:
         answer = await post(server, PATH, input="Hi", max_output_tokens=5)
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][0]["content"][0]["text"] == "Hello"
 
 
-async def test_thoughts_words_and_calls_are_items() -> None:
+async def test_responses_api_items_of_reasoning_text_and_calls() -> None:
     async with running_server(lambda _: speak(SAID), tokenizer=TemplateReader(TEMPLATE)) as server:
         answer = await post(server, PATH, input="Hi", tools=[WEATHER])
     kinds = [item["type"] for item in answer["output"]]
@@ -60,7 +60,7 @@ async def test_thoughts_words_and_calls_are_items() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 4, 300])
-async def test_the_events_of_a_stream_add_up_to_the_whole(group: int) -> None:
+async def test_responses_api_stream_events_add_up_to_whole(group: int) -> None:
     tokenizer = TemplateReader(TEMPLATE)
     asked: dict[str, Any] = {"model": "ssd-embedded", "input": "Hi", "tools": [WEATHER]}
     async with running_server(lambda _: speak(SAID, group), tokenizer=tokenizer) as server:
@@ -84,8 +84,7 @@ async def test_the_events_of_a_stream_add_up_to_the_whole(group: int) -> None:
     assert last.usage.output_tokens == whole.usage.output_tokens
 
 
-async def test_a_conversation_reaches_the_template() -> None:
-    """What the model thought, said and called is one message; what a call gave is a tool's."""
+async def test_responses_api_items_reach_chat_template() -> None:
     tokenizer = TemplateReader(TEMPLATE)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Rain?"}]},
@@ -113,7 +112,7 @@ async def test_a_conversation_reaches_the_template() -> None:
     assert tokenizer.variables["tools"][0]["function"]["name"] == "weather"
 
 
-async def test_a_schema_reaches_the_engine() -> None:
+async def test_responses_api_json_schema_reaches_engine() -> None:
     seen: list[Submit] = []
 
     def play(submit: Submit) -> Script:
@@ -128,7 +127,7 @@ async def test_a_schema_reaches_the_engine() -> None:
     assert answer["text"]["format"]["schema"] == {"type": "object"}
 
 
-async def test_probabilities_are_told_where_they_are_included() -> None:
+async def test_responses_api_logprobs() -> None:
     async with running_server(lambda _: speak("Hi")) as server:
         answer = await post(server, PATH, input="Hi", include=["message.output_text.logprobs"], top_logprobs=2)
     scored = answer["output"][0]["content"][0]["logprobs"]
@@ -151,14 +150,14 @@ async def test_probabilities_are_told_where_they_are_included() -> None:
         ({"tool_choice": "required"}, "tool_choice: tools have none to call"),
     ],
 )
-async def test_what_cannot_be_answered_is_refused(more: dict[str, Any], words: str) -> None:
+async def test_responses_api_invalid_request_returns_400(more: dict[str, Any], words: str) -> None:
     async with running_server(lambda _: say("Hello")) as server:
         answer = await server.http.post(PATH, json={"input": "Hi", **more})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"].lower() or words in answer.json()["error"]["message"]
 
 
-async def test_a_stream_that_breaks_off_says_so() -> None:
+async def test_responses_api_stream_failure_is_an_error_event() -> None:
     async with running_server(lambda _: Script(((72, 105),), error="out of luck")) as server:
         answer = await server.http.post(PATH, json={"input": "Hi", "stream": True})
     last = answer.text.strip().split("\n\n")[-1]

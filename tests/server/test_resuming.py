@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_no_token_is_lost_or_repeated_whenever_engines_die(crashing: CrashingEngine, seed: int) -> None:
+async def test_no_token_is_lost_or_repeated_after_engine_crashes(crashing: CrashingEngine, seed: int) -> None:
     source, requests = crashing.source, list[tuple[int, int, int, Heard]]()
     source.seed(seed)
     await crashing.until(lambda: crashing.client.ready is not None)
@@ -50,7 +50,7 @@ async def test_no_token_is_lost_or_repeated_whenever_engines_die(crashing: Crash
     assert 0 < crashing.client.restarts <= deaths
 
 
-async def test_who_comes_while_there_is_no_engine_waits_and_who_leaves_is_forgotten(crashing: CrashingEngine) -> None:
+async def test_requests_wait_for_reconnect_and_aborted_ones_are_dropped(crashing: CrashingEngine) -> None:
     request, _ = await begun(crashing)
     _, stays = await begun(crashing)
     crashing.die()
@@ -68,7 +68,7 @@ async def test_who_comes_while_there_is_no_engine_waits_and_who_leaves_is_forgot
     assert (crashing.client.restarts, crashing.client.resumed) == (1, 1)
 
 
-async def test_a_text_that_had_its_end_does_not_wait_for_another_engine(crashing: CrashingEngine) -> None:
+async def test_finished_request_does_not_wait_for_next_engine(crashing: CrashingEngine) -> None:
     before, first = await begun(crashing)
     during, second = await begun(crashing)
     crashing.client.finish(before)
@@ -81,7 +81,7 @@ async def test_a_text_that_had_its_end_does_not_wait_for_another_engine(crashing
     assert crashing.client.active == 0
 
 
-async def test_long_texts_go_on_although_the_next_engine_reads_nothing_while_it_loads(crashing: CrashingEngine) -> None:
+async def test_large_requests_are_resubmitted_while_next_engine_loads(crashing: CrashingEngine) -> None:
     parameters = SamplingParameters(max_tokens=9)
     await crashing.until(lambda: crashing.client.ready is not None)
     crashing.die()
@@ -98,7 +98,7 @@ async def test_long_texts_go_on_although_the_next_engine_reads_nothing_while_it_
     await crashing.until(all_there)
 
 
-async def test_a_text_that_ends_while_the_next_engine_loads_is_not_continued_there(crashing: CrashingEngine) -> None:
+async def test_request_finished_during_reload_is_not_resumed(crashing: CrashingEngine) -> None:
     request, heard = await begun(crashing)
     crashing.die()
     await crashing.until(lambda: crashing.client.lost_s is not None)
@@ -116,7 +116,7 @@ async def test_a_text_that_ends_while_the_next_engine_loads_is_not_continued_the
     await crashing.until(lambda: not submitted())
 
 
-async def test_whatever_goes_wrong_with_the_next_engine_everybody_is_told() -> None:
+async def test_failed_reconnect_ends_all_requests() -> None:
     def reconnect() -> MessageChannel:
         raise RuntimeError("the launcher is broken")
 
@@ -133,7 +133,7 @@ async def test_whatever_goes_wrong_with_the_next_engine_everybody_is_told() -> N
     assert "RuntimeError: the launcher is broken" in str(heard.reports[-1])
 
 
-async def test_when_no_engine_will_come_everybody_is_told_why(crashing: CrashingEngine) -> None:
+async def test_no_next_engine_ends_all_requests_with_reason(crashing: CrashingEngine) -> None:
     _, heard = await begun(crashing)
     crashing.die()
     crashing.channels.put(None)
@@ -143,7 +143,7 @@ async def test_when_no_engine_will_come_everybody_is_told_why(crashing: Crashing
         submit(crashing.client, (1,), SamplingParameters(), 1, heard.reports.append)
 
 
-async def test_an_engine_that_was_never_ready_is_not_waited_for() -> None:
+async def test_crash_before_ready_is_final() -> None:
     ours, theirs = channel_pair()
     client = EngineClient(ours, lambda: pytest.fail("nobody may be awaited"))
     client.start()
@@ -155,7 +155,7 @@ async def test_an_engine_that_was_never_ready_is_not_waited_for() -> None:
     assert client.dead == "the engine process ended"
 
 
-async def test_a_stop_while_an_engine_is_awaited_ends_everything(crashing: CrashingEngine) -> None:
+async def test_shutdown_during_reconnect_ends_all_requests(crashing: CrashingEngine) -> None:
     _, heard = await begun(crashing)
     crashing.die()
     await crashing.until(lambda: crashing.client.lost_s is not None)
@@ -167,7 +167,7 @@ async def test_a_stop_while_an_engine_is_awaited_ends_everything(crashing: Crash
     theirs.close()
 
 
-async def test_an_engine_that_works_and_falls_silent_is_reported_until_it_speaks(
+async def test_silent_engine_is_reported_repeatedly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.client._CHECK_INTERVAL_S", 0.05)
@@ -186,7 +186,7 @@ async def test_an_engine_that_works_and_falls_silent_is_reported_until_it_speaks
     theirs.close()
 
 
-async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
+async def test_reconnect_retries_when_no_thread_can_start(
     crashing: CrashingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, heard = await begun(crashing)
@@ -207,7 +207,7 @@ async def test_an_engine_comes_back_although_there_was_no_thread_to_wait_for_it(
     assert crashing.client.dead is None
 
 
-async def test_an_engine_is_looked_for_again_where_the_system_was_short_of_something(
+async def test_reconnect_retries_after_resource_shortage(
     crashing: CrashingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.client._CHECK_INTERVAL_S", 0.01)

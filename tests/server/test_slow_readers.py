@@ -18,8 +18,6 @@ HEADERS = [(b"content-type", b"application/json")]
 
 
 class StoppedReader:
-    """A client over ASGI that takes the beginning of an answer, and the rest only when it is told to."""
-
     def __init__(self, body: dict[str, Any]) -> None:
         self._body: bytes | None = json.dumps(body).encode()
         self.go = asyncio.Event()
@@ -52,7 +50,7 @@ def scope() -> dict[str, Any]:
     }
 
 
-async def test_a_choice_whose_reader_is_too_far_behind_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_client_is_disconnected_at_backlog_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.generation.MAX_UNREAD", 100)
     async with running_server(lambda _: say("x" * 400, group=2)) as server:
         reader = StoppedReader({"prompt": "a", "n": 3, "max_tokens": 400, "stream": True})
@@ -67,14 +65,14 @@ async def test_a_choice_whose_reader_is_too_far_behind_is_ended(monkeypatch: pyt
     assert b"[DONE]" not in said
 
 
-async def test_one_report_however_large_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_single_large_report_is_no_backlog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.generation.MAX_UNREAD", 100)
     async with running_server(lambda _: say("x" * 400, group=400)) as server:
         answered = await asyncio.wait_for(post(server, PATH, prompt="a", max_tokens=400), 10.0)
     assert answered["choices"][0]["text"] == "x" * 400
 
 
-async def test_a_reader_who_stops_for_a_while_gets_everything() -> None:
+async def test_paused_client_gets_complete_stream() -> None:
     async with running_server(lambda _: say("x" * 400, group=2)) as server:
         reader = StoppedReader({"prompt": "a", "max_tokens": 400, "stream": True})
         reading = asyncio.ensure_future(server.app(scope(), reader.receive, reader.send))

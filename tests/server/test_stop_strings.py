@@ -13,7 +13,7 @@ STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=6), max_size=
 
 
 @given(st.lists(TEXTS, max_size=8), STOPS, st.booleans())
-def test_each_piece_of_text_is_answered_as_the_slow_scanner_does(
+def test_stop_scanner_equals_slow_reference(
     parts: list[str], stops: tuple[str, ...], include: bool
 ) -> None:
     fast, slow = StopScanner(StopStrings(stops), include), SlowScanner(stops, include)
@@ -26,7 +26,7 @@ def test_each_piece_of_text_is_answered_as_the_slow_scanner_does(
 
 
 @given(st.lists(TEXTS, max_size=8), STOPS, st.booleans())
-def test_any_split_of_a_text_gives_the_same(parts: list[str], stops: tuple[str, ...], include: bool) -> None:
+def test_stop_scanner_is_independent_of_text_splits(parts: list[str], stops: tuple[str, ...], include: bool) -> None:
     scanner = StopScanner(StopStrings(stops), include)
     shown, stopped = "", None
     for part in parts:
@@ -40,7 +40,7 @@ def test_any_split_of_a_text_gives_the_same(parts: list[str], stops: tuple[str, 
 
 
 @given(TEXTS, STOPS)
-def test_what_was_shown_is_never_taken_back(text: str, stops: tuple[str, ...]) -> None:
+def test_stop_scanner_never_retracts_text(text: str, stops: tuple[str, ...]) -> None:
     final, _ = reference(text, stops, include=False)
     scanner = StopScanner(StopStrings(stops), include_stop=False)
     shown = ""
@@ -53,21 +53,19 @@ def test_what_was_shown_is_never_taken_back(text: str, stops: tuple[str, ...]) -
 
 
 @given(STOPS, TEXTS)
-def test_choices_share_one_automaton(stops: tuple[str, ...], text: str) -> None:
+def test_choices_share_stop_automaton(stops: tuple[str, ...], text: str) -> None:
     shared = StopStrings(stops)
     first, second = StopScanner(shared, True), StopScanner(shared, True)
     first.feed(text[:3])
     assert second.feed(text) == SlowScanner(stops, True).feed(text)
 
 
-def test_the_first_stop_string_to_be_complete_wins_and_the_longer_of_a_tie() -> None:
+def test_first_stop_string_wins_and_longer_one_of_a_tie() -> None:
     assert StopScanner(StopStrings(("abc", "b")), include_stop=False).feed("xabc") == ("xa", "b")
     assert StopScanner(StopStrings(("c", "abc")), include_stop=False).feed("xabc") == ("x", "abc")
 
 
 class CountingStops(StopStrings):
-    """Counts how often a state is left for a shorter one: the only work beyond one step a character."""
-
     backs = 0
 
     def step(self, state: int, character: str) -> int:
@@ -77,7 +75,7 @@ class CountingStops(StopStrings):
         return self.next[state].get(character, 0)
 
 
-def test_the_worst_stop_strings_cost_two_steps_a_character_at_most() -> None:
+def test_stop_scanner_worst_case_is_two_steps_per_character() -> None:
     longest = MAX_STOP_CHARACTERS - 1
     stops = CountingStops(tuple("a" * (longest - i) + "b" for i in range(MAX_STOPS)))
     stops.backs = 0  # those of the making, which are as few

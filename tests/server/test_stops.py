@@ -19,7 +19,6 @@ STOPS = st.lists(st.sampled_from(["stop", "st", "🙂 or", "o n", " ", "P", "non
 
 @st.composite
 def groupings(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
-    """The same tokens in random groups, as rounds of any luck would commit them."""
     ids = [*TEXT.encode(), END]
     cuts = sorted(draw(st.sets(st.integers(1, len(ids) - 1), max_size=12)))
     edges = [0, *cuts, len(ids)]
@@ -45,7 +44,7 @@ async def outcome(groups: tuple[tuple[int, ...], ...], **body: Any) -> tuple[obj
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(groupings(), STOPS, st.booleans())
-def test_grouping_changes_nothing(
+def test_stop_strings_are_independent_of_token_grouping(
     groups: tuple[tuple[int, ...], ...], stops: list[str], include: bool
 ) -> None:
     singly = tuple((token,) for group in groups for token in group)
@@ -54,7 +53,7 @@ def test_grouping_changes_nothing(
 
 
 @pytest.mark.anyio
-async def test_tokens_beyond_the_stop_string_are_neither_shown_nor_counted() -> None:
+async def test_tokens_behind_stop_string_are_hidden_and_uncounted() -> None:
     async with running_server(lambda _: say("one two three", group=100, hold_after=1)) as server:
         found = await post(server, PATH, prompt="a", stop=" two", return_token_ids=True)
         streamed = await events(server, PATH, prompt="a", stop=[" two"])
@@ -70,7 +69,7 @@ async def test_tokens_beyond_the_stop_string_are_neither_shown_nor_counted() -> 
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_has_ended_already_need_not_be_told() -> None:
+async def test_stop_string_in_last_round_needs_no_finish() -> None:
     async with running_server(lambda _: tokens(list(b"one two"), group=7)) as server:
         found = await post(server, PATH, prompt="a", stop="two", max_tokens=7)
     assert found["choices"][0]["finish_reason"] == "stop"
@@ -78,7 +77,7 @@ async def test_an_engine_that_has_ended_already_need_not_be_told() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_never_says_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_string_without_engine_statistics_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.generation._FIGURES_TIMEOUT_S", 0.05)
     async with running_server(lambda _: say("one two three", group=7, hold_after=1)) as server:
         server.engine.mute = True
@@ -92,7 +91,7 @@ async def test_an_engine_that_never_says_its_figures(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.anyio
-async def test_a_complete_text_survives_the_engines_death() -> None:
+async def test_stopped_text_survives_engine_crash() -> None:
     async with running_server(lambda _: say("one two three", group=7, hold_after=1)) as server:
         server.engine.mute = True
         asking = asyncio.ensure_future(post(server, PATH, prompt="a", stop="two"))
@@ -102,9 +101,3 @@ async def test_a_complete_text_survives_the_engines_death() -> None:
     assert found["choices"][0]["text"] == "one "
 
 
-@pytest.mark.anyio
-async def test_the_engine_is_told_to_finish_while_it_still_runs() -> None:
-    async with running_server(lambda _: say("one two three", group=1, hold_after=7)) as server:
-        await post(server, PATH, prompt="a", stop=" two")
-        server.engine.wait_for(lambda: server.engine.running == 0)
-        assert len(server.engine.sent(Finish)) == 1

@@ -58,7 +58,7 @@ async def asked_grammar(server: RunningServer, path: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize(("fields", "right", "wrong"), WAYS)
-async def test_every_way_to_say_it_becomes_a_grammar_that_has_the_right_texts(
+async def test_structured_output_fields_become_grammars(
     fields: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
     async with running_server(lambda _: tokens([97, 0])) as server:
@@ -68,19 +68,17 @@ async def test_every_way_to_say_it_becomes_a_grammar_that_has_the_right_texts(
     assert not any(matches(grammar, text) for text in wrong)
 
 
-async def test_text_is_any_text() -> None:
+async def test_text_response_format_has_no_grammar() -> None:
     async with running_server(lambda _: tokens([97, 0])) as server:
         assert await asked_grammar(server, CHAT, messages=ASK, response_format={"type": "text"}) == ""
 
 
 class Thinker(ByteTokenizer):
-    """Its template leaves the model thinking where it is asked to."""
-
     chat_template = "<think></think>"
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-async def test_thoughts_come_first_and_need_not_match(thinking: bool) -> None:
+async def test_structured_output_allows_thinking_first(thinking: bool) -> None:
     ask = [{"role": "user", "content": "<think>" if thinking else "Hi"}]
     async with running_server(lambda _: tokens([97, 0]), tokenizer=Thinker()) as server:
         grammar = await asked_grammar(server, CHAT, messages=ask, response_format=NAMED)
@@ -107,7 +105,7 @@ async def test_thoughts_come_first_and_need_not_match(thinking: bool) -> None:
         ({"json_schema": {}, "ignore_eos": True}, "ignore_eos", "no token"),
     ],
 )
-async def test_what_cannot_be_followed_says_where(fields: dict[str, Any], param: str, words: str) -> None:
+async def test_invalid_structured_output_returns_400_with_param(fields: dict[str, Any], param: str, words: str) -> None:
     async with running_server(lambda _: tokens([97, 0])) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": "Hi", **fields})
         assert not server.engine.submits()
@@ -118,14 +116,10 @@ async def test_what_cannot_be_followed_says_where(fields: dict[str, Any], param:
 
 
 class Hermes(ByteTokenizer):
-    """Its template teaches calls."""
-
     chat_template = "<tool_call>"
 
 
 class Llama(ByteTokenizer):
-    """Likewise, as Llama 3 writes them."""
-
     chat_template = "<|python_tag|>"
 
 
@@ -147,7 +141,7 @@ NAMED_G = {"type": "function", "function": {"name": "g"}}
         ({"tool_choice": NAMED_G, "parallel_tool_calls": True}, [CALL_G], [f"{CALL_G}\n{CALL_G}"]),
     ],
 )
-async def test_a_model_can_be_made_to_call(
+async def test_tool_choice_forces_tool_calls(
     fields: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
     async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
@@ -157,7 +151,7 @@ async def test_a_model_can_be_made_to_call(
     assert [matches(grammar, text) for text in wrong] == [False] * len(wrong)
 
 
-async def test_strict_tools_are_called_as_their_schemas_say_or_not_at_all() -> None:
+async def test_strict_tools_constrain_hermes_and_llama_calls() -> None:
     tools = [function("f", strict=True)]
     async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
         grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
@@ -187,9 +181,7 @@ LINKED = {
 }
 
 
-async def test_references_of_a_tools_schema_lead_where_they_did() -> None:
-    """As pydantic writes them, also behind thoughts, and beside another tool with names alike."""
-
+async def test_tool_schema_references_are_relocated() -> None:
     class Thinking(Hermes):
         chat_template = "<tool_call><think></think>"
 
@@ -202,7 +194,7 @@ async def test_references_of_a_tools_schema_lead_where_they_did() -> None:
         assert not matches(grammar, CALL_F.replace(F, linked.replace('"n": 2', '"m": 2')))
 
 
-async def test_many_tools_of_usual_size_fit() -> None:
+async def test_many_tools_fit_in_grammar() -> None:
     properties = {f"p{n}": {"type": "string", "description": "what it is"} for n in range(6)}
     parameters = {"type": "object", "properties": properties}
     tools = [function(f"f{n}", parameters=parameters) for n in range(20)]
@@ -211,8 +203,7 @@ async def test_many_tools_of_usual_size_fit() -> None:
     assert matches(grammar, CALL_F.replace('"f"', '"f19"').replace('{"a": 5}', '{"p3": "x"}'))
 
 
-async def test_a_strict_tool_is_kept_to_its_schema_beside_others() -> None:
-    """Those are free, also to have keywords that nobody here knows; a strict one is not."""
+async def test_strict_tool_does_not_constrain_other_tools() -> None:
     odd = {"type": "object", "not": {}}
     tools = [function("f", strict=True), function("g", parameters=odd)]
     async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
@@ -225,7 +216,7 @@ async def test_a_strict_tool_is_kept_to_its_schema_beside_others() -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
-async def test_what_is_nested_too_deeply_is_refused() -> None:
+async def test_deeply_nested_schema_returns_400() -> None:
     deep = '{"items":' * 3000 + "{}" + "}" * 3000
     named = f'{{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}'
     async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
@@ -236,7 +227,7 @@ async def test_what_is_nested_too_deeply_is_refused() -> None:
         assert (await server.http.get("/health")).status_code == 200
 
 
-async def test_tools_that_may_be_called_freely_ask_for_no_grammar() -> None:
+async def test_tool_choice_auto_has_no_grammar() -> None:
     async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
         assert await asked_grammar(server, CHAT, messages=ASK, tools=[function("f")]) == ""
 
@@ -251,7 +242,7 @@ async def test_tools_that_may_be_called_freely_ask_for_no_grammar() -> None:
         ({"tools": [function("f", strict=True, parameters={"not": {}})]}, "tools"),
     ],
 )
-async def test_calls_that_cannot_be_made_to_match_are_refused(fields: dict[str, Any], param: str) -> None:
+async def test_unsatisfiable_tool_choice_returns_400(fields: dict[str, Any], param: str) -> None:
     async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
         body = {"messages": ASK, "tools": [function("f")], **fields}
         answer = await server.http.post(CHAT, json=body)
@@ -259,14 +250,10 @@ async def test_calls_that_cannot_be_made_to_match_are_refused(fields: dict[str, 
 
 
 class MistralLists(ByteTokenizer):
-    """Its template teaches a list of calls."""
-
     chat_template = "[TOOL_CALLS]"
 
 
 class MistralNames(ByteTokenizer):
-    """Its template teaches calls by names, and its marks are tokens."""
-
     chat_template = "[TOOL_CALLS]f[ARGS]{}"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -277,7 +264,6 @@ MARKS = {"[TOOL_CALLS]": 4096, "[ARGS]": 4097}
 
 
 def marked_grammars() -> Grammars:
-    """With a tokenizer that has the marks."""
     told = json.loads(TOKENIZER.to_json())
     for mark, token in MARKS.items():
         told["added_tokens"].append({**told["added_tokens"][0], "id": token, "content": mark})
@@ -303,7 +289,7 @@ def matches_marked(grammar: str, text: str) -> bool:
         ({"tool_choice": NAMED_G}, [f"[{G}]"], [f"[{F}]", f"[{G}, {G}]"]),
     ],
 )
-async def test_calls_in_mistrals_list_can_be_made_to_come(
+async def test_forced_calls_in_mistral_list_format(
     fields: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
     async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as server:
@@ -317,7 +303,7 @@ async def test_calls_in_mistrals_list_can_be_made_to_come(
 NAMED_CALL_F, NAMED_CALL_G = '[TOOL_CALLS]f[ARGS]{"a": 5}', '[TOOL_CALLS]g[ARGS]{"a": 7}'
 
 
-async def test_marks_that_are_tokens_are_asked_for_as_tokens() -> None:
+async def test_mistral_marks_are_special_tokens_in_grammar() -> None:
     async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as server:
         body = {"messages": ASK, "tools": [function("f"), function("g")]}
         forced = await asked_grammar(server, CHAT, tool_choice="required", **body)
@@ -328,7 +314,7 @@ async def test_marks_that_are_tokens_are_asked_for_as_tokens() -> None:
     assert [matches_marked(named, text) for text in (NAMED_CALL_G, NAMED_CALL_F)] == [True, False]
 
 
-async def test_strict_tools_in_mistrals_format_are_called_as_their_schemas_say_or_not_at_all() -> None:
+async def test_strict_tools_in_mistral_format() -> None:
     tools = [function("f", strict=True)]
     async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as server:
         grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)

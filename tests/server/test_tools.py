@@ -26,8 +26,6 @@ SAID = (
 
 
 class Qwen(ByteTokenizer):
-    """Its template teaches calls and thoughts."""
-
     chat_template = "{{ '<tool_call> <think> </think>' }}"
 
 
@@ -36,7 +34,6 @@ def speak(text: str) -> Script:
 
 
 def put_together(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of deltas, as OpenAI's own does."""
     message: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for chunk in chunks:
@@ -52,7 +49,7 @@ def put_together(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
-async def test_calls_are_told_whole() -> None:
+async def test_tool_calls_in_whole_response() -> None:
     async with running_server(lambda _: speak(SAID), tokenizer=Qwen()) as server:
         choice = (await post(server, PATH, messages=ASK, tools=[WEATHER]))["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -64,7 +61,7 @@ async def test_calls_are_told_whole() -> None:
 
 
 @pytest.mark.parametrize("said", [SAID, SAID.partition("\n")[2], "Only words.", "<think>Hm.</think>" + SAID])
-async def test_deltas_add_up_to_the_whole_message(said: str) -> None:
+async def test_tool_call_deltas_add_up_to_whole_message(said: str) -> None:
     async with running_server(lambda _: speak(said), tokenizer=Qwen()) as server:
         whole = await post(server, PATH, messages=ASK, tools=[WEATHER], seed=3)
         streamed = await events(server, PATH, messages=ASK, tools=[WEATHER], seed=3)
@@ -79,7 +76,7 @@ async def test_deltas_add_up_to_the_whole_message(said: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2, 3), (7, 1, 30), (200,)])
-async def test_how_many_tokens_a_round_brings_makes_no_difference(sizes: tuple[int, ...]) -> None:
+async def test_tool_calls_are_independent_of_round_size(sizes: tuple[int, ...]) -> None:
     raw, groups, place = [*SAID.encode(), END], list[tuple[int, ...]](), 0
     while place < len(raw):
         size = sizes[len(groups) % len(sizes)]
@@ -94,14 +91,14 @@ async def test_how_many_tokens_a_round_brings_makes_no_difference(sizes: tuple[i
     ]
 
 
-async def test_one_call_at_most_where_that_is_asked() -> None:
+async def test_parallel_tool_calls_false_allows_one_call() -> None:
     async with running_server(lambda _: speak(SAID), tokenizer=Qwen()) as server:
         body = {"messages": ASK, "tools": [WEATHER], "parallel_tool_calls": False}
         message = (await post(server, PATH, **body))["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
 
 
-async def test_without_tools_or_with_none_chosen_everything_is_words() -> None:
+async def test_tool_choice_none_keeps_calls_as_text() -> None:
     async with running_server(lambda _: speak(SAID), tokenizer=Qwen()) as server:
         asked: list[dict[str, Any]] = [{}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}]
         for more in asked:
@@ -110,7 +107,7 @@ async def test_without_tools_or_with_none_chosen_everything_is_words() -> None:
             assert choice["finish_reason"] == "stop"
 
 
-async def test_thoughts_are_told_apart_or_not_at_all() -> None:
+async def test_reasoning_content_is_separate_or_excluded() -> None:
     async with running_server(lambda _: speak("<think>\nHm.\n</think>\n\nYes."), tokenizer=Qwen()) as server:
         message = (await post(server, PATH, messages=ASK))["choices"][0]["message"]
         without = await post(server, PATH, messages=ASK, include_reasoning=False)
@@ -118,7 +115,7 @@ async def test_thoughts_are_told_apart_or_not_at_all() -> None:
     assert without["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
 
 
-async def test_the_operator_says_how_calls_and_thoughts_are_written() -> None:
+async def test_tool_and_reasoning_parser_settings() -> None:
     settings = Settings(tool_parser="mistral", reasoning_parser="think")
     said = '<think>a</think>[TOOL_CALLS][{"name": "weather", "arguments": {}}]'
     async with running_server(lambda _: speak(said), settings) as server:
@@ -127,7 +124,7 @@ async def test_the_operator_says_how_calls_and_thoughts_are_written() -> None:
     assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
 
 
-async def test_tools_and_what_they_said_reach_the_template() -> None:
+async def test_tools_and_results_reach_chat_template() -> None:
     called = {
         "id": "abc",
         "type": "function",
@@ -168,15 +165,14 @@ async def test_tools_and_what_they_said_reach_the_template() -> None:
         ),
     ],
 )
-async def test_what_cannot_be_meant_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+async def test_invalid_tools_return_400_with_param(body: dict[str, Any], param: str) -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(PATH, json={"messages": ASK, **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @given(st.integers(0, len(SAID)))
-def test_an_answer_that_goes_on_tells_the_rest(had: int) -> None:
-    """By the writer alone: what a client has of the words is not told again."""
+def test_resumed_message_returns_rest_of_text(had: int) -> None:
     rules = MessageRules("hermes", {"weather"})
     whole, rest = MessageWriter(rules, "x"), MessageWriter(rules, "x")
     whole.push(SAID, last=True)
@@ -186,7 +182,7 @@ def test_an_answer_that_goes_on_tells_the_rest(had: int) -> None:
     assert str(whole.message()["content"]).endswith(str(rest.message()["content"] or ""))
 
 
-async def test_thoughts_may_be_bounded() -> None:
+async def test_thinking_token_budget_reaches_engine() -> None:
     tokenizer = Qwen()
     async with running_server(lambda _: speak("Yes."), tokenizer=tokenizer) as server:
         await post(server, PATH, messages=ASK, thinking_token_budget=9)

@@ -17,7 +17,6 @@ ADD = '{"a": 1, "b": 2}'
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """Pieces of the same kind, put together."""
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
@@ -59,22 +58,22 @@ NEWER_MISTRAL = f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{WEATHER}[TOOL_CALL
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_calls_are_read(name: str) -> None:
+def test_tool_call_formats_are_parsed(name: str) -> None:
     rules = MessageRules(name, TOOLS)
     assert calls(rules, WRITTEN[name]) == BOTH
     assert calls(MessageRules(name, TOOLS, parallel=False), WRITTEN[name]) == BOTH[:1]
 
 
-def test_calls_are_read_as_newer_models_of_mistral_write_them() -> None:
+def test_mistral_calls_by_name_are_parsed() -> None:
     assert calls(MessageRules("mistral", TOOLS), NEWER_MISTRAL) == BOTH
 
 
-def test_calls_behind_a_tag() -> None:
+def test_llama_calls_behind_python_tag_are_parsed() -> None:
     assert calls(MessageRules("llama3", TOOLS), "<|python_tag|>" + WRITTEN["llama3"]) == BOTH
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
-def test_words_before_calls_stay_words(name: str) -> None:
+def test_text_before_tool_calls_is_kept(name: str) -> None:
     events = read(MessageRules(name, TOOLS), ["I look it up. \n" + WRITTEN[name] + "\n"])
     assert events[0] == Text("I look it up.")
     assert sum(isinstance(event, Text) for event in events) == 1
@@ -85,7 +84,7 @@ def test_words_before_calls_stay_words(name: str) -> None:
     "text",
     ["No call at all.\n", "a < b [TOOL", '{"name": "Bob", "age": 3} is he.', "<tool_call", "  \n", "<|py"],
 )
-def test_what_only_looks_like_a_call_is_words_all_of_it(name: str, text: str) -> None:
+def test_incomplete_tool_call_is_text(name: str, text: str) -> None:
     assert read(MessageRules(name, TOOLS), [text]) == [Text(text)]
 
 
@@ -97,7 +96,7 @@ def test_what_only_looks_like_a_call_is_words_all_of_it(name: str, text: str) ->
         ("mistral", '[TOOL_CALLS][{"foo": 1}]'),
     ],
 )
-def test_an_object_that_names_no_tool_is_not_lost(name: str, text: str) -> None:
+def test_json_without_known_tool_is_text(name: str, text: str) -> None:
     events = read(MessageRules(name, TOOLS), [text])
     told = "".join(event.text for event in events if isinstance(event, Text))
     assert not any(isinstance(event, CallStart) for event in events)
@@ -106,7 +105,7 @@ def test_an_object_that_names_no_tool_is_not_lost(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_that_is_cut_off_tells_what_there_is(name: str) -> None:
+def test_truncated_tool_call_keeps_partial_arguments(name: str) -> None:
     text = WRITTEN[name][: WRITTEN[name].index("days")]
     events = read(MessageRules(name, TOOLS), [text])
     assert events[0] == CallStart("weather")
@@ -115,7 +114,7 @@ def test_a_call_that_is_cut_off_tells_what_there_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_without_arguments_has_none(name: str) -> None:
+def test_tool_call_without_arguments_has_empty_object(name: str) -> None:
     text = {
         "hermes": '<tool_call>{"name": "add"}</tool_call>',
         "llama3": '{"name": "add"}',
@@ -124,7 +123,7 @@ def test_a_call_without_arguments_has_none(name: str) -> None:
     assert calls(MessageRules(name, TOOLS), text[name]) == [("add", {})]
 
 
-def test_arguments_as_a_string_are_the_text_in_it() -> None:
+def test_tool_call_arguments_as_json_string() -> None:
     text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert calls(MessageRules("hermes", TOOLS), text) == [("add", {"a": 1})]
 
@@ -140,11 +139,11 @@ def test_arguments_as_a_string_are_the_text_in_it() -> None:
         (False, "<thin", [Text("<thin")]),
     ],
 )
-def test_thoughts_are_apart(thinking: bool, text: str, events: list[Event]) -> None:
+def test_thinking_is_separated_from_text(thinking: bool, text: str, events: list[Event]) -> None:
     assert read(MessageRules(thinking=thinking), [text]) == events
 
 
-def test_calls_among_thoughts_are_thoughts() -> None:
+def test_tool_calls_in_thinking_are_thinking() -> None:
     rules = MessageRules("hermes", TOOLS, thinking=True)
     thought, *others = read(rules, [f"{WRITTEN['hermes']}</think>{WRITTEN['hermes']}"])
     assert thought == Thinking(WRITTEN["hermes"])
@@ -154,7 +153,7 @@ def test_calls_among_thoughts_are_thoughts() -> None:
 @pytest.mark.parametrize(
     ("prompt", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("user: Hi", False)]
 )
-def test_the_prompt_tells_whether_it_begins_among_thoughts(prompt: str, thinking: bool) -> None:
+def test_prompt_may_open_thinking(prompt: str, thinking: bool) -> None:
     assert starts_in_thinking(prompt) is thinking
 
 
@@ -175,7 +174,7 @@ PIECES = st.sampled_from(
     st.lists(PIECES, max_size=8).map("".join),
     st.data(),
 )
-def test_pieces_of_any_size_are_read_alike(
+def test_readers_are_independent_of_text_splits(
     name: str | None, thinking: bool | None, parallel: bool, text: str, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
@@ -195,10 +194,10 @@ def test_pieces_of_any_size_are_read_alike(
         ("{{ messages }}", None),
     ],
 )
-def test_the_template_tells_the_format(template: str, name: str | None) -> None:
+def test_chat_template_selects_tool_format(template: str, name: str | None) -> None:
     assert format_of(template) == name
 
 
-def test_a_call_in_mistrals_format_without_its_list_is_one() -> None:
+def test_mistral_call_without_list_is_parsed() -> None:
     text = '[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Ulm"}}'
     assert calls(MessageRules("mistral", TOOLS, True, None), text) == [("weather", {"city": "Ulm"})]

@@ -17,7 +17,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK = [{"role": "user", "content": "Hi"}]
 
 
-async def test_unknown_fields_change_nothing_and_are_named() -> None:
+async def test_unknown_fields_are_ignored_and_listed_in_header() -> None:
     body = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}] * 2}],
         "session_id": "s",
@@ -34,7 +34,7 @@ async def test_unknown_fields_change_nothing_and_are_named() -> None:
     }
 
 
-async def test_tokenizing_tells_of_them_too() -> None:
+async def test_tokenize_lists_unknown_fields_in_header() -> None:
     async with running_server(lambda _: say("x")) as server:
         told = await server.http.post("/tokenize", json={"prompt": "a", "session_id": "s"})
         untold = await server.http.post("/detokenize", json={"tokens": [97]})
@@ -53,7 +53,7 @@ async def test_tokenizing_tells_of_them_too() -> None:
         ("repeat_penality", "repeat_penalty"),
     ],
 )
-async def test_a_slip_of_the_pen_is_refused(written: str, meant: str) -> None:
+async def test_misspelled_field_returns_400(written: str, meant: str) -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": "a", written: 1})
         assert server.engine.submits() == []
@@ -62,7 +62,7 @@ async def test_a_slip_of_the_pen_is_refused(written: str, meant: str) -> None:
     assert error["message"].endswith(f"did you mean {meant}?")
 
 
-async def test_names_of_llama_cpp_mean_the_same() -> None:
+async def test_llama_cpp_field_aliases() -> None:
     body = {"prompt": "a", "n_predict": 7, "repeat_penalty": 1.5, "return_tokens": True, "cache_prompt": True}
     async with running_server(lambda _: say("x")) as server:
         answer = await post(server, COMPLETIONS, **body)
@@ -74,7 +74,7 @@ async def test_names_of_llama_cpp_mean_the_same() -> None:
     assert "another name of max_tokens" in twice.json()["error"]["message"]
 
 
-async def test_samplers_of_other_servers_are_refused_unless_they_are_off() -> None:
+async def test_unsupported_samplers_return_400_unless_neutral() -> None:
     async with running_server(lambda _: say("x")) as server:
         await post(server, COMPLETIONS, prompt="a", typical_p=1.0, mirostat=0, xtc_probability=0)
         answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "typical_p": 0.9})
@@ -83,7 +83,7 @@ async def test_samplers_of_other_servers_are_refused_unless_they_are_off() -> No
 
 
 @pytest.mark.parametrize("asked", ["max_tokens", "n_predict", "max_completion_tokens"])
-async def test_minus_one_is_as_many_tokens_as_fit(asked: str) -> None:
+async def test_max_tokens_minus_one_fills_context(asked: str) -> None:
     path, body = (CHAT, {"messages": ASK}) if "completion" in asked else (COMPLETIONS, {"prompt": "a"})
     async with running_server(lambda _: say("x")) as server:
         await post(server, path, **{**body, asked: -1})
@@ -93,7 +93,7 @@ async def test_minus_one_is_as_many_tokens_as_fit(asked: str) -> None:
     assert wrong.status_code == 400
 
 
-async def test_a_strict_server_refuses_them_all() -> None:
+async def test_strict_server_rejects_unknown_fields() -> None:
     wrong = [
         {"messages": ASK, "session_id": "s"},
         {"messages": [{**ASK[0], "id": "m"}]},
@@ -105,7 +105,7 @@ async def test_a_strict_server_refuses_them_all() -> None:
     assert codes == ["unknown_field"] * 3
 
 
-async def test_many_unknown_fields_are_no_client_s_habit() -> None:
+async def test_too_many_unknown_fields_return_400() -> None:
     body = {"prompt": "a", **{f"zz{number}": 0 for number in range(MAX_UNKNOWN_FIELDS + 1)}}
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, json=body)
@@ -114,7 +114,7 @@ async def test_many_unknown_fields_are_no_client_s_habit() -> None:
 
 
 @given(st.dictionaries(st.text(max_size=12), st.none() | st.integers(), max_size=8))
-def test_every_unknown_name_is_told_or_refused(extra: dict[str, int | None]) -> None:
+def test_every_unknown_field_is_listed_or_rejected(extra: dict[str, int | None]) -> None:
     known = {name for name, _ in names_of(CompletionRequest)}
     extra = {name: value for name, value in extra.items() if name not in known}
     body = CompletionRequest.model_validate({"prompt": "a", **extra})
@@ -126,8 +126,7 @@ def test_every_unknown_name_is_told_or_refused(extra: dict[str, int | None]) -> 
     assert told == set(extra)
 
 
-def test_no_field_is_a_slip_of_another() -> None:
-    """Else a request that names one could be told that it means the other."""
+def test_no_field_name_is_close_to_another() -> None:
     for kind in (CompletionRequest, ChatRequest):
         given_all = kind.model_construct(**dict.fromkeys(kind.model_fields))
         assert UnknownFields(strict=True).ignored(given_all) == ()

@@ -15,7 +15,6 @@ TEXTS = TokenTexts(ByteTokenizer())
 
 
 def finished(work: Steps[dict[str, object]]) -> tuple[dict[str, object], int]:
-    """What the steps return, and how many pauses they made."""
     pauses = 0
     while True:
         try:
@@ -36,7 +35,7 @@ def writer(length: int, chat: bool) -> Callable[[slice], dict[str, object]]:
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000])
-def test_slices_give_the_json_of_the_whole(length: int, chat: bool) -> None:
+def test_serialization_in_steps_equals_whole(length: int, chat: bool) -> None:
     write = writer(length, chat)
     sliced, _ = finished(serialize_in_steps(length, write))
     assert msgspec.json.decode(msgspec.json.encode(sliced)) == msgspec.json.decode(
@@ -44,7 +43,7 @@ def test_slices_give_the_json_of_the_whole(length: int, chat: bool) -> None:
     )
 
 
-def test_between_slices_others_have_their_turn() -> None:
+def test_serialization_in_steps_yields_to_other_work() -> None:
     asked: list[int] = []
     write = writer(10_000, chat=False)
 

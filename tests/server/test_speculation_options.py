@@ -19,14 +19,14 @@ DOORS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("wish", "most"), [({"mode": "off"}, 0), ({"max_nodes": 3}, 3), ({"mode": "auto"}, None), (None, None)]
 )
-async def test_how_much_is_guessed_can_be_bounded(path: str, wish: object, most: int | None) -> None:
+async def test_speculation_options_limit_draft_tokens(path: str, wish: object, most: int | None) -> None:
     async with running_server(lambda _: say("xy")) as server:
         await post(server, path, **DOORS[path], n=2, speculation=wish)
         assert [submit.options.max_nodes for submit in server.engine.submits()] == [most, most]
 
 
 @pytest.mark.parametrize("wish", [{"mode": "ssd"}, {"max_nodes": -1}, {"max_node": 3}, {"trace": 1}, 5])
-async def test_a_wish_that_is_none_is_refused(wish: object) -> None:
+async def test_invalid_speculation_options_return_400(wish: object) -> None:
     async with running_server(lambda _: say("xy")) as server:
         answer = await server.http.post("/v1/completions", json={"prompt": "a", "speculation": wish})
     assert answer.status_code == 400
@@ -34,8 +34,7 @@ async def test_a_wish_that_is_none_is_refused(wish: object) -> None:
 
 
 @pytest.mark.parametrize("path", DOORS)
-async def test_the_tokens_of_each_round_are_told(path: str) -> None:
-    """Whole and streamed; a stream tells those of a round whose text is held back with the next."""
+async def test_speculation_trace_reports_tokens_of_each_round(path: str) -> None:
     asked = {**DOORS[path], "speculation": {"trace": True}, "stop": ["ghi"]}
     async with running_server(lambda _: say("abcdefghkl", group=3)) as server:
         whole = await post(server, path, **asked)
@@ -51,7 +50,7 @@ async def test_the_tokens_of_each_round_are_told(path: str) -> None:
     assert "rounds" not in untold["choices"][0]
 
 
-async def test_where_the_time_went_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timings_of_response_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FIGURES, "prompt_s", 0.001)
     async with running_server(lambda _: say("abcdef")) as server:
         answer = await post(server, "/v1/completions", prompt="ab", cache_salt="mine")
@@ -64,7 +63,7 @@ async def test_where_the_time_went_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum("timings" in chunk for chunk in chunks) == 1
 
 
-async def test_figures_can_be_left_out_of_a_stream() -> None:
+async def test_include_speculation_false_drops_figures_from_stream() -> None:
     options = {"include_usage": True, "include_speculation": False}
     async with running_server(lambda _: say("abcdef")) as server:
         chunks = await events(server, "/v1/completions", prompt="ab", stream_options=options)
