@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.base.messages import DecisionReason
-from ssd_serve.base.settings import GONE, PREFIX, REMOVED, Settings
+from ssd_serve.base.settings import PREFIX, REMOVED_SETTINGS, RENAMED_SETTINGS, Settings
 from ssd_serve.models.architectures.registry import ARCHITECTURES
 from ssd_serve.sampling.parameters import PARAMETERS
 from tests.generated_docs import DOCS, TABLES, block
@@ -112,5 +112,5 @@ def test_every_page_is_listed() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
 def test_every_setting_exists(document: Path) -> None:
     named = set(re.findall(rf"\b{PREFIX}[A-Z_]+\b", text(document)))
-    removed = {*REMOVED, *GONE} if document.name == "CHANGELOG.md" else ()
+    removed = {*REMOVED_SETTINGS, *RENAMED_SETTINGS} if document.name == "CHANGELOG.md" else ()
     assert named <= {PREFIX + name.upper() for name in (*Settings.model_fields, *removed)}

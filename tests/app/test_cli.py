@@ -14,10 +14,9 @@ from ssd_serve.app.cli import main as cli
 from ssd_serve.app.cli.serve import address
 from ssd_serve.app.cli.settings_table import as_table
 from ssd_serve.base.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
-from ssd_serve.base.logs import Logger
+from ssd_serve.base.logs import Logger, ProgressLine
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import flag_name
-from ssd_serve.base.terminal import ProgressLine
 from ssd_serve.cluster.health import WorkerDiedError
 from ssd_serve.server.http.listening import listen, listen_all
 

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from ssd_serve.base.logs import Logger, Sparingly, carry_library_logs
+from ssd_serve.base.logs import Logger, RateLimitedLogger, carry_library_logs
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +38,11 @@ def test_lines_for_people_and_for_machines() -> None:
 
 def test_what_others_cause_is_said_once_a_minute_with_how_often_it_was() -> None:
     out, now = io.StringIO(), [0.0]
-    sparingly = Sparingly(Logger("verifier", stream=out), clock=lambda: now[0])
+    rate_limited = RateLimitedLogger(Logger("verifier", stream=out), clock=lambda: now[0])
     for now[0] in (0.0, 1.0, 59.0, 60.0, 61.0, 130.0):
-        sparingly.warning("refused", at=now[0])
+        rate_limited.warning("refused", at=now[0])
     said = [line.partition("verifier: ")[2] for line in out.getvalue().splitlines()]
-    assert said == ["refused at=0", "refused at=60 unsaid=2", "refused at=130 unsaid=1"]
+    assert said == ["refused at=0", "refused at=60 suppressed=2", "refused at=130 suppressed=1"]
 
 
 def test_libraries_log_in_the_same_way() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.app.cli.settings_table import as_env
-from ssd_serve.base.engine_settings import EMBEDDED, Mode
+from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import (

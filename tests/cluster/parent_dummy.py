@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from ssd_serve.base.devices import this_machine
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local import local_engine

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import PermissionProblemError, SettingsError
 from ssd_serve.base.messages import Progress
 from ssd_serve.base.settings import Settings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.ray.placement import (

@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.messages import Progress
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster import health, supervisor

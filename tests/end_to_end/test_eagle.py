@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ssd_serve import LLM, SamplingParams
-from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.hub import resolve_model
 from tests.end_to_end.tiny_pair import write_first_head, write_head

@@ -18,7 +18,7 @@ import pytest
 from ssd_serve.app.llm.engine_access import EngineProcesses
 from ssd_serve.app.llm.in_flight import Asked, Conversation
 from ssd_serve.app.llm.sampling_params import SamplingParams
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings

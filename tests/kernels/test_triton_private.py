@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from triton import knobs
 
-from ssd_serve.base.owned import make_folder, weakness
+from ssd_serve.base.trusted_files import make_folder, weakness
 from ssd_serve.kernels.triton.factory import keep_private
 
 

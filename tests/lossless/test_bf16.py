@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.kernels.native.library import NativeLibrary

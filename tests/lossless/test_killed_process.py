@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench.lossless.named import load_named

@@ -18,7 +18,7 @@ from ssd_serve.base.draft_messages import (
     Resync,
 )
 from ssd_serve.base.errors import PairMismatchError, ProtocolError
-from ssd_serve.base.labels import LONGEST_LABEL, as_label, is_label
+from ssd_serve.base.names import LONGEST_LABEL, as_label, is_label
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.verifier.drafters.admission import OTHERS, DrafterAuthorizer, BanList
 from tests.fakes import HELLO, FakeClock

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.base.messages import SamplingParameters, Submit

@@ -19,7 +19,7 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.drafter.assembly import AssembledDrafter, assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.settings import Settings
 from ssd_serve.verifier import assembly
 from ssd_serve.verifier.engine import Engine

@@ -4,7 +4,7 @@ memory."""
 import pytest
 
 from ssd_serve.transport.rank_sockets import Leader
-from ssd_serve.base.engine_settings import EMBEDDED, Mode
+from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.errors import MemoryShortError
 from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier

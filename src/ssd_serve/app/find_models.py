@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.base.engine_config import Mode
-from ssd_serve.base.hub_id import pinned
+from ssd_serve.base.names import pinned
 from ssd_serve.base.setting_values import LOOKUPS
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.placement import PinnedModels

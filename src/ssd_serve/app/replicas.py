@@ -20,12 +20,12 @@ from starlette.middleware import Middleware
 from ssd_serve.app.cli.serve import ServingClient
 from ssd_serve.app.find_models import find_models
 from ssd_serve.base.devices import Machine, parse_device, this_machine
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import EngineDeadError, SettingsError
 from ssd_serve.base.logs import Logger, get_logger
-from ssd_serve.base.memory import settle_memory
+from ssd_serve.base.resources import settle_memory
 from ssd_serve.base.settings import SECRETS, Settings
-from ssd_serve.base.settings_sources import refuse_empty_keys, resolve, successor, variable_name
+from ssd_serve.base.settings_sources import refuse_empty_keys, rename_hint, resolve, variable_name
 from ssd_serve.cluster.health import WorkerDiedError
 from ssd_serve.cluster.launch import RunningEngine
 from ssd_serve.cluster.local import local_engine
@@ -105,7 +105,7 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
     """Settings of one replica. Raises `SettingsError` for unknown ones, wrong ones and those of the proxy."""
     for name in arguments:
         if name not in Settings.model_fields:
-            hint = successor(name, str)
+            hint = rename_hint(name, str)
             raise SettingsError(f"args: '{name}' is not a setting{hint} (`ssd settings` lists all)")
         if name in SECRETS:
             raise SettingsError(

@@ -7,10 +7,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from ssd_serve.base.attention_backends import AUTO, told
-from ssd_serve.base.engine_config import EMBEDDED as EMBEDDED
-from ssd_serve.base.engine_config import EMBEDDED_HEAD as EMBEDDED_HEAD
-from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.engine_config import Mode as Mode
+from ssd_serve.base.engine_config import EMBEDDED, EngineConfig, Mode
 from ssd_serve.base.setting_values import LOOKUPS, NGRAM, NO_DRAFT, Drafts, DType, Layers, TreeAttention
 
 

@@ -18,6 +18,7 @@ from typing import Literal, TextIO
 Level = Literal["debug", "info", "warning", "error"]
 Style = Literal["text", "json"]
 
+_CLEAR = "\r\x1b[2K"
 _SEVERITY: Mapping[str, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -63,7 +64,7 @@ class Logger:
             stream.flush()
 
 
-class Sparingly:
+class RateLimitedLogger:
     """Warnings that others can cause as often as they like: one a minute, with how many there were."""
 
     def __init__(
@@ -73,16 +74,16 @@ class Sparingly:
         self._every_s = every_s
         self._clock = clock
         self._due = -math.inf
-        self._unsaid = 0
+        self._suppressed = 0
 
     def warning(self, event: str, **fields: object) -> None:
-        """Say it, or count it until the next one that is said; `unsaid` tells of those before."""
+        """Say it, or count it until the next one that is said; `suppressed` tells of those before."""
         if self._clock() < self._due:
-            self._unsaid += 1
+            self._suppressed += 1
             return
         self._due = self._clock() + self._every_s
-        unsaid, self._unsaid = self._unsaid, 0
-        self._log.warning(event, **fields, **({"unsaid": unsaid} if unsaid else {}))
+        suppressed, self._suppressed = self._suppressed, 0
+        self._log.warning(event, **fields, **({"suppressed": suppressed} if suppressed else {}))
 
 
 def get_logger(process: str, level: Level = "info", style: Style = "text") -> Logger:
@@ -102,7 +103,7 @@ class Bridge(logging.Handler):
         super().__init__()
         self._to = log
         self._context = context
-        self._warned: dict[tuple[str, int], Sparingly] = {}
+        self._warned: dict[tuple[str, int], RateLimitedLogger] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, a traceback included."""
@@ -114,7 +115,7 @@ class Bridge(logging.Handler):
         if record.exc_info is not None and record.exc_info[1] is not None:
             fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
         if record.levelno == logging.WARNING and not record.name.startswith("ssd_serve"):
-            place = self._warned.setdefault((record.pathname, record.lineno), Sparingly(self._to))
+            place = self._warned.setdefault((record.pathname, record.lineno), RateLimitedLogger(self._to))
             place.warning(record.getMessage().rstrip("."), **fields)
             return
         levels = (
@@ -159,3 +160,27 @@ def _one_line(text: str) -> str:
 def _as_json(moment: str, level: str, process: str, event: str, fields: Mapping[str, object]) -> str:
     record = {"time": moment, "level": level, "process": process, "event": event, **fields}
     return json.dumps(record, ensure_ascii=False, default=str)
+
+
+class ProgressLine:
+    """One changing line on stderr while something loads; plain lines where stderr is no terminal."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._in_place = self._stream.isatty()
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        """Replace the text; the same text twice is shown once."""
+        if text == self._shown or not text:
+            return
+        self._shown = text
+        self._stream.write(f"{_CLEAR}{text} ..." if self._in_place else f"{text}\n")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Remove the line from a terminal."""
+        if self._shown and self._in_place:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+        self._shown = ""

@@ -10,12 +10,21 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from pathlib import Path
+from typing import Literal, cast
 
+import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.base.settings import GONE, OTHER_VARIABLES, PREFIX, REMOVED, SECRETS, Settings
+from ssd_serve.base.settings import (
+    OTHER_VARIABLES,
+    PREFIX,
+    REMOVED_SETTINGS,
+    RENAMED_SETTINGS,
+    SECRETS,
+    Settings,
+)
 
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 """Variables that Kubernetes gives every container for a service whose name begins with ours."""
@@ -65,11 +74,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def successor(name: str, called: Callable[[str], str]) -> str:
+def rename_hint(name: str, called: Callable[[str], str]) -> str:
     """The hint for a setting that earlier versions had, such as `; use X=Y instead`, with names as flags,
     variables or arguments are `called`; empty for other names."""
-    hints = {called(field): f"; use {called(now)}={value} instead" for field, (now, value) in GONE.items()}
-    hints |= {called(field): f"; {advice}" for field, advice in REMOVED.items()}
+    hints = {
+        called(field): f"; use {called(now)}={value} instead"
+        for field, (now, value) in RENAMED_SETTINGS.items()
+    }
+    hints |= {called(field): f"; {advice}" for field, advice in REMOVED_SETTINGS.items()}
     return hints.get(name, "")
 
 
@@ -77,7 +89,7 @@ def resolve_arguments(arguments: Mapping[str, object]) -> Settings:
     """The same from arguments of a Python call."""
     for name in arguments:
         if name not in Settings.model_fields:
-            hint = successor(name, str) or suggestion(name, Settings.model_fields)
+            hint = rename_hint(name, str) or suggestion(name, Settings.model_fields)
             raise SettingsError(f"there is no setting {name}{hint}")
     return resolve(arguments, lambda field: f"the argument {field}")
 
@@ -92,7 +104,7 @@ def resolve(
     known = [variable_name(field) for field in Settings.model_fields]
     for variable, value in os.environ.items():
         if variable.startswith(PREFIX) and variable not in known and not _of_kubernetes(variable, value):
-            hint = successor(variable, variable_name) or suggestion(variable, known)
+            hint = rename_hint(variable, variable_name) or suggestion(variable, known)
             raise SettingsError(f"the variable {variable} is not a setting{hint} (`ssd settings` lists all)")
     from_file = {
         name: value
@@ -176,3 +188,36 @@ def _explain(error: ValidationError, flags: Mapping[str, object], called: Callab
         message = problem["msg"]
         sentences.append(f"{where}: {message[:1].lower()}{message[1:]}")
     return "; ".join(sentences)
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """The settings that the file names. Raises `SettingsError` for what is not a setting, or no such file."""
+    try:
+        found: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise SettingsError(f"{path} is no YAML: {' '.join(str(error).split())[:300]}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise SettingsError(f"{path} must be a mapping of settings, such as `port: 9000`")
+    return _named_values(path, cast("Mapping[object, object]", found))
+
+
+def _named_values(path: Path, found: Mapping[object, object]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        if name not in Settings.model_fields:
+            hint = rename_hint(name, str) or suggestion(name, Settings.model_fields)
+            raise SettingsError(f"{path}: there is no setting {str(key)[:64]}{hint}")
+        if name in values:
+            raise SettingsError(f"{path}: {name} is given twice")
+        if isinstance(value, list):
+            value = ",".join(map(str, cast("list[object]", value)))
+        if isinstance(value, dict):
+            raise SettingsError(f"{path}: {name} has settings of its own; it must be one value")
+        if value is not None:
+            values[name] = value
+    return values

@@ -18,8 +18,8 @@ from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Growth, Hello
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import SsdError
-from ssd_serve.base.hub_id import pinned
 from ssd_serve.base.logs import get_logger
+from ssd_serve.base.names import pinned
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.local import make_run_dir
 from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command

@@ -7,7 +7,7 @@ import torch
 
 from ssd_serve.base.cost import CostTable
 from ssd_serve.base.devices import Device, parse_device, pin
-from ssd_serve.base.memory import settle_memory
+from ssd_serve.base.resources import settle_memory
 from ssd_serve.bench.device_tables import device_table
 from ssd_serve.bench.emulated import EmulatedModel, emulated_table, overrun_share
 from ssd_serve.bench.modes import ASYNC_MODES, DeviceShare, Entry

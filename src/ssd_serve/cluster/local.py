@@ -14,8 +14,8 @@ from ssd_serve.base.devices import Machine, this_machine
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import EngineDeadError, PermissionProblemError, SettingsError
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.owned import cache_folder, is_private, open_lock
 from ssd_serve.base.settings import Settings
+from ssd_serve.base.trusted_files import cache_folder, is_private, open_lock
 from ssd_serve.cluster.health import LONGEST_SILENCE_S, PulseWatch, WorkerDiedError
 from ssd_serve.cluster.launch import CONNECT_S, RunningEngine
 from ssd_serve.cluster.placement import PinnedModels, Placement, place, resolve_config

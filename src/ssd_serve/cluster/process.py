@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
-from ssd_serve.base.hub_id import hub_id
+from ssd_serve.base.names import hub_id
 from ssd_serve.base.settings import HUB_TOKEN_VARIABLE, OTHER_VARIABLES, PREFIX, SECRETS
 from ssd_serve.drafter.sources.registry import self_draft_layers
 

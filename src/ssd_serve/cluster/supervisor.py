@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.base.errors import EngineDeadError, RankLostError, SsdError, in_a_line
-from ssd_serve.base.logs import Logger, Sparingly
+from ssd_serve.base.logs import Logger, RateLimitedLogger
 from ssd_serve.cluster.health import (
     USER_ERRORS,
     HangDetector,
@@ -67,7 +67,7 @@ class Supervisor:
         self._plans = plans
         self._pulses = pulses
         self._log = log
-        self._sparingly = Sparingly(log)
+        self._rate_limited = RateLimitedLogger(log)
         self._on_failure = on_failure
         self._watched: list[_Watched] = []
         self._started = threading.Event()
@@ -165,7 +165,7 @@ class Supervisor:
             for watched in self._watched:
                 self._look_at(watched)
         except (OSError, MemoryError) as error:  # what has run out comes back
-            self._sparingly.warning("workers cannot be watched now", why=in_a_line(error))
+            self._rate_limited.warning("workers cannot be watched now", why=in_a_line(error))
 
     def _start(self, plan: WorkerPlan) -> StartedWorker:
         if self._pulses is not None:

@@ -20,7 +20,7 @@ from ssd_serve.base.draft_messages import (
     Resync,
 )
 from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.labels import as_label
+from ssd_serve.base.names import as_label
 from ssd_serve.base.setting_values import SUFFIX
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits

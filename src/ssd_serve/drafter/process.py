@@ -14,7 +14,7 @@ from ssd_serve.base.draft_messages import Heartbeat
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.base.logs import carry_library_logs, get_logger
-from ssd_serve.base.memory import Heap, settle_memory
+from ssd_serve.base.resources import Heap, settle_memory
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.step_time import StepTime

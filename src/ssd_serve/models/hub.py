@@ -21,10 +21,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.engine_settings import EMBEDDED, EMBEDDED_HEAD
+from ssd_serve.base.engine_config import EMBEDDED, EMBEDDED_HEAD, EngineConfig
 from ssd_serve.base.errors import CheckpointError, HubError, MemoryShortError, in_a_line
-from ssd_serve.base.hub_id import HubId, hub_id
+from ssd_serve.base.names import HubId, hub_id
 from ssd_serve.models.weights.formats import recognised
 
 Role = Literal["target", "draft"]

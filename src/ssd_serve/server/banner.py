@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssd_serve.base.version import __version__
-from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.messages import Ready
 from ssd_serve.server.service import model_name
 from ssd_serve.base.settings import Settings

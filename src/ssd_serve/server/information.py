@@ -14,7 +14,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ssd_serve.base.version import __version__
 from ssd_serve.base.engine_settings import EngineSettings
-from ssd_serve.base.hub_id import hub_id
+from ssd_serve.base.names import hub_id
 from ssd_serve.base.messages import CostEstimate, DecisionMessage, DecisionReason
 from ssd_serve.server.service import Service
 from ssd_serve.base.settings import Settings

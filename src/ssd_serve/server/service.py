@@ -8,9 +8,9 @@ from pathlib import PurePath
 
 from ssd_serve.base.version import __version__
 from ssd_serve.base.draft_messages import NOISE_SCHEME
-from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import EngineDeadError, OverloadedError
-from ssd_serve.base.hub_id import hub_id
+from ssd_serve.base.names import hub_id
 from ssd_serve.base.messages import Ready
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.bodies.body import Bodies

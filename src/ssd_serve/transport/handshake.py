@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ssd_serve.base.errors import ProtocolError, SettingsError
-from ssd_serve.base.scarcity import PAUSE_S, is_scarce
+from ssd_serve.base.resources import RETRY_PAUSE_S, is_exhausted
 from ssd_serve.transport.tls import Identity, TlsStream
 
 _LOOK_EVERY_S = 0.2
@@ -167,8 +167,8 @@ class KeyGate:
             except BlockingIOError:
                 return
             except OSError as error:  # the peer has gone again, or descriptors are exhausted
-                if is_scarce(error):
-                    self._paused_until = time.monotonic() + PAUSE_S
+                if is_exhausted(error):
+                    self._paused_until = time.monotonic() + RETRY_PAUSE_S
                 return
             try:
                 tune(connection)

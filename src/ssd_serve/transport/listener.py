@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from ssd_serve.base.errors import EngineDeadError, PermissionProblemError, SettingsError, SsdError
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.scarcity import PAUSE_S, is_scarce
+from ssd_serve.base.resources import RETRY_PAUSE_S, is_exhausted
 from ssd_serve.base.setting_values import STRONG_KEY, is_weak
 from ssd_serve.transport.channel import DEFAULT_LIMITS, Channel, ReceiveLimits, SocketChannel
 from ssd_serve.transport.handshake import KeyGate, connect_tls, tune
@@ -126,9 +126,9 @@ class Listener:
         except (BlockingIOError, ConnectionAbortedError):
             return None
         except OSError as error:
-            if not is_scarce(error):
+            if not is_exhausted(error):
                 raise
-            self._paused_until = time.monotonic() + PAUSE_S
+            self._paused_until = time.monotonic() + RETRY_PAUSE_S
             return None
 
     def wait(self, timeout_s: float) -> bool:
@@ -233,7 +233,7 @@ def _retry(once: Callable[[float], T], address: str, timeout_s: float, give_up: 
             if give_up() or time.monotonic() >= deadline:
                 raise EngineDeadError(f"no process answers at {address}: {error}") from error
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
-            scarce = isinstance(error, OSError) and is_scarce(error)
+            scarce = isinstance(error, OSError) and is_exhausted(error)
             if not scarce or give_up() or time.monotonic() >= deadline:
                 raise EngineDeadError(f"cannot connect to {address}: {error}") from error
         time.sleep(pause_s)

@@ -17,12 +17,12 @@ from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.lookup_channel import lookup_channel
 from ssd_serve.drafter.sources.loading import draft_features
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import MemoryShortError
-from ssd_serve.base.hub_id import without_revision
+from ssd_serve.base.names import without_revision
 from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
-from ssd_serve.base.labels import as_label
+from ssd_serve.base.names import as_label
 from ssd_serve.base.logs import Logger, get_logger
 from ssd_serve.base.messages import Ready
 from ssd_serve.models.config import model_name
@@ -34,7 +34,7 @@ from ssd_serve.models.parallel import SingleRank, Group
 from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
-from ssd_serve.base.owned import cache_folder
+from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.validation import model_defaults
 from ssd_serve.base.engine_config import EngineConfig

@@ -9,10 +9,10 @@ from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.channel import poll
 from ssd_serve.transport.rank_sockets import RankFiles
 from ssd_serve.base.draft_messages import Message
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import EngineDeadError
-from ssd_serve.base.logs import Logger, Sparingly, carry_library_logs, get_logger
-from ssd_serve.base.memory import Heap, settle_memory
+from ssd_serve.base.logs import Logger, RateLimitedLogger, carry_library_logs, get_logger
+from ssd_serve.base.resources import Heap, settle_memory
 from ssd_serve.base.messages import Progress, ServerMessage, Status
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.verifier.assembly import assemble_verifier, ready_report
@@ -168,10 +168,10 @@ def _others(config: EngineConfig, log: Logger) -> list[Listener]:
     if not config.drafter_address or config.mode is not Mode.SSD:
         return []
 
-    sparingly = Sparingly(log)  # any process that reaches the port can cause refusals
+    rate_limited = RateLimitedLogger(log)  # any process that reaches the port can cause refusals
 
     def refused(why: str) -> None:
-        sparingly.warning("drafter refused", reason=why)
+        rate_limited.warning("drafter refused", reason=why)
 
     return [Listener.at(config.drafter_address, config.cluster_key or "", refused)]
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.logs import get_logger
-from ssd_serve.base.memory import Heap, settle_memory
+from ssd_serve.base.resources import Heap, settle_memory
 from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.interface import Model

@@ -13,8 +13,8 @@ from ssd_serve.app.llm.llm import LLM
 from ssd_serve.app.llm.outputs import Piece
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.errors import RequestError, SettingsError
+from ssd_serve.base.logs import ProgressLine
 from ssd_serve.base.settings import Settings
-from ssd_serve.base.terminal import ProgressLine
 
 _GREETING = "An empty line ends it; /new begins a new conversation. Green was guessed, and found right."
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"

@@ -14,9 +14,8 @@ from pydantic_settings import BaseSettings
 
 from ssd_serve.base.engine_settings import EngineSettings
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.base.front_settings import FrontSettings
-from ssd_serve.base.settings import Settings
-from ssd_serve.base.settings_sources import flag_name, resolve, successor, suggestion
+from ssd_serve.base.settings import FrontSettings, Settings
+from ssd_serve.base.settings_sources import flag_name, rename_hint, resolve, suggestion
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 """What commands are added to; argparse has no public name for it."""
@@ -66,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         for word in unknown:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                hint = successor(name, flag_name) or suggestion(name, self._option_string_actions)
+                hint = rename_hint(name, flag_name) or suggestion(name, self._option_string_actions)
                 raise SettingsError(f"the flag {name} is unknown{hint} (`{self.prog} --help` lists all)")
         if unknown:
             raise SettingsError(f"the argument '{unknown[0]}' is one too many (`{self.prog} --help`)")
@@ -141,7 +140,7 @@ def _metavar(annotation: Any) -> str:
 
 def given_config(args: argparse.Namespace) -> dict[str, object]:
     """The settings of the file that was named, if one was."""
-    from ssd_serve.base.config_file import read_config
+    from ssd_serve.base.settings_sources import read_config
 
     return {} if args.config is None else read_config(args.config)
 

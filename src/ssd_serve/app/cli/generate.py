@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from ssd_serve.app.llm.llm import LLM
 from ssd_serve.app.llm.outputs import Output
 from ssd_serve.app.llm.sampling_params import SamplingParams
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import RequestError, SettingsError
+from ssd_serve.base.logs import ProgressLine
 from ssd_serve.base.messages import Ready
 from ssd_serve.base.seeds import MASK64
 from ssd_serve.base.settings import Settings
-from ssd_serve.base.terminal import ProgressLine
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,7 +276,7 @@ def _run_chat(args: argparse.Namespace) -> int:
 
 
 def _run_pull(args: argparse.Namespace) -> int:
-    from ssd_serve.base.terminal import ProgressLine
+    from ssd_serve.base.logs import ProgressLine
     from ssd_serve.models.hub import find_model
 
     line = ProgressLine()

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ssd_serve.base.errors import in_a_line
-from ssd_serve.base.subprocess_probe import Tried, tried
+from ssd_serve.base.resources import ProbeResult, probe
 
 _TIMEOUT_S = 90.0
 _PROGRAM = (sys.executable, "-m", "ssd_serve.app.doctor.collective")
@@ -36,7 +36,7 @@ def failure(
 
 def _ranks(
     devices: Sequence[str], captured: bool, timeout_s: float, program: Sequence[str]
-) -> list[tuple[int, Tried]]:
+) -> list[tuple[int, ProbeResult]]:
     """What came of each, in the order in which they ended: the first that fails makes others fail."""
     with (
         tempfile.TemporaryDirectory(prefix="ssd-collective-") as folder,
@@ -44,7 +44,7 @@ def _ranks(
     ):
         shared = [str(len(devices)), str(Path(folder) / "store"), *([_CAPTURED] if captured else [])]
         commands = [[*program, _RANK, device, str(rank), *shared] for rank, device in enumerate(devices)]
-        running = {ranks.submit(tried, command, timeout_s): rank for rank, command in enumerate(commands)}
+        running = {ranks.submit(probe, command, timeout_s): rank for rank, command in enumerate(commands)}
         return [(running[ended], ended.result()) for ended in as_completed(running)]
 
 

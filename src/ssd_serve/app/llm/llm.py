@@ -20,7 +20,7 @@ from ssd_serve.app.llm.engine_access import reach_engine
 from ssd_serve.app.llm.in_flight import Asked, Conversation
 from ssd_serve.app.llm.outputs import Output, Piece
 from ssd_serve.app.llm.sampling_params import SamplingParams
-from ssd_serve.base.engine_settings import EMBEDDED, Mode
+from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.errors import EngineDeadError, RequestError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Ready, ThinkingBudget

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ssd_serve.app.cli.flags import Commands
 from ssd_serve.app.plan.device_tables import device_sheet, sheet_names
 from ssd_serve.base.devices import this_machine
-from ssd_serve.base.engine_settings import EMBEDDED
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import MemoryShortError, SettingsError
 from ssd_serve.base.settings_sources import resolve
 from ssd_serve.cluster.process import worker_environment

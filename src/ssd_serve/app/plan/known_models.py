@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from ssd_serve.app.plan.device_tables import device_sheet
 from ssd_serve.base.devices import this_machine
 from ssd_serve.base.errors import CheckpointError, HubError
-from ssd_serve.base.hub_id import HubId, hub_id
+from ssd_serve.base.names import HubId, hub_id
 from ssd_serve.base.settings import Settings
 from ssd_serve.kernels.device import dtype_name
 from ssd_serve.kernels.native.library import native_library

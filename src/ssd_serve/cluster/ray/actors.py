@@ -21,9 +21,9 @@ import psutil  # type: ignore[import-untyped]
 from ssd_serve.base.devices import parse_device, pin
 from ssd_serve.base.engine_config import config_from_json
 from ssd_serve.base.errors import DeviceHangError, PermissionProblemError, SsdError
-from ssd_serve.base.logs import Sparingly, get_logger
-from ssd_serve.base.owned import is_private
+from ssd_serve.base.logs import RateLimitedLogger, get_logger
 from ssd_serve.base.settings_sources import visible_gpus
+from ssd_serve.base.trusted_files import is_private
 from ssd_serve.cluster.process import ORPHANED
 from ssd_serve.cluster.ray.placement import actors_device
 from ssd_serve.transport.listener import Listener
@@ -152,10 +152,10 @@ class RoleActor:
 
     def _listen(self) -> Listener:
         config = self._config
-        sparingly = Sparingly(get_logger(self._order.name, config.log_level, config.log_format))
+        rate_limited = RateLimitedLogger(get_logger(self._order.name, config.log_level, config.log_format))
         host = LOOPBACK if self._order.loopback else str(_ray().util.get_node_ip_address())
         return Listener.tcp(
-            host, 0, config.cluster_key or "", lambda why: sparingly.warning("connection refused", who=why)
+            host, 0, config.cluster_key or "", lambda why: rate_limited.warning("connection refused", who=why)
         )
 
     def _meeting(self) -> Path:

@@ -23,9 +23,9 @@ from typing import Any, cast
 from ssd_serve.base.devices import this_machine
 from ssd_serve.base.errors import SettingsError, in_a_line
 from ssd_serve.base.logs import Logger
+from ssd_serve.base.resources import probe
 from ssd_serve.base.settings import RAY_VARIABLE, Settings
 from ssd_serve.base.settings_sources import visible_gpus
-from ssd_serve.base.subprocess_probe import tried
 from ssd_serve.cluster.process import hidden_secrets
 from ssd_serve.cluster.ray.placement import RayNode, node_of
 
@@ -216,7 +216,7 @@ class RayView:
 
 def ray_view(timeout_s: float = _TIMEOUT_S, program: Sequence[str] = _PROGRAM) -> RayView:
     """What Ray sees, or why that cannot be known. Raises nothing."""
-    answer = tried(program, timeout_s, _VARIABLES)
+    answer = probe(program, timeout_s, _VARIABLES)
     if answer.failure:
         return RayView(failure=answer.failure)
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ssd_serve.base.devices import Device, parse_device
-from ssd_serve.base.engine_settings import Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.placement import Placement, chosen_mode, names_cores

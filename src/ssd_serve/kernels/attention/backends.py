@@ -22,7 +22,7 @@ from ssd_serve.base.attention_backends import (
 )
 from ssd_serve.base.errors import UserError, in_a_line
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.owned import cache_folder
+from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.checked import CheckedAttention, Difference
 from ssd_serve.kernels.attention.contract import AttentionBackend, AttentionFactory, BackendContext, Maker

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ssd_serve.base.errors import PermissionProblemError, UserError
-from ssd_serve.base.owned import is_own, make_folder, weakness
+from ssd_serve.base.trusted_files import is_own, make_folder, weakness
 from ssd_serve.kernels.flashinfer.versions import PORT, installed_version
 
 _PREBUILT_PORT = "amd-flashinfer-jit-cache"

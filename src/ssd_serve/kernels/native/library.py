@@ -15,7 +15,7 @@ from typing import Any
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.owned import cache_folder, is_own_file, make_folder, open_lock, weakness
+from ssd_serve.base.trusted_files import cache_folder, is_own_file, make_folder, open_lock, weakness
 
 POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 

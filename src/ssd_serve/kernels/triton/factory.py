@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ssd_serve.base.owned import cache_folder
+from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.contract import AttentionBackend, AttentionFactory
 

@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 from starlette.middleware import Middleware
 
-from ssd_serve.base.descriptors import descriptor_limit
+from ssd_serve.base.resources import descriptor_limit
 from ssd_serve.base.settings import Settings
 from ssd_serve.server.access.hosts import AllowedHosts
 from ssd_serve.server.engine.client import EngineClient

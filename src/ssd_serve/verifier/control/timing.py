@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 import msgspec
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.owned import make_folder, read_own
+from ssd_serve.base.trusted_files import make_folder, read_own
 from ssd_serve.base.cost import Timing
 import platform
 from collections.abc import Mapping, Sequence

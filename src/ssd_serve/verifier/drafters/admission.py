@@ -18,7 +18,7 @@ from ssd_serve.base.draft_messages import (
     SharedMemoryRead,
 )
 from ssd_serve.base.errors import PairMismatchError, ProtocolError
-from ssd_serve.base.labels import LONGEST_LABEL, is_label
+from ssd_serve.base.names import LONGEST_LABEL, is_label
 from ssd_serve.models.interface import listed
 from ssd_serve.transport.channel import ReceiveLimits
 

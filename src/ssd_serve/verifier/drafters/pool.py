@@ -22,7 +22,7 @@ from ssd_serve.base.draft_messages import (
     SharedMemoryRead,
 )
 from ssd_serve.base.errors import PairMismatchError, ProtocolError, SsdError, in_a_line
-from ssd_serve.base.logs import Logger, Sparingly, get_logger
+from ssd_serve.base.logs import Logger, RateLimitedLogger, get_logger
 from ssd_serve.transport.channel import Channel, poll
 from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.drafters.admission import DrafterAuthorizer, SourceBits
@@ -65,7 +65,7 @@ class DrafterPool:
         self._hello = hello
         self._clock = clock
         self._log = log or get_logger("verifier")
-        self._log_refused, self._log_banned = Sparingly(self._log), Sparingly(self._log)
+        self._log_refused, self._log_banned = RateLimitedLogger(self._log), RateLimitedLogger(self._log)
         self.authorizer = DrafterAuthorizer(hello, clock)
         self.sources = SourceBits()
         self.rejoins = 0

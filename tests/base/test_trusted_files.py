@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.base import owned
-from ssd_serve.base.owned import cache_folder, is_own_file, make_folder, open_lock, read_own, weakness
+from ssd_serve.base import trusted_files
+from ssd_serve.base.trusted_files import cache_folder, is_own_file, make_folder, open_lock, read_own, weakness
 
 STRANGER = 12345
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
@@ -45,7 +45,7 @@ def test_new_folders_are_closed(mine: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o702, 0o1777])
 def test_a_folder_that_others_may_write_to(mine: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned, "_is_private_group", lambda _number: False)
+    monkeypatch.setattr(trusted_files, "_is_private_group", lambda _number: False)
     mine.chmod(mode)
     assert weakness(mine) == f"others may write to {mine}"
 

@@ -1,5 +1,6 @@
-"""Names of models on the Hugging Face hub: `owner/name` or `owner/name@revision`. Knows no network."""
+"""Names: of models on the Hugging Face hub, and labels that processes give themselves in logs and metrics."""
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,3 +44,22 @@ def pinned(name: str, folder: Path) -> str:
     if found is None or folder.parent.name != "snapshots" or not _COMMIT.fullmatch(folder.name):
         return name
     return str(HubId(found.name, folder.name))
+
+
+LONGEST_LABEL = 128
+"""Bytes."""
+_DIGEST = 12
+
+
+def is_label(text: str) -> bool:
+    """Whether a text may be a name; an empty one may."""
+    return len(text) <= LONGEST_LABEL and len(text.encode()) <= LONGEST_LABEL and text.isprintable()
+
+
+def as_label(text: str) -> str:
+    """The text itself where it may be a name, else its end and a digest of it, so that equal texts stay
+    equal."""
+    if is_label(text):
+        return text
+    end = "".join(sign for sign in text[-64:] if sign.isascii() and sign.isprintable())
+    return f"{end}#{hashlib.sha256(text.encode()).hexdigest()[:_DIGEST]}"

@@ -1,17 +1,18 @@
-"""Processes that run for months: garbage is found, and freed memory goes back to the system."""
+"""Garbage collection, the heap and the limit of descriptors."""
 
 import platform
+import resource
 import subprocess
 import sys
 
 import pytest
 
-from ssd_serve.base.memory import Heap
+from ssd_serve.base.resources import Heap, descriptor_limit, raise_descriptor_limit
 
 _GARBAGE = """
 import gc
 from collections import deque
-from ssd_serve.base.memory import settle_memory
+from ssd_serve.base.resources import settle_memory
 kept = [[] for _ in range(4_000_000)]  # as after loading
 settle_memory()
 before = len(gc.get_objects())
@@ -28,7 +29,7 @@ print(most)
 _HOLES = """
 import ctypes
 import psutil
-from ssd_serve.base.memory import Heap
+from ssd_serve.base.resources import Heap
 now = [0.0]
 heap = Heap(clock=lambda: now[0])
 malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
@@ -71,3 +72,14 @@ def test_the_heap_is_trimmed_once_a_minute() -> None:
     for now[0] in range(0, 200, 7):
         heap.trim_when_due()
     assert trims == [63, 126, 189]
+
+
+def test_the_soft_limit_becomes_the_hard_one() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert descriptor_limit() == 256
+        assert raise_descriptor_limit() == (256, hard)
+        assert descriptor_limit() == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
