@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from ssd_serve.app.cli.main import EXIT_CODES
-from ssd_serve.app.cli.settings_table import as_markdown
+from ssd_serve.app.cli.output import as_markdown
 from ssd_serve.base.attention_backends import BACKENDS
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import origins, resolve

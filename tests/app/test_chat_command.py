@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.app.cli import main as cli
-from ssd_serve.app.cli.chat import ChatTerminal
+from ssd_serve.app.cli.generate import ChatTerminal
 from ssd_serve.app.llm.outputs import Piece
 from ssd_serve.models.hub import embedded_folder
 

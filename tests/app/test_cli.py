@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.app.cli import main as cli
+from ssd_serve.app.cli.output import as_table
 from ssd_serve.app.cli.serve import address
-from ssd_serve.app.cli.settings_table import as_table
 from ssd_serve.base.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
 from ssd_serve.base.logs import Logger, ProgressLine
 from ssd_serve.base.settings import Settings

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssd_serve.app.doctor import checks as doctor_checks
-from ssd_serve.app.doctor.checkup import Check, State, examine
+from ssd_serve.app.doctor.checks import Check, State, examine
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.ray.cluster import RayView
 

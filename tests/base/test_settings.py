@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.app.cli.settings_table import as_env
+from ssd_serve.app.cli.output import as_env
 from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from ssd_serve.app.cli.settings_table import as_env
+from ssd_serve.app.cli.output import as_env
 from ssd_serve.base.settings_sources import origins, resolve
 from tests.deploy.containers import Container, Network
 from tests.deploy.files import (

@@ -15,8 +15,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.app.llm.engine_access import EngineProcesses
-from ssd_serve.app.llm.in_flight import Asked, Conversation
+from ssd_serve.app.llm.engine import Asked, Conversation, RemoteEngine
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import SettingsError
@@ -120,13 +119,13 @@ def settings(pair: tuple[Path, Path]) -> Settings:
 
 
 @contextmanager
-def asking(engine: RunningEngine) -> Generator[EngineProcesses]:
+def asking(engine: RunningEngine) -> Generator[RemoteEngine]:
     """A client of the engine, whose channel is closed however the test ends."""
     with closing(engine.connect()) as channel:
-        yield EngineProcesses(engine, channel, lambda _progress: None)
+        yield RemoteEngine(engine, channel, lambda _progress: None)
 
 
-def generated(access: EngineProcesses, tokenizer: Tokenizer) -> list[int]:
+def generated(access: RemoteEngine, tokenizer: Tokenizer) -> list[int]:
     """Token ids of one request on an engine that stays."""
     prompt, parameters = (
         tuple(tokenizer.encode("def f(")),

@@ -13,9 +13,9 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from ssd_serve.app.cli.completion import SHELLS, completion
 from ssd_serve.app.cli.draft import add_draft
 from ssd_serve.app.cli.flags import Commands, Parser, add_settings_flags, given_config, given_flags
+from ssd_serve.app.cli.output import SHELLS, completion
 from ssd_serve.app.doctor.command import add_doctor, add_report
 from ssd_serve.app.plan.command import add_plan
 from ssd_serve.base.errors import (
@@ -270,7 +270,7 @@ def _settings_of_models(args: argparse.Namespace) -> Settings:
 
 
 def _run_chat(args: argparse.Namespace) -> int:
-    from ssd_serve.app.cli.chat import run_chat
+    from ssd_serve.app.cli.generate import run_chat
 
     return run_chat(_settings_of_models(args), _choice(args, ""))
 
@@ -291,7 +291,7 @@ def _run_version(args: argparse.Namespace) -> int:
     if not args.full:
         print(f"ssd {__version__}")
         return 0
-    from ssd_serve.app.cli.version import full_version
+    from ssd_serve.app.cli.output import full_version
 
     print(json.dumps(full_version(), indent=2))
     return 0
@@ -319,7 +319,7 @@ def _choice(args: argparse.Namespace, text: str) -> "GenerateOptions":
 
 
 def _run_settings(args: argparse.Namespace) -> int:
-    from ssd_serve.app.cli.settings_table import as_env, as_json, as_markdown, as_table
+    from ssd_serve.app.cli.output import as_env, as_json, as_markdown, as_table
 
     flags, config = given_flags(args), given_config(args)
     rows: list[Origin] = origins(resolve(flags, config=config), flags, config)

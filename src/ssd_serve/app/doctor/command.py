@@ -16,7 +16,7 @@ from ssd_serve.cluster.process import worker_environment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ssd_serve.app.doctor.checkup import Check
+    from ssd_serve.app.doctor.checks import Check
 
 UNFIT = 1
 """Exit code where the server, as it is set, cannot serve on this machine."""
@@ -62,7 +62,7 @@ def _say(text: str) -> None:
 def _run(args: argparse.Namespace) -> int:
     settings = resolve(given_flags(args))
     os.environ.update(worker_environment())  # torch is not imported yet
-    from ssd_serve.app.doctor.checkup import State, examine
+    from ssd_serve.app.doctor.checks import State, examine
 
     checks = examine(settings, lambda text: _say(f"{text}..."))
     print(as_json(checks) if args.json else as_table(checks))

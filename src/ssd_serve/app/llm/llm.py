@@ -16,8 +16,7 @@ from rich.progress import Progress
 from typing_extensions import Self
 
 from ssd_serve.app.find_models import find_models
-from ssd_serve.app.llm.engine_access import reach_engine
-from ssd_serve.app.llm.in_flight import Asked, Conversation
+from ssd_serve.app.llm.engine import Asked, Conversation, reach_engine
 from ssd_serve.app.llm.outputs import Output, Piece
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.engine_config import EMBEDDED, Mode
