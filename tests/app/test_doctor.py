@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ssd_serve.app.cli.main import main
-from ssd_serve.app.doctor import checks as doctor_checks
 from ssd_serve.app.doctor import checks as doctor
+from ssd_serve.app.doctor import checks as doctor_checks
 from ssd_serve.app.doctor.checks import Check, State, examine
 from ssd_serve.app.doctor.command import as_table
 from ssd_serve.base.devices import Device, Machine, parse_device

@@ -22,7 +22,9 @@ def test_a_stranger_at_the_port_of_a_verifier_that_died_is_not_the_end(
         return answer
 
     monkeypatch.setattr(ray_launcher, "connect", connect)
-    monkeypatch.setattr(ray_launcher, "told", lambda *_: SimpleNamespace(server="tcp://127.0.0.1:1"))
+    monkeypatch.setattr(
+        ray_launcher, "resolved_addresses", lambda *_: SimpleNamespace(server="tcp://127.0.0.1:1")
+    )
     engine = RayEngine.__new__(RayEngine)
     parts = {
         "_crew": SimpleNamespace(addresses=object()),

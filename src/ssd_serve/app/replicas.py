@@ -71,7 +71,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
 
 def deployment_options(settings: Settings) -> dict[str, Any]:
-    """What Serve is told about replicas with these settings; a Serve config may say otherwise."""
+    """Ray Serve's options of replicas with these settings; a Serve config may override them."""
     return {
         "name": DEPLOYMENT,
         "max_ongoing_requests": settings.max_running + _SPARE_REQUESTS,
@@ -88,9 +88,9 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
 
 
 def resources(settings: Settings) -> dict[str, int]:
-    """What one replica asks Ray for: the GPUs that its settings name, counted from cuda:0, which is how Ray
-    shows a replica its own; a core for each process that computes on one, and with GPUs for the front end.
-    With the launcher `ray` only the front end's core: its engine asks for itself, and may be elsewhere."""
+    """Resources of one replica: the GPUs that its settings name, counted from cuda:0, as Ray shows a replica
+    its own; a core for each process that computes on one, and with GPUs a core for the front end. With the
+    launcher `ray` only the front end's core: the engine requests its own resources."""
     if settings.launcher == "ray":
         return {"num_cpus": 1}
     named = (settings.target_device, settings.draft_device)

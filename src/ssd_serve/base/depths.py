@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, zip_longest
 
 POSITIONS = 16
-"""Told one by one; all deeper ones are told together."""
+"""Positions that are reported one by one; all deeper ones are reported as a sum."""
 
 
 def added(histograms: Iterable[Sequence[int]]) -> list[int]:
-    """One histogram of several."""
+    """Sum histograms, depth by depth."""
     return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def by_position(histogram: Sequence[int]) -> list[int]:
-    """How many came to each position, the deepest last. `histogram[n]` came to depth n."""
+    """Cumulative counts by position, the deepest last: rounds that reached at least that position.
+    `histogram[n]` rounds ended at depth n."""
     return list(accumulate(reversed(histogram[1:])))[::-1]
 
 
@@ -27,7 +28,7 @@ def bounded(counts: Sequence[int]) -> list[int]:
 
 
 def rates(verified: Sequence[int], accepted: Sequence[int]) -> list[float]:
-    """By position: of the rounds that verified a node there (histogram `verified`), how many accepted one;
-    for the first `POSITIONS` at most."""
+    """Acceptance rate by position, for at most `POSITIONS`: of the rounds that verified a node there, the
+    share that accepted one. Arguments are histograms of depths."""
     pairs = zip_longest(by_position(verified), by_position(accepted), fillvalue=0)
     return [found / tried for tried, found in pairs if tried][:POSITIONS]

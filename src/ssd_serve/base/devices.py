@@ -25,7 +25,7 @@ _ASK_TORCH = (
 )
 _LONGEST_ANSWER_S = 120
 _PR_SET_TIMERSLACK = 29
-"""Of Linux's `prctl`: how many nanoseconds late a sleep may end."""
+"""Option of Linux's `prctl`: nanoseconds by which a sleep may end late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def pin_cores(device: Device) -> None:
 
 def _sleep_finely() -> None:
     """Let sleeps of the calling thread, and of those it starts, end when they should: Linux adds 50 us to
-    each, and whoever waits for a GPU looks every 20."""
+    each, and waiting for a GPU polls every 20."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
@@ -149,7 +149,7 @@ def _available_cores() -> tuple[int, ...]:
 
 
 def _ask_torch(drivers: Mapping[str, Path], python: str) -> tuple[int, str]:
-    """How many GPUs torch can use, or what is wrong."""
+    """Number of GPUs that torch can use, or the reason why it can use none."""
     where = " and ".join(f"an {vendor} GPU ({path})" for vendor, path in drivers.items())
     try:
         answer = subprocess.run(
@@ -160,7 +160,7 @@ def _ask_torch(drivers: Mapping[str, Path], python: str) -> tuple[int, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return 0, f"there is {where}, but torch says nothing of it for {_LONGEST_ANSWER_S} s: a driver hangs"
+        return 0, f"there is {where}, but torch has not answered for {_LONGEST_ANSWER_S} s: a driver hangs"
     words = (answer.stdout.splitlines() or [""])[-1].split()
     if answer.returncode or len(words) != 4:
         why = (answer.stderr.strip().splitlines() or ["no message"])[-1]

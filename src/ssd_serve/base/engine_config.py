@@ -133,7 +133,7 @@ class EngineConfig:
         return replace(self, drafts=models or self.drafts, draft_device=device)
 
     def to_json(self) -> str:
-        """One line that `config_from_json` reads back."""
+        """Serialize to one line that `config_from_json` reads back."""
         return msgspec.json.encode(self, enc_hook=str).decode()
 
 

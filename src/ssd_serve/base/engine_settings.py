@@ -1,4 +1,4 @@
-"""What is generated with, on which devices, and how much is guessed. Other settings are in `settings.py`."""
+"""Settings of models, devices and speculation. Other settings are in `settings.py`."""
 
 from pathlib import Path
 from typing import Literal
@@ -16,23 +16,24 @@ class EngineSettings(BaseSettings):
 
     target: str = Field(
         default=EngineConfig.target,
-        description="target model: a folder, a hub id, a state of it as owner/name@revision, or 'embedded'",
+        description="target model: a folder, a hub id, a hub id with a revision (owner/name@revision), or "
+        "'embedded'",
     )
     draft: Drafts | None = Field(
         default=None,
-        description="what drafts: a folder, a hub id or 'embedded' for a model, 'embedded-head' for the "
-        "EAGLE-3 head of the embedded target, 'self:N' for the target's first N layers, 'ngram' for lookup "
-        "in a request's own text, 'suffix' for lookup in others too, or "
-        "'none'; several with commas between draft beside each other; empty: the embedded model for the "
-        "embedded target, else ngram",
+        description="drafts: a folder, a hub id or 'embedded' for a model, 'embedded-head' for the "
+        "EAGLE-3 head of the embedded target, 'self:N' for the target's first N layers, "
+        "'ngram' for lookup in a request's own text, 'suffix' for lookup in other requests "
+        "too, or 'none'; several with commas between draft in parallel; empty: the embedded "
+        "model for the embedded target, else ngram",
     )
     drafters: int | None = Field(
         default=None,
         ge=0,
         le=64,
-        description="drafter processes, which share the requests, or the draft models where there are more "
-        "of these; empty: one for each draft model; "
-        "0: none here, they join at SSD_DRAFTER_ADDRESS",
+        description="drafter processes, which share the requests, or the draft models if there are more "
+        "of these; empty: one for each draft model; 0: none here, drafters join at "
+        "SSD_DRAFTER_ADDRESS",
     )
     mode: Mode = Field(
         default=EngineConfig.mode,
@@ -45,7 +46,7 @@ class EngineSettings(BaseSettings):
     )
     target_device_alone: str | None = Field(
         default=EngineConfig.target_device_alone,
-        description="device of the target while no drafter works beside it; mode auto chooses all cores",
+        description="device of the target while no drafter works; mode auto chooses all cores",
     )
     tensor_parallel: int = Field(
         default=EngineConfig.tensor_parallel,
@@ -60,11 +61,11 @@ class EngineSettings(BaseSettings):
     )
     drafter_address: str | None = Field(
         default=EngineConfig.drafter_address,
-        description="address at which drafters of other places join, e.g. tcp://127.0.0.1:4711 "
-        "(`ssd draft --connect`); empty: none",
+        description="address at which drafters of other machines join, e.g. tcp://127.0.0.1:4711 (`ssd "
+        "draft --connect`); empty: none",
     )
     allow_cpu: bool = Field(
-        default=False, description="let cores compute on a machine with a GPU that torch cannot use"
+        default=False, description="compute on cores of a machine with a GPU that torch cannot use"
     )
     dtype: DType = Field(
         default=EngineConfig.dtype,
@@ -77,18 +78,18 @@ class EngineSettings(BaseSettings):
     )
     tree_decode_check: Literal["", "sdpa"] = Field(
         default=EngineConfig.tree_decode_check,
-        description="compute the attention of one batch in 64 with this backend too, and report differences; "
+        description="compute the attention of one batch in 64 with this backend too, and log differences; "
         "empty: no check",
     )
     batch_invariant: bool = Field(
         default=EngineConfig.batch_invariant,
-        description="compute every row of the target alike whatever is in the batch, so that bf16 and fp16 "
-        "texts are the same in every mode too; costs speed",
+        description="compute every row of the target alike whatever the batch contains, so that bf16 and "
+        "fp16 texts are the same in every mode too; costs speed",
     )
     generation_config: Literal["auto", "none"] = Field(
         default=EngineConfig.generation_config,
-        description="sampling parameters that a request leaves out: auto, those of the target's "
-        "generation_config.json; none, those of the API",
+        description="defaults of sampling parameters: auto: those of the target's generation_config.json; "
+        "none: those of the API",
     )
     context: int | None = Field(
         default=EngineConfig.context,
@@ -106,19 +107,26 @@ class EngineSettings(BaseSettings):
         description="memory for a drafter's KV cache in MiB; empty: 256, or a tenth of a GPU of its own",
     )
     max_running: int = Field(
-        default=EngineConfig.max_running, ge=1, le=1024, description="requests that decode at the same time"
+        default=EngineConfig.max_running,
+        ge=1,
+        le=1024,
+        description="most requests that decode at the same time",
     )
     max_waiting: int = Field(
-        default=EngineConfig.max_waiting, ge=0, description="requests that may queue; more are answered 429"
+        default=EngineConfig.max_waiting,
+        ge=0,
+        description="most requests that wait; further ones are answered 429",
     )
     prefill_chunk: int = Field(
-        default=EngineConfig.prefill_chunk, ge=16, description="prompt tokens of one round, over all requests"
+        default=EngineConfig.prefill_chunk,
+        ge=16,
+        description="most prompt tokens of one round, over all requests",
     )
     budget: int | None = Field(
         default=EngineConfig.budget,
         ge=0,
         le=1024,
-        description="most nodes verified in a round, over all requests; empty: cost model alone",
+        description="most nodes verified in a round, over all requests; empty: the cost model decides",
     )
     tree_nodes: int = Field(
         default=EngineConfig.tree_nodes, ge=1, le=65536, description="most candidates in one request's tree"
@@ -127,28 +135,29 @@ class EngineSettings(BaseSettings):
         default=EngineConfig.draft_width,
         ge=1,
         le=256,
-        description="most nodes that the drafter expands in a step",
+        description="most nodes that a drafter expands in a step",
     )
     eagle_layers: Layers | None = Field(
         default=EngineConfig.eagle_layers,
-        description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. 1,15,28, "
-        "and final, what EAGLE-1 reads; empty: those that the head names, or that follow from the target",
+        description="layers of the target whose outputs an EAGLE head reads, counted from 0, e.g. "
+        "1,15,28, and final, which EAGLE-1 reads; empty: those that the head names, or that "
+        "follow from the target",
     )
     features_mb: int = Field(
         default=EngineConfig.features_mb,
         ge=0,
-        description="most MiB of what the target has computed of cached tokens that are kept for EAGLE heads",
+        description="most MiB of the target's layer outputs of cached tokens that are kept for EAGLE heads",
     )
     suffix_shared: int = Field(
         default=EngineConfig.suffix_shared,
         ge=0,
         le=1 << 22,
-        description="tokens of requests that are over in which the draft 'suffix' looks too, always for "
-        "requests of the same key and salt only; 0: none",
+        description="tokens of finished requests that the draft 'suffix' searches too, always within "
+        "requests of the same key and salt; 0: none",
     )
     draft_grammars: bool = Field(
         default=EngineConfig.draft_grammars,
-        description="drafters guess only what the grammar of a structured output allows",
+        description="draft only tokens that the grammar of a structured output allows",
     )
     draft_fan_out: int = Field(
         default=EngineConfig.draft_fan_out, ge=1, le=64, description="candidates of an expanded node"
@@ -158,53 +167,54 @@ class EngineSettings(BaseSettings):
     )
     cache_dir: Path = Field(
         default=EngineConfig.cache_dir,
-        description="folder of measured step times and compiled kernels, which later starts use again",
+        description="folder of measured step times and compiled kernels, which later starts reuse",
     )
     native_kernels: bool = Field(
         default=EngineConfig.native_kernels,
-        description="compile kernels for this CPU once, where there is a C compiler, and use them",
+        description="compile kernels for this CPU once, if there is a C compiler, and use them",
     )
     graphs: bool = Field(
         default=EngineConfig.graphs,
-        description="on GPUs capture forwards as CUDA or HIP graphs and replay them; "
-        "with flashinfer or triton attention",
+        description="on GPUs capture forwards as CUDA or HIP graphs and replay them; with flashinfer or "
+        "triton attention",
     )
     tpot_target_ms: float | None = Field(
         default=EngineConfig.tpot_target_ms,
         gt=0,
-        description="most milliseconds for a token of a running request; empty: fastest overall",
+        description="most milliseconds per output token (TPOT) of a running request; empty: highest "
+        "throughput",
     )
     grow_first: bool = Field(
-        default=EngineConfig.grow_first, description="wait for one more draft step where that pays"
+        default=EngineConfig.grow_first, description="wait for one more draft step if that is expected to pay"
     )
     speculation_may_stop: bool = Field(
         default=EngineConfig.speculation_may_stop,
-        description="stop speculating while plain decoding measures faster",
+        description="stop speculating while plain decoding is measured to be faster",
     )
     prefix_cache: bool = Field(
-        default=EngineConfig.prefix_cache, description="reuse the KV of prompts that begin alike"
+        default=EngineConfig.prefix_cache, description="reuse the KV of prompts with a common prefix"
     )
     allow_pickle: bool = Field(
         default=EngineConfig.allow_pickle,
-        description="load weights from .bin files too, which can run code of whoever made them",
+        description="load weights from .bin files too, which can run code of their author",
     )
 
     @property
     def drafts(self) -> tuple[str, ...]:
-        """All that drafts. Unless it is named, the embedded target brings its own; with any other there is
-        lookup, or who comes from other places."""
+        """Draft models and lookups. By default the embedded target has its own draft, and any other target
+        uses ngram, unless drafters join from other machines."""
         usual = NGRAM if self.drafters != 0 else NO_DRAFT
         named = self.draft or (EMBEDDED if self.target == EMBEDDED else usual)
         return tuple(name for each in named.split(",") if (name := each.strip()) and name != NO_DRAFT)
 
     @property
     def draft_models(self) -> tuple[str, ...]:
-        """Those of them that are to be loaded."""
+        """Drafts that have weights."""
         return tuple(name for name in self.drafts if name not in LOOKUPS)
 
     @property
     def lookups(self) -> tuple[str, ...]:
-        """Those that need no model and no device."""
+        """Drafts that need neither weights nor a device."""
         return tuple(name for name in self.drafts if name in LOOKUPS)
 
     @property
@@ -220,5 +230,5 @@ class EngineSettings(BaseSettings):
 
     @property
     def joining_drafters(self) -> int:
-        """How many drafters these processes are to the verifier: one for each draft model that one has."""
+        """Number of drafters that these processes are to the verifier: one for each draft model."""
         return max(self.drafter_count, len(self.draft_models)) if self.drafter_count else 0

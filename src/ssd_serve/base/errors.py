@@ -1,6 +1,6 @@
 """The one tree of errors.
 
-Every error that a person can cause carries a sentence that says what to do, and an exit code for the
+Every error that a user can cause carries a sentence that names the remedy, and an exit code for the
 command line. Nothing here knows HTTP; the server maps these classes to status codes.
 """
 
@@ -12,7 +12,7 @@ class SsdError(Exception):
 
 
 class UserError(SsdError):
-    """Something that the user typed or pointed at is wrong; the message says what to do."""
+    """A wrong input of the user; the message names the remedy."""
 
     exit_code = 2
 
@@ -58,13 +58,13 @@ class PairMismatchError(UserError):
 
 
 class NoGpuError(UserError):
-    """There is a GPU that torch cannot use, and nobody has said that cores shall compute."""
+    """There is a GPU that torch cannot use, and the user has not chosen cores explicitly."""
 
     exit_code = 9
 
 
 class RequestError(SsdError):
-    """One request is impossible. `field` names the offending request field, or is empty."""
+    """A request is impossible. `field` names the offending request field, or is empty."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -118,5 +118,5 @@ class ProtocolError(SsdError):
 
 
 def in_a_line(error: Exception) -> str:
-    """What kind of error, and the first line of what it says: for errors that are not this project's."""
+    """Kind and first line of a foreign error."""
     return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"

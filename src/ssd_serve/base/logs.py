@@ -1,7 +1,7 @@
-"""One structured line for each event, on stderr: for people (`text`) or machines (`json`).
+"""Structured log lines on stderr, one for each event: as text or as JSON.
 
-A logger is an object that is passed to whoever logs: importing this module configures nothing. Knows nothing
-of what is logged, and never raises because of a line that cannot be written.
+A logger is an object that callers pass on: importing this module configures nothing. It never raises because
+of a line that cannot be written.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Logger:
         return Logger(self.process, self.level, self.style, {**self.fields, **fields}, self.stream)
 
     def debug(self, event: str, **fields: object) -> None:
-        """What only somebody who looks for a fault wants to know."""
+        """Log a detail that helps to find faults."""
         self._log("debug", event, fields)
 
     def info(self, event: str, **fields: object) -> None:
@@ -65,7 +65,7 @@ class Logger:
 
 
 class RateLimitedLogger:
-    """Warnings that others can cause as often as they like: one a minute, with how many there were."""
+    """Warnings that clients can cause at will: one a minute, with the number of suppressed ones."""
 
     def __init__(
         self, log: Logger, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
@@ -77,7 +77,7 @@ class RateLimitedLogger:
         self._suppressed = 0
 
     def warning(self, event: str, **fields: object) -> None:
-        """Say it, or count it until the next one that is said; `suppressed` tells of those before."""
+        """Log the event, or count it for the `suppressed` field of the next line."""
         if self._clock() < self._due:
             self._suppressed += 1
             return
@@ -106,7 +106,7 @@ class Bridge(logging.Handler):
         self._warned: dict[tuple[str, int], RateLimitedLogger] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line, a traceback included."""
+        """Write one line, a traceback included."""
         fields: dict[str, object] = {
             "logger": record.name,
             **self._context(),
@@ -129,8 +129,8 @@ class Bridge(logging.Handler):
 
 
 def carry_library_logs(log: Logger, context: Callable[[], Mapping[str, object]] = dict) -> None:
-    """Let this process's libraries log their warnings and errors through `log`, instead of as they like; and
-    our own modules what it logs. `context`: what every line says of the moment."""
+    """Send log records of libraries (warnings and errors) and of this package through `log`. `context`
+    returns fields for every line."""
     logging.basicConfig(handlers=[Bridge(log, context)], level=logging.WARNING, force=True)
     logging.getLogger("ssd_serve").setLevel(_SEVERITY[log.level])
 
@@ -163,7 +163,7 @@ def _as_json(moment: str, level: str, process: str, event: str, fields: Mapping[
 
 
 class ProgressLine:
-    """One changing line on stderr while something loads; plain lines where stderr is no terminal."""
+    """A changing line on stderr while something loads; plain lines if stderr is no terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr

@@ -33,7 +33,7 @@ def hub_id(name: str) -> HubId | None:
 
 
 def without_revision(name: str) -> str:
-    """A model's name as its owner gave it, whatever state of it is meant."""
+    """Model name without its revision."""
     found = hub_id(name)
     return name if found is None else found.name
 
@@ -52,7 +52,7 @@ _DIGEST = 12
 
 
 def is_label(text: str) -> bool:
-    """Whether a text may be a name; an empty one may."""
+    """True if a text may be a label; an empty one may."""
     return len(text) <= LONGEST_LABEL and len(text.encode()) <= LONGEST_LABEL and text.isprintable()
 
 

@@ -1,7 +1,4 @@
-"""What people may give for settings that are more than a number or a word, and what is said of anything else.
-
-Knows values; not which setting has them.
-"""
+"""Types of setting values that need more than a range: parsing and error messages."""
 
 import re
 from typing import Annotated, Literal
@@ -56,7 +53,7 @@ def _key(value: str) -> str:
 
 
 def is_weak(key: str) -> bool:
-    """Whether a key that processes prove to know was surely not drawn by chance."""
+    """True if a cluster key is too short or too regular to be random."""
     return len(key) < _SHORTEST_KEY or len(set(key)) < _MIN_SIGNS
 
 

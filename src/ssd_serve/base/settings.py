@@ -1,7 +1,6 @@
-"""All settings: one class, prefix `SSD_`. `engine_settings.py` and `front_settings.py` have most of them.
+"""All settings in one class, prefix `SSD_`. `engine_settings.py` has those of models and speculation.
 
-Worker processes get their settings as JSON from the process that starts them, so that all of them agree. Does
-not know where values come from: `settings_sources.py` does.
+Worker processes receive an `EngineConfig`, not settings. `settings_sources.py` knows the sources of values.
 """
 
 import re
@@ -26,7 +25,7 @@ KEY_SETTINGS = (
     *("api_key", "api_keys_file", "key_requests_per_minute", "key_tokens_per_minute", "salt_by_key"),
     *("tell_cached_tokens", "metrics_key", "metrics_port", "metrics_prefix"),
 )
-"""Who may ask for what: a benchmark, which asks itself, has none of them."""
+"""Settings of API keys; benchmarks ignore them."""
 RENAMED_SETTINGS = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}
 """Settings that earlier versions had: the ones that took their places, with values that say the same."""
 REMOVED_SETTINGS = {
@@ -64,7 +63,7 @@ class FrontSettings(BaseSettings):
     key_requests_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="requests a minute of each key, or of everybody where there are no keys; empty: any",
+        description="requests a minute of each key, or of all clients if there are no keys; empty: any",
     )
     key_tokens_per_minute: int | None = Field(
         default=None, ge=1, description="prompt and output tokens a minute of each key; empty: any"
@@ -74,57 +73,57 @@ class FrontSettings(BaseSettings):
     )
     tell_cached_tokens: bool = Field(
         default=False,
-        description="tell `cached_tokens` also of KV that others' prompts may have left, which confirms "
-        "guesses about them",
+        description="report `cached_tokens` even when the prefix cache is shared; this can reveal other "
+        "users' prompts",
     )
     tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = Field(
         default="auto",
-        description="how the model writes calls of tools; auto: as its chat template teaches, none: requests "
-        "with tools are refused",
+        description="format of the model's tool calls; auto: from its chat template; none: requests with "
+        "tools are refused",
     )
     reasoning_parser: Literal["auto", "think", "none"] = Field(
         default="auto",
-        description="think: what stands in <think>...</think> is told apart as `reasoning_content`; auto: "
-        "where the model's chat template knows that mark",
+        description="think: text in <think>...</think> is returned as `reasoning_content`; auto: if the "
+        "model's chat template contains that tag",
     )
     system_prompt: str | None = Field(
         default=None,
-        description="what the model is told before every conversation, ahead of what clients tell it",
+        description="system prompt of every conversation, before those of clients",
     )
     strict_requests: bool = Field(
         default=False,
-        description="refuse requests with fields that are not known, which are otherwise ignored and told "
-        "in the header X-SSD-Ignored",
+        description="refuse requests with unknown fields; otherwise they are ignored and listed in the "
+        "header X-SSD-Ignored",
     )
     metrics_key: Key | None = Field(
         default=None, description="when set, /metrics needs this bearer token instead of an API key"
     )
     metrics_prefix: Annotated[str, Field(pattern="^[a-zA-Z_:][a-zA-Z0-9_:]{0,31}$")] = Field(
         default="ssd_",
-        description="what names of metrics begin with; 'vllm:' for dashboards and routers that know those",
+        description="prefix of metrics' names; 'vllm:' for dashboards and routers that expect vLLM's names",
     )
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = Field(
         default=None,
-        description="where spans of requests go, by OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; "
-        "needs the extra `otel`; empty: nowhere",
+        description="endpoint for spans of requests, OTLP over HTTP, e.g. "
+        "http://127.0.0.1:4318/v1/traces; needs the extra `otel`; empty: none",
     )
     metrics_port: int | None = Field(
         default=None,
         ge=1,
         le=65535,
-        description="port of SSD_HOST that has /metrics, without an API key; SSD_PORT then has none",
+        description="separate port for /metrics, served without an API key; SSD_PORT then has no /metrics",
     )
     max_connections: int | None = Field(
         default=None,
         ge=1,
-        description="connections of clients at once, of each process; idle ones make room for others, and "
-        "where none is idle the answer is 503; empty: 4 x (SSD_MAX_RUNNING + SSD_MAX_WAITING) + 64, as far "
-        "as descriptors reach",
+        description="most client connections of each process; idle ones are closed for new ones, and if "
+        "none is idle the answer is 503; empty: 4 x (SSD_MAX_RUNNING + SSD_MAX_WAITING) + 64, "
+        "as far as the limit of descriptors allows",
     )
     allowed_hosts: Hosts | None = Field(
         default=None,
-        description="names that this server may be called by beside localhost, with commas between, or * for "
-        "any; empty: any, but none without a key on loopback",
+        description="host names of this server besides localhost, with commas between, or * for any; "
+        "empty: any, or only loopback names without a key on loopback",
     )
     cors_origins: Origins | None = Field(
         default=None,
@@ -137,7 +136,7 @@ class FrontSettings(BaseSettings):
         default=None, description="private key (PEM file, not encrypted) of SSD_TLS_CERTIFICATE"
     )
     root_path: RootPath | None = Field(
-        default=None, description="path under which a proxy in front shows this server, e.g. /llm"
+        default=None, description="path prefix under which a reverse proxy serves this server, e.g. /llm"
     )
     served_model_name: str | None = Field(
         default=None, description="model id in the API; empty: from the target's name"
@@ -157,18 +156,18 @@ class Settings(FrontSettings, EngineSettings):
         description="token for gated hub models; HF_TOKEN is read too",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default=EngineConfig.log_level, description="least severe line to log"
+        default=EngineConfig.log_level, description="least severe level that is logged"
     )
     log_format: Literal["text", "json"] = Field(
-        default=EngineConfig.log_format, description="one line an event, for people or machines"
+        default=EngineConfig.log_format, description="one line for each event, as text or as JSON"
     )
     run_dir: Path | None = Field(
         default=EngineConfig.run_dir, description="folder for sockets; empty: a private temporary one"
     )
     launcher: Literal["auto", "local", "ray"] = Field(
         default="auto",
-        description="who places the processes: local (on this machine), ray (as Ray actors) or auto: ray "
-        "with several GPUs or a Ray address",
+        description="placement of the processes: local (on this machine), ray (as Ray actors) or auto: "
+        "ray with several GPUs or a Ray address",
     )
     ray_address: str | None = Field(
         default=None,
@@ -185,12 +184,12 @@ class Settings(FrontSettings, EngineSettings):
     )
     cluster_key: ClusterKey | None = Field(
         default=EngineConfig.cluster_key,
-        description="key that processes which meet over TCP prove to know, and by which they encrypt; "
-        "empty: a random one for each run",
+        description="shared key by which processes authenticate and encrypt connections over TCP; empty: "
+        "a random one for each run",
     )
     model_wrapper: str | None = Field(
         default=EngineConfig.model_wrapper,
-        description="import path of a function that puts something before each loaded model, as "
+        description="import path of a function that wraps each loaded model, as "
         "package.module:function:argument; for benchmarks and tests",
     )
     drain_seconds: int = Field(

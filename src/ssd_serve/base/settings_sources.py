@@ -27,12 +27,12 @@ from ssd_serve.base.settings import (
 )
 
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
-"""Variables that Kubernetes gives every container for a service whose name begins with ours."""
+"""Variables that Kubernetes sets in every container for a service whose name begins with `ssd`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One setting as `ssd settings` shows it. Secrets are masked in `shown`."""
+    """A setting as `ssd settings` shows it. Secrets are masked in `shown`."""
 
     name: str
     variable: str
@@ -43,9 +43,9 @@ class Origin:
 
 
 def visible_gpus() -> str | None:
-    """What the machine of this process shows of its GPUs, if not all: numbers or names, with commas. Raises
-    `SettingsError` where ROCm's and CUDA's variables say different things: libraries read either; and for
-    ROCm's third one alone, which renumbers GPUs below what Ray counts."""
+    """GPUs that are visible to this process, if not all: numbers or names, with commas. Raises
+    `SettingsError` if ROCm's and CUDA's variables differ, since libraries read either. Raises it too for
+    ROCR_VISIBLE_DEVICES alone, which renumbers GPUs below those that Ray counts."""
     hip, cuda = os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if hip and cuda and hip != cuda:
         raise SettingsError(
@@ -128,8 +128,8 @@ def _of_kubernetes(variable: str, value: str) -> bool:
 
 
 def refuse_empty_keys() -> None:
-    """Raise `SettingsError` where a key is a variable with nothing in it: whoever set it wants a key, though
-    empty variables otherwise count as not set. For processes that let clients in."""
+    """Raise `SettingsError` for a key that is set but empty: its user wants a key, although other empty
+    variables count as unset. For processes that serve clients."""
     for variable in map(variable_name, ("api_key", "api_keys_file", "metrics_key")):
         if os.environ.get(variable) == "":
             raise SettingsError(
@@ -138,7 +138,7 @@ def refuse_empty_keys() -> None:
 
 
 def origins(settings: Settings, flags: Mapping[str, object], config: Collection[str] = ()) -> list[Origin]:
-    """Where each value came from, in the order of the class; `config`: what a file names."""
+    """Origin of each value, in the order of the class. `config`: names in the configuration file."""
     rows: list[Origin] = []
     for name, field in Settings.model_fields.items():
         value: object = getattr(settings, name)
@@ -179,7 +179,7 @@ def _shown(name: str, value: object) -> str:
 
 
 def _explain(error: ValidationError, flags: Mapping[str, object], called: Callable[[str], str]) -> str:
-    """One sentence for each wrong value; values are left out, they may be secrets."""
+    """Error message with one sentence for each wrong value, without the values: they may be secrets."""
     sentences: list[str] = []
     for problem in error.errors(include_input=False, include_url=False):
         field = str(problem["loc"][0]).lower() if problem["loc"] else ""

@@ -1,7 +1,6 @@
-"""Files and folders that nobody but this user can change: compiled code is loaded from such ones alone.
+"""Files and folders that only this user can change: compiled code is loaded only from these.
 
-Whoever may write to a file, or to a folder on the way to it, decides what is in it. Root may anyway. Knows
-owners and modes, not what files are for.
+A user who may write to a file, or to a folder above it, decides its content. Root may anyway.
 """
 
 import grp
@@ -17,8 +16,8 @@ _LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def weakness(folder: Path) -> str:
-    """Who else may put files into a folder, or another folder in its place; empty: nobody. In a folder with
-    the sticky bit, such as /tmp, others cannot touch what is not theirs. Raises `OSError`."""
+    """Reason why other users can put files into a folder, or replace it; empty if they cannot. In a folder
+    with the sticky bit, such as /tmp, other users cannot touch files of this user. Raises `OSError`."""
     real = Path(os.path.realpath(folder))
     for place in (real, *real.parents):
         facts = place.stat()
@@ -30,12 +29,12 @@ def weakness(folder: Path) -> str:
 
 
 def is_private(facts: os.stat_result) -> bool:
-    """Whether something belongs to this user, and nobody else may even read it."""
+    """True if something belongs to this user and no other user can read it."""
     return facts.st_uid == os.getuid() and not facts.st_mode & 0o077
 
 
 def is_own(path: Path) -> bool:
-    """Whether something is there that only this user, or root, can have written."""
+    """True if something exists that only this user or root can have written."""
     try:
         return _is_own(path.lstat())
     except OSError:
@@ -71,9 +70,8 @@ def make_folder(folder: Path) -> None:
 def cache_folder(
     folder: Path, warn: Callable[[str], None] = lambda _line: None, variable: str = "SSD_CACHE_DIR"
 ) -> Path:
-    """The folder that was asked for, or another one where somebody else could put compiled code into it,
-    which is said with `warn`, with the variable that names it. It need not be there yet, and it may be
-    impossible to make."""
+    """Return the requested folder, or a private one if another user could put compiled code into it. `warn`
+    receives the reason, with the `variable` to set. The folder may be missing, and impossible to create."""
     try:
         folder = Path(os.path.realpath(folder.expanduser()))
         make_folder(folder)
@@ -93,7 +91,7 @@ def cache_folder(
 
 
 def _private_folder() -> Path:
-    """The same one for all processes of this user, if nobody was there before."""
+    """Return a private temporary folder, if it is safe the same one for all processes of this user."""
     folder = Path(tempfile.gettempdir()) / f"ssd-serve-{os.getuid()}"
     try:
         make_folder(folder)
@@ -116,7 +114,7 @@ def _others_write(facts: os.stat_result) -> bool:
 
 
 def _is_private_group(number: int) -> bool:
-    """Whether a group is this user's own, as systems with a umask of 002 have one for each user."""
+    """True if a group has this user as its only member, as on systems with a umask of 002."""
     try:
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
     except KeyError:

@@ -15,7 +15,7 @@ _EVERY_S = 0.5
 _LOADED = b" has loaded"
 LONGEST_SILENCE_S = 5.0
 _LATE_S = 1.0
-"""A watcher that comes this late has been stopped or starved itself: it heard nothing and judges nobody."""
+"""A monitor that is this late was stopped or starved itself: it has missed heartbeats."""
 
 
 def start_pulse(path: Path, name: str) -> Callable[[], None]:
@@ -39,19 +39,19 @@ class Listening(Protocol):
     """Hears signs of life, however they come."""
 
     def silent(self) -> dict[str, float]:
-        """Who has said nothing for too long, and for how many seconds. Ask several times a second."""
+        """Silent workers with the seconds of their silence. Call it several times a second."""
         ...
 
     def has_loaded(self, name: str) -> bool:
-        """Whether it has said so: then it has no reason to be silent any more."""
+        """True if the worker has reported that it has loaded: from then on it has no reason to be silent."""
         ...
 
     def forget(self, name: str) -> None:
-        """A worker of this name begins anew: it is watched from its first sign of life on."""
+        """Reset a restarted worker: it is watched from its first heartbeat on."""
         ...
 
     def close(self) -> None:
-        """Hear nobody any more."""
+        """Stop receiving."""
         ...
 
 
@@ -70,37 +70,37 @@ class PulseWatch:
         self._socket.setblocking(False)
         self._clock = clock
         self._longest_silence_s = longest_silence_s
-        self._heard: dict[str, float] = {}
+        self._received_at: dict[str, float] = {}
         self._loaded: set[str] = set()
         self._listened = clock()
 
     def silent(self) -> dict[str, float]:
-        """Who has said nothing for too long, and for how many seconds. Ask several times a second."""
+        """Silent workers with the seconds of their silence. Call it several times a second."""
         now = self._clock()
         if now - self._listened > _LATE_S:
-            self._heard = dict.fromkeys(self._heard, now)
+            self._received_at = dict.fromkeys(self._received_at, now)
         self._listened = now
         with contextlib.suppress(BlockingIOError):
             while True:
-                said = self._socket.recv(256)
-                name = said.removesuffix(_LOADED).decode(errors="replace")
-                self._heard[name] = now
-                if said.endswith(_LOADED):
+                message = self._socket.recv(256)
+                name = message.removesuffix(_LOADED).decode(errors="replace")
+                self._received_at[name] = now
+                if message.endswith(_LOADED):
                     self._loaded.add(name)
-        silence = {name: now - heard for name, heard in self._heard.items()}
+        silence = {name: now - received_at for name, received_at in self._received_at.items()}
         return {name: seconds for name, seconds in silence.items() if seconds > self._longest_silence_s}
 
     def has_loaded(self, name: str) -> bool:
-        """Whether it has said so."""
+        """True if the worker has reported that it has loaded."""
         return name in self._loaded
 
     def forget(self, name: str) -> None:
-        """A worker of this name begins anew: it is watched from its first sign of life on."""
-        self._heard.pop(name, None)
+        """Reset a restarted worker: it is watched from its first heartbeat on."""
+        self._received_at.pop(name, None)
         self._loaded.discard(name)
 
     def close(self) -> None:
-        """Hear nobody any more."""
+        """Stop receiving."""
         self._socket.close()
 
 
@@ -112,10 +112,10 @@ _LONGEST_S = 600.0
 
 
 class HangDetector:
-    """Judges one process that says nothing."""
+    """Judges one process that sends nothing."""
 
     def __init__(self, look_s: float = _LOOK_S) -> None:
-        """It is looked at for `look_s` before anything is said."""
+        """Set the seconds for which processor time is compared before a verdict."""
         self._look_s = look_s
         self._seen: tuple[float, float] | None = None
 
@@ -148,7 +148,7 @@ def pause_before_restart(restarts: int) -> float:
 
 class RestartPolicy:
     """Counts the deaths of one target. It comes back only once it was ready: what dies at its first start is
-    a mistake that somebody should see."""
+    a mistake that the user should see."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -158,7 +158,7 @@ class RestartPolicy:
 
     @property
     def ready_at(self) -> float | None:
-        """When the target that runs now was ready; None while it loads."""
+        """Time at which the running target became ready; None while it loads."""
         return self._ready_at
 
     def ready(self) -> None:
@@ -171,7 +171,7 @@ class RestartPolicy:
         self._quick_deaths = 0
 
     def pause(self, code: int) -> float | None:
-        """It died with this exit code: seconds until the next start, or None where there is none."""
+        """Seconds until the restart of a target that ended with this exit code; None: it is not restarted."""
         ready_at, self._ready_at = self._ready_at, None
         quick = ready_at is None or self._clock() - ready_at < _LONG_LIFE_S
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
@@ -186,7 +186,7 @@ _TELLING = (*USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code, De
 
 
 class WorkerDiedError(EngineDeadError):
-    """A process that nothing works without has ended. `exit_code` is the worker's where it tells a reason."""
+    """A process without which nothing works has ended. `exit_code` is the worker's if it names a reason."""
 
     def __init__(self, name: str, code: int, how: str = "") -> None:
         super().__init__(f"the {name} process {how or describe_exit(code)}")
@@ -195,7 +195,7 @@ class WorkerDiedError(EngineDeadError):
 
     @property
     def explained(self) -> bool:
-        """The worker itself has said why on stderr."""
+        """True if the worker itself has written the reason to stderr."""
         return self.worker_code in USER_ERRORS
 
 

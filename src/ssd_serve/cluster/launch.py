@@ -43,7 +43,8 @@ class RunningEngine(ABC):
 
 
 def chosen_launcher(settings: Settings, machine: Machine) -> Literal["local", "ray"]:
-    """What `auto` means: Ray where there is a cluster or more than one GPU, and Ray is installed."""
+    """Resolve launcher `auto`: Ray if there is a cluster or more than one GPU and Ray is installed, else
+    local."""
     if settings.launcher != "auto":
         return settings.launcher
     if settings.ray_address is not None:
@@ -52,8 +53,8 @@ def chosen_launcher(settings: Settings, machine: Machine) -> Literal["local", "r
 
 
 def usable_machine(settings: Settings, machine: Machine | None = None) -> Machine:
-    """This machine. Raises `NoGpuError` where cores would compute although there is a GPU, and nobody has
-    said that they are meant."""
+    """Return this machine. Raises `NoGpuError` if cores would compute although there is a GPU, and the user
+    has not chosen cores."""
     machine = machine if machine is not None else this_machine()
     named = settings.target_device or settings.ray_address
     if machine.trouble and named is None and not settings.allow_cpu:

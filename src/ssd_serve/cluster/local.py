@@ -39,17 +39,17 @@ class RunDir:
 
     @property
     def server_socket(self) -> str:
-        """Where the verifier listens for the server."""
+        """Socket on which the verifier listens for the server."""
         return str(self.path / "server.sock")
 
     @property
     def drafter_socket(self) -> str:
-        """Where the verifier listens for drafters."""
+        """Socket on which the verifier listens for drafters."""
         return str(self.path / "drafter.sock")
 
     @property
     def ranks(self) -> RankFiles:
-        """Where the target's ranks meet."""
+        """Files by which the target's ranks connect."""
         return RankFiles(self.path)
 
     def remove(self) -> None:
@@ -101,7 +101,7 @@ def _lock(folder: Path) -> int:
 
 
 Command = Callable[..., Sequence[str]]
-"""From a role and its arguments to a command line; tests put tiny workers here."""
+"""Makes the command line of a role with its arguments; tests substitute small workers."""
 
 
 class LocalEngine(RunningEngine):

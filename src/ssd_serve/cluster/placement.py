@@ -16,7 +16,7 @@ from ssd_serve.models.hub import model_here
 class Placement:
     """The decision. `draft` is None without a drafter process, and what they divide where there are several;
     `front_end` has the cores of the server; `alone` is where the target computes while no drafter works
-    beside it, and drafts may be made inline; None: it is always beside one."""
+    beside it, and drafts may be made inline; None: a drafter always works."""
 
     mode: Mode
     target: Device
@@ -90,7 +90,7 @@ def resolve_config(
 
 
 def _named_draft(settings: Settings, machine: Machine) -> Device | None:
-    """What the drafters divide: GPUs not more than they are, one for each or shared."""
+    """Device that the drafters divide, checked: not more GPUs than drafters."""
     if settings.draft_device is None:
         return None
     device, count = parse_device(settings.draft_device), max(1, settings.drafter_count)
@@ -118,8 +118,8 @@ def _named(text: str | None, machine: Machine, setting: str, ranks: int = 1) -> 
 
 
 def chosen_mode(settings: Settings, devices: int, cores_draft: bool = False) -> Mode:
-    """What auto means with so many GPUs, or cores; `cores_draft`: where no GPU is left for a drafter, a core
-    drafts. Raises `SettingsError` for a mode that cannot be."""
+    """Resolve mode `auto` for a number of GPUs, or of cores. `cores_draft`: a core drafts if no GPU is left.
+    Raises `SettingsError` for an impossible mode."""
     remote = _awaits_others(settings)
     if settings.mode is Mode.AUTO:
         if remote:
@@ -138,7 +138,7 @@ def chosen_mode(settings: Settings, devices: int, cores_draft: bool = False) -> 
 
 
 def _awaits_others(settings: Settings) -> bool:
-    """Whether all drafters come from other places."""
+    """True if all drafters join from other machines."""
     address = settings.drafter_address or ""
     if address.startswith("tcp://") and not settings.cluster_key:
         raise SettingsError(
@@ -154,8 +154,9 @@ def _awaits_others(settings: Settings) -> bool:
 
 
 def _alone(settings: Settings, target: Device, draft: Device | None, machine: Machine) -> Device | None:
-    """In mode auto all cores, unless the target's were named; a GPU beside which a core drafts, since drafts
-    can be made on either. Ranks stay on their devices."""
+    """Device of the target while no drafter works: in mode auto all cores unless the user named the target's.
+    A GPU beside which a core drafts stays, since drafts can be made on either. Ranks stay on their devices.
+    """
     alone = _named(settings.target_device_alone, machine, "SSD_TARGET_DEVICE_ALONE")
     if settings.tensor_parallel > 1:
         return None
@@ -203,13 +204,13 @@ def _others(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:
 _SMALL_BYTES = 256 << 20
 """Weights that one core reads in some 25 ms, about a round of a large target."""
 _HOST_CORES = 2
-"""One feeds the GPU, one answers HTTP."""
+"""Cores kept for the host: one feeds the GPU, one serves HTTP."""
 _WEIGHTS = (".safetensors", ".bin")
 
 
 def cores_draft(settings: Settings, machine: Machine) -> bool:
-    """In mode auto, where the target's ranks take all GPUs: whether the user has named cores, or cores are
-    left for drafts that are small, beside one rank. The drafts' files are looked at for the latter only."""
+    """True if cores draft in mode auto although the target's ranks take all GPUs: the user named cores, or
+    there are spare cores for small drafts of one rank. Reads the drafts' files only in the second case."""
     ranks = settings.tensor_parallel
     if settings.mode is not Mode.AUTO or not 0 < machine.gpus <= ranks:
         return False
@@ -224,7 +225,7 @@ def cores_draft(settings: Settings, machine: Machine) -> bool:
 
 
 def names_cores(settings: Settings) -> bool:
-    """Whether the user wants drafts to be made on cores."""
+    """True if the user named cores for the drafts."""
     return settings.draft_device is not None and parse_device(settings.draft_device).kind == "cpu"
 
 

@@ -50,7 +50,7 @@ def config_for(worker: str, config: EngineConfig, *, elsewhere: bool = False) ->
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without secrets, and without settings: workers are told theirs."""
+    """Copy an environment without secrets and without settings: workers receive their configuration."""
     return {
         name: value
         for name, value in environment.items()
@@ -79,21 +79,22 @@ def _blanked() -> list[str]:
 
 
 PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that workers ignore: whoever started them says when they leave."""
+"""Signals that workers ignore: their parent decides when they exit."""
 
 ORPHANED = 75
-"""Exit code of a worker whose parent, or whose rank 0, went away or let it go."""
+"""Exit code of a worker that has lost, or was released by, its parent or rank 0."""
 
 _STDERR = 2
 _KILL_S = 10.0
 _SHAPES = "256"
-"""Of products that oneDNN keeps: those of the last fifty numbers of rows. A new one takes some 0.5 ms."""
+"""Number of products that oneDNN caches: those of the last fifty batch sizes. A new one takes about 0.5 ms.
+"""
 _DEFAULTS = {
     "NCCL_SOCKET_IFNAME": "lo",
     "LRU_CACHE_CAPACITY": _SHAPES,
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": _SHAPES,
 }
-"""Unless whoever starts us says otherwise."""
+"""Variables that are set unless the user has set them."""
 _FAST_MEMORY = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -116,7 +117,7 @@ class StartedWorker(Protocol):
 
     @property
     def started(self) -> float:
-        """When it was started, in seconds of the monotonic clock."""
+        """Time of the start, in seconds of the monotonic clock."""
         ...
 
     @property
@@ -126,12 +127,12 @@ class StartedWorker(Protocol):
 
     @property
     def computed_s(self) -> float:
-        """Seconds of processor time that it has taken; 0 where nobody knows."""
+        """Seconds of processor time that it has taken; 0 if unknown."""
         ...
 
     @property
     def waits_for_disk(self) -> bool:
-        """The kernel holds it until something is read or written; False where nobody knows."""
+        """True if the kernel blocks it until a read or write is done; False if unknown."""
         ...
 
     def release(self) -> None:
@@ -229,13 +230,13 @@ def worker_environment() -> dict[str, str]:
 
 
 def added_environment() -> dict[str, str]:
-    """What `worker_environment` adds to a machine's own environment."""
+    """Variables that `worker_environment` adds to a machine's own environment."""
     return {**_DEFAULTS, **_FAST_MEMORY}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How to start a worker. The `vital` ones are the target: without one of them nothing works."""
+    """Command of a worker. `vital`: it belongs to the target, without which nothing works."""
 
     name: str
     command: tuple[str, ...]

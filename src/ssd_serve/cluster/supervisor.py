@@ -44,7 +44,7 @@ class _Watched:
     due: float = 0.0
     computed_s: float = -1.0
     computed_at: float = -math.inf
-    """When it was last seen to have computed."""
+    """Time at which processor time was last seen to grow."""
     left_behind_since: float = math.inf
     """Has ended because another one has, or is about to: that one is the cause and is waited for."""
 
@@ -61,8 +61,8 @@ class Supervisor:
         pulses: Listening | None = None,
         suspicion: HangDetector | None = None,
     ) -> None:
-        """The first of `plans` is the verifier's. `pulses`: where signs of life are heard; who falls silent
-        is killed. `suspicion` judges a verifier that its front end suspects."""
+        """The first of `plans` is the verifier's. `pulses` receives heartbeats: a silent worker is killed.
+        `suspicion` judges a verifier that its front end suspects."""
         self._starter = starter
         self._plans = plans
         self._pulses = pulses
@@ -102,8 +102,8 @@ class Supervisor:
         self._comeback.forgive()
 
     def suspect_verifier(self, silent_s: float) -> None:
-        """It has told its front end nothing for so long: it is ended, and with it the target, unless it
-        computes. Call it again and again while that is so, from any thread."""
+        """Report that the verifier has sent nothing for `silent_s` seconds: it is killed, and with it the
+        target, unless it computes. Call it repeatedly meanwhile, from any thread."""
         self._told_silence_s = silent_s
 
     @property
@@ -130,7 +130,7 @@ class Supervisor:
             raise self._start_error
 
     def expect_end(self) -> None:
-        """From now on workers may leave: that is no failure any more, and nothing is started again."""
+        """Treat the end of workers as intended from now on: no failure, no restart."""
         self._ending.set()
 
     def stop(self) -> None:
@@ -150,7 +150,7 @@ class Supervisor:
                 self._started.set()
             while not self._stopping.wait(_LOOK_EVERY_S):
                 self._watch()
-        except Exception as error:  # nobody is watched any more, and whoever waits must hear of it
+        except Exception as error:  # no worker is watched any more: waiting callers must get the reason
             if not self.over:
                 how = f"is not watched any more: {in_a_line(error)}"
                 self._fail(WorkerDiedError(self._plans[0].name, EngineDeadError.exit_code, how))
@@ -193,14 +193,14 @@ class Supervisor:
         if not silent_s or watched.process is None or self.over:
             return
         if self._suspicion.is_stuck(time.monotonic(), silent_s, watched.process.computed_s):
-            self._kill(watched, watched.process, f"has said nothing for {silent_s:.0f} s, and was killed")
+            self._kill(watched, watched.process, f"has sent nothing for {silent_s:.0f} s, and was killed")
 
     def _kill(self, watched: _Watched, process: StartedWorker, how: str) -> None:
         process.kill()
         self._lose(watched, process, WorkerDiedError(watched.plan.name, process.stop(), how))
 
     def _has_reason(self, watched: _Watched, process: StartedWorker) -> bool:
-        """One that loads, compiles a kernel or waits for a disk has no time for signs of life."""
+        """True if silence is excused: the worker loads, compiles a kernel or waits for a disk."""
         ready_at, pulses = self._comeback.ready_at, self._pulses
         settled = ready_at is not None and (
             watched.plan.vital
@@ -249,7 +249,7 @@ class Supervisor:
             self._restart(watched)
 
     def _lose_target(self, error: WorkerDiedError) -> None:
-        """One process of the target has ended: the others can do nothing without it."""
+        """Handle the end of one process of the target: the others cannot work without it."""
         pause = self._comeback.pause(error.worker_code)
         if pause is None:
             self._fail(error)

@@ -69,7 +69,7 @@ def run_rank(rank: int, ranks_folder: str) -> int:
 
 
 def run_drafter(name: str, drafter_socket: str) -> int:
-    """Body of a drafter process, whose name ends with its number; returns its exit code."""
+    """Body of a drafter process; returns its exit code."""
     config, on_loaded = enter_worker(name)
     if config.draft_device is not None:
         pin(parse_device(config.draft_device))

@@ -1,4 +1,4 @@
-"""The command `ssd draft`: a drafter by itself, for verifiers of other places.
+"""The command `ssd draft`: a drafter by itself, for verifiers on other machines.
 
 It is started by hand or as a service of its own, and ended by a signal.
 """
@@ -32,14 +32,12 @@ def add_draft(commands: Commands) -> None:
         metavar="ADDRESS",
         help="SSD_DRAFTER_ADDRESS of a server, e.g. tcp://10.0.0.5:4711; may be given again",
     )
-    parser.add_argument(
-        "--name", default="", help="its name in logs and figures, nobody else's (host and process)"
-    )
+    parser.add_argument("--name", default="", help="unique name in logs and metrics (host and process)")
     parser.add_argument(
         "--alive-file",
         type=Path,
         metavar="FILE",
-        help="touched twice a second while a server takes its drafts: a health check looks at its age",
+        help="file touched twice a second while a server accepts drafts, for health checks by its age",
     )
     add_settings_flags(parser)
     parser.set_defaults(run=_run)
@@ -67,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_alive_file(path: Path) -> None:
-    """What is left of an earlier drafter must not tell of this one. Raises `SettingsError`."""
+    """Remove the file that an earlier drafter left. Raises `SettingsError` if it cannot be written."""
     try:
         path.touch()
         if path.stat().st_size:
@@ -78,7 +76,7 @@ def _check_alive_file(path: Path) -> None:
 
 
 def _drafting(settings: Settings) -> EngineConfig:
-    """With its draft models, and their device."""
+    """Configuration of this drafter: its draft models and its device."""
     if settings.drafters not in (None, 0, 1):
         raise SettingsError("`ssd draft` is one process: start it as often as there are to be drafters")
     machine = this_machine()

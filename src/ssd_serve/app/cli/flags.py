@@ -1,6 +1,6 @@
 """Settings as command-line flags, and a parser that explains what it does not know.
 
-Every field of `Settings` becomes a flag; commands of other rooms may add them to their parsers too.
+Every field of `Settings` becomes a flag; other packages may add them to their parsers too.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from ssd_serve.base.settings import FrontSettings, Settings
 from ssd_serve.base.settings_sources import flag_name, rename_hint, resolve, suggestion
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
-"""What commands are added to; argparse has no public name for it."""
+"""Type of argparse's subparsers, which has no public name."""
 
 _PREFIX = "setting_"
 """Keeps settings apart from other arguments of the same name."""
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def words(self) -> list[str]:
-        """Its long flags, and the words that may follow it."""
+        """Long flags of this parser, and the words that may follow it."""
         self._filled()
         flags = [each for each in self._option_string_actions if each.startswith("--")]
         return flags + [
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
             fill(self)
 
     def error(self, message: str) -> NoReturn:
-        """What argparse found wrong, as an error of ours."""
+        """Raise argparse's message as `SettingsError`."""
         raise SettingsError(f"{message} (`{self.prog} --help` explains)")
 
 
@@ -126,7 +126,7 @@ def _add_flag(group: Any, name: str, field: FieldInfo, aliases: Sequence[str]) -
 
 
 def _metavar(annotation: Any) -> str:
-    """What a value looks like: its choices, or a word for its type."""
+    """Placeholder of a value: its choices, or a word for its type."""
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
     if all(isinstance(kind, str) for kind in kinds):  # a Literal
         return "{" + ",".join(kind or "''" for kind in kinds) + "}"

@@ -21,7 +21,7 @@ from ssd_serve.base.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What a user wants generated: the prompt and how to choose. None: as the model asks for it."""
+    """Options of one generation: the prompt and the sampling parameters. None: the model's default."""
 
     text: str
     temperature: float | None = None
@@ -64,7 +64,7 @@ class GenerateOptions:
 
 @contextmanager
 def told_as_flags() -> Generator[None]:
-    """What is wrong with a request, in the words of the command line."""
+    """Error message of a request, with fields as flags."""
     try:
         yield
     except RequestError as error:
@@ -145,7 +145,7 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 @dataclass(slots=True)
 class ChatTerminal:
-    """Where people type and read. `colours`: whether it shows them."""
+    """Input and output of a terminal. `colours`: it shows colours."""
 
     lines: TextIO
     out: TextIO
@@ -153,7 +153,7 @@ class ChatTerminal:
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
     def asked(self) -> Iterator[str]:
-        """What is said, line by line, until an empty one or the end."""
+        """Lines of the user, until an empty one or the end."""
         while True:
             if self.colours:
                 self.out.write("> ")
@@ -193,7 +193,7 @@ def run_chat(settings: Settings, wish: GenerateOptions) -> int:
 
 
 def _answer(llm: LLM, terminal: ChatTerminal, said: str, params: SamplingParams) -> None:
-    """One turn; what cannot be answered is said, and not part of the conversation."""
+    """Run one turn; a turn that fails is reported and left out of the conversation."""
     terminal.messages.append({"role": "user", "content": said})
     try:
         for piece in llm.stream_chat(terminal.messages, params):

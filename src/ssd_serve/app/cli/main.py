@@ -60,11 +60,11 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (INTERRUPTED, "interrupted with Ctrl-C"),
     (TERMINATED, "ended by SIGTERM while models were loaded"),
 )
-_OTHER_ROOMS = {
+_LAZY_COMMANDS = {
     "bench": ("ssd_serve.bench.commands", "measure: modes, kernels, losslessness"),
     "recipe": ("ssd_serve.recipes.commands", "make models: train the embedded pair, add ballast, evaluate"),
 }
-"""Commands of rooms that no server needs: a module, imported when it is called, and a line of help."""
+"""Commands of packages that no server needs: a module, imported on use, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(run: Callable[[], int], name: str) -> int:
-    """What `run` returns, or the code of the error that ends it, told on stderr in the name of `name`."""
+    """Run a command; return its code, or that of its error, whose message goes to stderr."""
     try:
         code = run()
         sys.stdout.flush()
@@ -99,10 +99,10 @@ def exit_code(run: Callable[[], int], name: str) -> int:
 
 
 def build_parser() -> Parser:
-    """All commands of `ssd`."""
+    """Parser of all commands of `ssd`."""
     parser = _Root(
         prog="ssd",
-        description="An inference server for large language models that speculates while it verifies.",
+        description="An inference server for large language models with asynchronous speculative decoding.",
         epilog="exit codes:\n" + "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -120,7 +120,7 @@ def build_parser() -> Parser:
     add_report(commands)
     _add_version(commands)
     _add_completion(commands)
-    for name, (module, text) in _OTHER_ROOMS.items():
+    for name, (module, text) in _LAZY_COMMANDS.items():
         commands.add_parser(name, help=text, fill=partial(_fill, module))
     _add_worker(commands)
     parser.command_names = _shown(commands)
@@ -173,7 +173,7 @@ def _add_generate(commands: Commands) -> None:
 
 
 def _add_chat(commands: Commands) -> None:
-    parser = commands.add_parser("chat", help="talk with a model in the terminal")
+    parser = commands.add_parser("chat", help="chat with a model in the terminal")
     _add_models(parser)
     _add_choice(parser)
     add_settings_flags(parser, others=True)
@@ -188,13 +188,13 @@ def _add_pull(commands: Commands) -> None:
 
 
 def _add_version(commands: Commands) -> None:
-    parser = commands.add_parser("version", help="the version, and with --full all that a report needs")
-    parser.add_argument("--full", action="store_true", help="also of what it runs on, as JSON")
+    parser = commands.add_parser("version", help="print the version, and with --full the environment")
+    parser.add_argument("--full", action="store_true", help="also packages, cores and GPUs, as JSON")
     parser.set_defaults(run=_run_version)
 
 
 def _add_completion(commands: Commands) -> None:
-    parser = commands.add_parser("completion", help="a script that completes words in a shell")
+    parser = commands.add_parser("completion", help="print a shell completion script")
     parser.add_argument("shell", choices=SHELLS, help='for bash: eval "$(ssd completion bash)"')
 
     def run(args: argparse.Namespace) -> int:
@@ -214,7 +214,6 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
     parser.add_argument("--temperature", type=float, help="0: always the best token (the model's, or 1.0)")
     parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens only")
     parser.add_argument("--top-p", type=float, help="sample from this much probability only")
@@ -224,7 +223,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(commands: Commands) -> None:
-    parser = commands.add_parser("settings", help="print all settings and where they come from")
+    parser = commands.add_parser("settings", help="print all settings with their origins")
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--json", action="store_true", help="as JSON")
     style.add_argument("--markdown", action="store_true", help="the values as a Markdown table")
@@ -234,7 +233,7 @@ def _add_settings(commands: Commands) -> None:
 
 
 def _add_worker(commands: Commands) -> None:
-    """Hidden: without `help` a command is not listed. Started by the launcher alone."""
+    """Hidden: without `help` a command is not listed. Only the launcher starts it."""
     parser = commands.add_parser("worker")
     roles = parser.add_subparsers(required=True, metavar="ROLE")
     verifier = roles.add_parser("verifier")

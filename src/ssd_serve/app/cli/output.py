@@ -17,7 +17,7 @@ _NARROWEST_MEANING = 30
 
 
 def as_json(rows: Sequence[Origin]) -> str:
-    """One object by variable name."""
+    """JSON object by variable name."""
     table = {
         row.variable: {"value": row.shown, "origin": row.origin, "flag": row.flag, "meaning": row.meaning}
         for row in rows

@@ -44,7 +44,7 @@ _FAREWELL_S = 0.5
 _COMES_BACK_S = math.inf
 """The launcher says sooner when no engine will come back."""
 _LEAVES_WITHIN_S = 20.0
-"""What holds an end up for longer is left behind: threads that download wait for the end of their file."""
+"""Seconds after which the process exits although threads still run, such as downloads."""
 
 
 class ServingClient(EngineClient):
@@ -133,7 +133,7 @@ def _watch(
     settings: Settings,
     url: str,
 ) -> None:
-    """Until the server has ended, or has to because its engine is dead."""
+    """Wait until the server has ended, or its engine is dead."""
     announced = False
     while engine.supervisor.failure is None:
         if not announced and client.ready is not None:
@@ -153,7 +153,7 @@ def _watch(
 
 
 def program_name() -> str:
-    """How to call the command line that this process came from: `ssd` where a shell finds it."""
+    """Command by which the user started this program: `ssd` if a shell finds it."""
     here = Path(sys.argv[0])
     if here.name != "ssd" or shutil.which("ssd") == str(here):
         return "ssd"
@@ -161,7 +161,7 @@ def program_name() -> str:
 
 
 def address(sock: socket.socket, encrypted: bool = False) -> str:
-    """Where people of this machine reach the server."""
+    """URL of the server for users of this machine."""
     name = sock.getsockname()
     host, port = str(name[0]), int(name[1])
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

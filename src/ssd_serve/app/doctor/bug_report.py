@@ -26,7 +26,7 @@ from urllib.parse import unquote
 from ssd_serve.base.errors import SettingsError
 
 TIMED_OUT = 124
-"""What `timeout` of the shell returns."""
+"""Exit code of the shell's `timeout`."""
 INTERRUPTED = 130
 _BLOT = "<left out>"
 _HOME = "<home>"
@@ -43,17 +43,18 @@ _MIN_LIKELY_SECRET = 8
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command of `ssd`. `{file}` in its arguments is where it writes its result; without one, what it
-    prints is the result."""
+    """A command of `ssd`. `{file}` in its arguments is the file of its result; without it, its output is
+    kept."""
 
     name: str
     arguments: tuple[str, ...]
     device: str | None = None
-    """What it measures, by torch's name; None: it measures nothing."""
+    """Device that it measures, by torch's name; None: it measures nothing."""
 
 
 def steps(device: str, *, quick: bool) -> list[Step]:
-    """What is run on `device` (torch's name); `quick`: without the table of modes, which takes minutes."""
+    """Commands of a report on `device` (torch's name). `quick` leaves out the table of modes, which takes
+    minutes."""
     where = ("--device", device, "--json", "{file}")
     found = [
         Step("settings", ("settings", "--json")),
@@ -103,7 +104,7 @@ def write_report(
 
 
 def _opened(out: Path) -> IO[bytes]:
-    """What was there before stays until there is something to put in its place."""
+    """Write the archive beside its final name, and replace an older one only when it is complete."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         return out.open("ab")
@@ -116,7 +117,7 @@ def _unwritable(out: Path, error: OSError) -> SettingsError:
 
 
 def _run(step: Step, place: Path, program: Sequence[str], step_s: float) -> int:
-    """What it prints goes to files, which are there however it ends."""
+    """Run one command; its output goes to files, which remain however it ends."""
     result, printed, log = (place / f"{step.name}.{kind}" for kind in ("json", "printed", "log"))
     arguments = [str(result) if each == "{file}" else each for each in step.arguments]
     with printed.open("wb") as output, log.open("wb") as errors:
@@ -170,7 +171,7 @@ def _pack(out: IO[bytes], place: Path, secrets: Sequence[str]) -> None:
 
 
 def _forms(word: str) -> set[str]:
-    """As it is, and as it stands inside JSON, whose quotes and backslashes are escaped."""
+    """The secret itself, and its escaped form inside JSON."""
     return {word, json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1]}
 
 
@@ -197,7 +198,7 @@ def known_secrets(values: Sequence[str | None]) -> list[str]:
 
 
 def _credentials(url: str) -> list[str]:
-    """Those before the last @ of a URL, whose scheme may be left out, and the password by itself."""
+    """Credentials before the last @ of a URL, with and without its scheme, and the password by itself."""
     credentials, at, _ = url.split("://", 1)[-1].rpartition("@")
     if not at:
         return []

@@ -30,7 +30,7 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class State(Enum):
-    """How a check ended."""
+    """Result of a check."""
 
     OK = "ok"
     NOTE = "note"
@@ -39,8 +39,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: what was looked at, what was found, and what to do about it. A problem keeps the server, as
-    it is set, from serving; a note does not."""
+    """A check: its subject, its finding, and advice. With a problem the server cannot serve as it is set."""
 
     name: str
     state: State
@@ -109,7 +108,7 @@ def _first_line(path: Path) -> str:
 
 
 def access(settings: Settings) -> Iterator[Check]:
-    """Whether this user may open an AMD GPU; nothing where all is well."""
+    """Check that this user may open an AMD GPU; nothing is reported if so."""
     if _KFD.exists() and not os.access(_KFD, os.R_OK | os.W_OK):
         yield Check(
             "GPU access",
@@ -147,7 +146,7 @@ def compiled(settings: Settings) -> Iterator[Check]:
 
 
 def cache_folder(settings: Settings) -> Path:
-    """Where compiled kernels are kept. Raises `SettingsError` where that follows from no home folder."""
+    """Folder of compiled kernels. Raises `SettingsError` if the user has no home folder."""
     try:
         return settings.cache_dir.expanduser()
     except RuntimeError as error:
@@ -195,7 +194,7 @@ def _ray() -> Check:
 
 
 def _version(package: str) -> str:
-    """Of an installed package; empty when it is not."""
+    """Version of an installed package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -235,7 +234,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def examine(settings: Settings, report: Callable[[str], None]) -> list[Check]:
-    """All checks, told as they are begun. None raises."""
+    """Run all checks; `report` receives each one's name as it starts. Raises nothing."""
     checks: list[Check] = []
     for name, look in _looks(settings):
         report(f"looking at {name}")
@@ -256,7 +255,6 @@ def _failed(name: str, error: Exception) -> Check:
 
 
 def _looks(settings: Settings) -> list[tuple[str, Callable[[], Iterator[Check]]]]:
-    """What is looked at, in this order."""
     return [
         ("devices", lambda: devices(settings)),
         ("driver", driver),
@@ -270,7 +268,7 @@ def _looks(settings: Settings) -> list[tuple[str, Callable[[], Iterator[Check]]]
 
 
 def _attention(settings: Settings) -> Iterator[Check]:
-    """What each backend computes where the target will be, and which one would serve."""
+    """Try every attention backend on the target's device, and name the one that would serve."""
     try:
         device = _target_device(settings)
         served = _attention_dtype(settings, device)
@@ -315,7 +313,6 @@ def _tried(candidate: Candidate, dtype: torch.dtype, device: str) -> Check:
 
 
 def _chosen(settings: Settings, cache: KVCache, native: NativeLibrary | None) -> Check:
-    """What serves with these settings, and what watches it."""
     asked, second = settings.tree_decode_backend, settings.tree_decode_check
     wish = AttentionOptions(
         asked, settings.cache_dir, second, report=lambda _: None, invariant=settings.batch_invariant
@@ -331,7 +328,7 @@ def _chosen(settings: Settings, cache: KVCache, native: NativeLibrary | None) ->
 
 
 def _attention_dtype(settings: Settings, device: str) -> torch.dtype:
-    """Of attention with these settings. Raises `UserError` where the device does not have it."""
+    """Attention's dtype with these settings. Raises `UserError` if the device does not have it."""
     name = resolve_dtype(settings.dtype, device)
     return attention_dtype(device, _DTYPES.get(name, torch.bfloat16))  # int8 computes in bf16
 

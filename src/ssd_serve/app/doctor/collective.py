@@ -1,8 +1,7 @@
-"""Whether GPUs can add up numbers together here, as ranks of a target do, and whether that can be captured.
+"""A check that GPUs can sum tensors together, as ranks of a target do, and that this can be captured.
 
-The library for it (NCCL, RCCL) can hang or end a process where no exception tells, so each rank is tried in
-one of its own, which may be ended. Between several GPUs this has not run yet. Knows groups of ranks; not
-models, and not which devices serve.
+NCCL and RCCL can hang or end a process without an exception, so each rank is a process that may be killed. It
+has not run with several GPUs yet.
 """
 
 import os
@@ -28,8 +27,8 @@ def failure(
     timeout_s: float = _TIMEOUT_S,
     program: Sequence[str] = _PROGRAM,
 ) -> str:
-    """What is wrong with sums over a rank on each of these `devices` (torch's names), or with captured
-    graphs of them; empty when nothing is."""
+    """Reason why sums over ranks fail on these `devices` (torch's names), captured or not; empty if they
+    work."""
     ended = _ranks(devices, captured, timeout_s, program)
     return next((outcome.failure for _, outcome in ended if outcome.failure), "")
 
@@ -37,7 +36,7 @@ def failure(
 def _ranks(
     devices: Sequence[str], captured: bool, timeout_s: float, program: Sequence[str]
 ) -> list[tuple[int, ProbeResult]]:
-    """What came of each, in the order in which they ended: the first that fails makes others fail."""
+    """Results of the ranks in the order in which they ended: the first failure makes others fail."""
     with (
         tempfile.TemporaryDirectory(prefix="ssd-collective-") as folder,
         ThreadPoolExecutor(len(devices)) as ranks,
@@ -49,7 +48,7 @@ def _ranks(
 
 
 def sums(device: str, rank: int, size: int, store: Path, captured: bool = False) -> bool:
-    """Whether one rank gets the sum over all of them. Raises whatever the library raises."""
+    """True if one rank gets the sum over all. Raises the library's errors."""
     import torch
 
     from ssd_serve.models.parallel import Parallel

@@ -24,7 +24,7 @@ UNFIT = 1
 
 def add_doctor(commands: Commands) -> None:
     """Add the parser `doctor`; it sets `run`."""
-    parser = commands.add_parser("doctor", help="what of this machine the server can use, and what to do")
+    parser = commands.add_parser("doctor", help="check what the server can use of this machine")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     add_settings_flags(parser)
     parser.set_defaults(run=_run)

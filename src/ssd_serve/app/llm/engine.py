@@ -47,7 +47,7 @@ class EngineBackend(Protocol):
 
     @property
     def ready(self) -> Ready:
-        """What the engine is."""
+        """Description of the engine."""
         ...
 
     def submit(self, message: SubmitChoices) -> None:
@@ -59,11 +59,11 @@ class EngineBackend(Protocol):
         ...
 
     def abort(self, request: int) -> None:
-        """Nobody wants a text any more; nothing follows."""
+        """Stop a text; nothing follows."""
         ...
 
     def reports(self) -> list[Report]:
-        """What has come of the requests; works or waits for it. Raises where the engine is dead."""
+        """Reports since the last call; computes or waits for them. Raises if the engine is dead."""
         ...
 
 
@@ -177,7 +177,7 @@ def await_ready(engine: RunningEngine, channel: Channel, say: Callable[[str], No
 
 
 def _receive(engine: RunningEngine, channel: Channel) -> list[Message]:
-    """What the verifier says next; its death is an error."""
+    """Next messages of the verifier. Raises if it has died."""
     channel.wait(_LOOK_EVERY_S)
     messages = channel.receive()
     if engine.supervisor.failure is not None:
@@ -202,7 +202,8 @@ class Asked:
 
 
 class Conversation:
-    """All that is asked of an engine, which takes `most` texts at once. Several callers may take turns."""
+    """The requests of a program at one engine, which takes `most` texts at once. Several callers may
+    alternate."""
 
     def __init__(self, access: EngineBackend, tokenizer: Tokenizer, most: int) -> None:
         self._access = access
@@ -234,7 +235,7 @@ class Conversation:
                 self._hear(text, report, now)
 
     def drop(self, texts: Sequence[Continuation]) -> None:
-        """Nobody wants these any more; the engine stops where they are not over."""
+        """Abort these texts unless they are finished."""
         unwanted = {id(text) for text in texts if not text.over}
         if not unwanted:
             return

@@ -68,7 +68,7 @@ class LLM:
 
     @classmethod
     def of(cls, settings: Settings, report: Callable[[str], None]) -> Self:
-        """With settings that somebody else has put together; nothing about them is chosen here."""
+        """Make an `LLM` of given settings, without defaults of its own."""
         made = cls.__new__(cls)
         made._start(settings, report)
         return made
@@ -102,7 +102,7 @@ class LLM:
         self._end()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without parameters takes: those of the model's `generation_config.json`, unless
+        """Default parameters of a call: those of the model's `generation_config.json`, unless
         `generation_config="none"`."""
         return SamplingParams.model_validate(self.ready.sampling)
 
@@ -189,7 +189,6 @@ class LLM:
     def _asked(
         self, prompts: Iterable[tuple[tuple[int, ...], SamplingParams]], usual: int = _USUAL_MAX_TOKENS
     ) -> list[Asked]:
-        """What the engine is asked of prompts; `usual`: tokens where nobody says how many."""
         asked: list[Asked] = []
         for place, (ids, params) in enumerate(prompts):
             words = [each for word in params.bad_words for each in bad_word_sequences(self.tokenizer, word)]
@@ -218,7 +217,6 @@ class LLM:
     def _all_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, prompts: int
     ) -> Sequence[SamplingParams]:
-        """Those of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * prompts
         if not all(isinstance(each, SamplingParams) for each in cast(Sequence[object], params)):
@@ -255,7 +253,7 @@ def _of_one(params: SamplingParams | None) -> SamplingParams | None:
 
 
 def _usual_here(settings: Settings) -> Settings:
-    """Where nobody has named a mode: the draft inline, in this process."""
+    """Choose mode `sd` in this process if the user has named none."""
     if "mode" in settings.model_fields_set:
         return settings
     return settings.model_copy(update={"mode": Mode.SD if settings.drafts else Mode.AR})

@@ -1,7 +1,4 @@
-"""What comes of a prompt: whole texts and pieces of them, made from what the engine commits.
-
-Knows reports of the engine and text; neither where the engine is nor how tokens come about.
-"""
+"""Outputs of prompts: whole texts and pieces of them, made from the tokens that the engine commits."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,8 +15,8 @@ from ssd_serve.server.text.output import TextAssembler
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One text. `prompt` is the place of its prompt among those given, `choice` its own among the n texts of
-    that prompt; with `seed` and n=1 the same text comes again."""
+    """A generated text. `prompt` is the index of its prompt, `choice` its index among the n texts of that
+    prompt."""
 
     prompt: int
     choice: int
@@ -32,18 +29,18 @@ class Output:
     """The stop string or the token that ended the text."""
     seed: int
     logprobs: tuple[TokenLogprobs, ...] | None
-    """Of each token, where they were asked for."""
+    """Log-probabilities of each token, if requested."""
     figures: Figures
-    """What speculation did."""
+    """Statistics of speculation."""
     first_tokens: int
     """Tokens that came first, with the end of the prompt."""
     first_token_s: float
     seconds: float
-    """From the moment that the engine had the prompt, to the first tokens and to the last."""
+    """Seconds from the submission to the first tokens, and to the last."""
 
     @property
     def tokens_per_s(self) -> float | None:
-        """How fast the text grows once it has begun; None: nothing came after the first tokens."""
+        """Tokens a second after the first ones; None: nothing came after them."""
         tokens, seconds = len(self.token_ids) - self.first_tokens, self.seconds - self.first_token_s
         return tokens / seconds if tokens and seconds > 0 else None
 
@@ -60,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TextPlace:
-    """Which text of a call it is, and what decides it besides parameters."""
+    """Identity of a text within a call, with its seed."""
 
     prompt: int
     choice: int
@@ -89,12 +86,12 @@ class Continuation:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """True if the text is finished."""
         return self.output is not None or self.failure is not None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text, which the engine must be told."""
+        """True if a stop string has ended the text, which must be reported to the engine."""
         return self._assembler.stopped_by is not None
 
     def begin(self, now: float) -> None:

@@ -1,7 +1,4 @@
-"""How a text is chosen and where it ends, as people type it in Python; names as in the OpenAI and vLLM APIs.
-
-Knows ranges; what needs the model is checked in `sampling/validation.py`.
-"""
+"""Sampling parameters of the Python API; names are those of the OpenAI and vLLM APIs."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -27,7 +24,7 @@ StopString = Annotated[str, Field(min_length=1)]
 
 
 class StructuredOutputsParams(BaseModel):
-    """What a text must match; one of these."""
+    """Constraint on a text; exactly one field is set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -38,7 +35,7 @@ class StructuredOutputsParams(BaseModel):
 
     @property
     def written(self) -> str:
-        """As the engine reads it. Raises `RequestError`."""
+        """Convert to the engine's grammar. Raises `RequestError`."""
         found: list[GrammarPart] = []
         if self.json_schema is not None:
             found.append(from_json_schema(self.json_schema))
@@ -56,7 +53,7 @@ class StructuredOutputsParams(BaseModel):
 
 @with_number_fields
 class SamplingParams(BaseModel):
-    """What one call wants of its texts. Wrong values are a `RequestError` that names the field."""
+    """Sampling parameters of one call. Wrong values are a `RequestError` that names the field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -111,12 +108,12 @@ class SamplingParams(BaseModel):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """All of `stop`."""
+        """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 def _explanation(error: ValidationError) -> RequestError:
-    """One sentence for each wrong field; values are left out."""
+    """Error message with one sentence for each wrong field, without its value."""
     problems = error.errors(include_input=False, include_url=False, include_context=False)
     first = problems[0]["loc"]
     return RequestError("; ".join(dict.fromkeys(map(_sentence, problems))), str(first[0]) if first else "")

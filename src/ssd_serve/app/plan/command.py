@@ -22,7 +22,9 @@ _HERE = ("cpu", "cuda")
 
 def add_plan(commands: Commands) -> None:
     """Add the parser `plan`; it sets `run`."""
-    parser = commands.add_parser("plan", help="what this machine, or another one, can give a pair of models")
+    parser = commands.add_parser(
+        "plan", help="memory and expected speed of a pair of models, here or on other devices"
+    )
     parser.add_argument(
         "target",
         nargs="?",
@@ -89,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _platform(device: str, count: int | None, dtype: str) -> "Platform":
-    """From the table, or measured now."""
+    """Platform from the table of data sheets, or measured now."""
     from ssd_serve.app.plan.devices import Sheets
 
     if device not in _HERE:

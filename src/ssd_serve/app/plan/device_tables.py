@@ -13,8 +13,8 @@ from ssd_serve.base.errors import SettingsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSheet:
-    """One device. The fields before `bandwidth_share`, and `fp8`, are data-sheet values, the others
-    attained."""
+    """Data sheet of a device. The fields before `bandwidth_share`, and `fp8`, are data-sheet values, the
+    others attained."""
 
     name: str
     memory_gb: float
@@ -48,7 +48,7 @@ class DeviceSheet:
 
 @dataclass(frozen=True, slots=True)
 class _Attained:
-    """What devices of one maker have in common, until somebody measures them apart."""
+    """Attained shares that devices of one maker have in common, until they are measured apart."""
 
     bandwidth_share: float
     throughput_share: float

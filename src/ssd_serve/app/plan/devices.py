@@ -44,7 +44,7 @@ class ForwardParts:
     """The consecutive parts of a forward, in seconds."""
 
     launch_s: float
-    """From the host to the first kernel, and from the last kernel back."""
+    """Time from the host to the first kernel, and from the last kernel back."""
     weights_s: float
     """Reading every matrix once."""
     matmul_s: float
@@ -225,7 +225,7 @@ class MeasuredRoofs:
 
 
 Platform = Sheets | MeasuredRoofs
-"""Some equal devices, of which a model takes one or several."""
+"""Equal devices, of which a model takes one or several."""
 
 
 def this_cpu(cores: Sequence[int], dtype: str) -> MeasuredRoofs:

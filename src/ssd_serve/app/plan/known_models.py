@@ -43,7 +43,7 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """What a plan needs to know of a model, in one dtype on one kind of device."""
+    """Sizes of a model in one dtype on one kind of device."""
 
     name: str
     layers: int
@@ -53,18 +53,18 @@ class PlannedModel:
     elements: int
     """Numbers in the matrices that a forward of one row reads."""
     wide_bytes: int
-    """What they would take in the dtype that is computed in."""
+    """Bytes of all matrices in the dtype of the computation."""
     matrix_bytes: int
     """Read by a forward of any number of rows."""
     resident_bytes: int
-    """In memory, the embedding included."""
+    """Bytes in memory, the embedding included."""
     kv_bytes_per_token: int
     attention_flops: float
     """Floating-point operations of one row's attention for each token of context."""
     ranks: tuple[int, ...] = (1,)
-    """How many devices can share it."""
+    """Numbers of devices that can share it."""
     fp8: bool | None = None
-    """Whether its fp8 weights are read as they are, or else widened; None: it has none."""
+    """True if its fp8 weights are read as they are, False if they are widened; None: it has none."""
     hidden: int = 0
     """Numbers of a row between two layers."""
 
@@ -80,7 +80,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What models are computed with."""
+    """Device and formats of the computation."""
 
     device: str
     """torch's name of this kind of device."""
@@ -163,7 +163,7 @@ def known_names() -> tuple[str, ...]:
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """What decides the sizes in the `config.json` of a well-known model; None if the name is not known."""
+    """Fields of `config.json` that decide the sizes of a well-known model; None for an unknown name."""
     shape = _shapes().get(name.lower())
     return None if shape is None else dict(zip(_KEYS, shape, strict=True))
 
@@ -175,7 +175,7 @@ def known_model(name: str) -> Description[Any] | None:
 
 
 def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[Any], Path | None]:
-    """Its name for people, what its configuration describes, and its folder if it has one."""
+    """Display name, description and folder (if there is one) of a model."""
     if (folder := embedded_model(name, role)) is not None:
         return model_name(folder), load_description(folder), folder
     if Path(name).expanduser().is_dir():
@@ -210,7 +210,7 @@ def _from_hub(name: HubId, token: str | None) -> Description[Any]:
 
 
 def _shapes() -> dict[str, tuple[list[str], int, int, int, int, int, int, int, int, bool]]:
-    """What `config.json` of each model says under the keys."""
+    """Values of `config.json` of each model, in the order of `_KEYS`."""
     llama, qwen2, qwen3 = ["LlamaForCausalLM"], ["Qwen2ForCausalLM"], ["Qwen3ForCausalLM"]
     return {
         "llama-3.1-405b": (llama, 16384, 53248, 126, 128, 8, 128, 128256, 131072, False),

@@ -16,7 +16,7 @@ _NAMES = {
 
 
 def page(plans: Sequence[PlanEstimate]) -> str:
-    """At most ten lines and one for other drafts; the layouts are those of the best draft."""
+    """Make the page: at most ten lines, and one for other drafts; the modes are those of the best draft."""
     plan = best_draft(plans)
     lines = [_pair(plan), _assumed(plan), *_memory(plan), _steps(plan)]
     lines += [_layout(plan, layout) for layout in plan.layouts]
@@ -166,7 +166,7 @@ def _verdict(plan: PlanEstimate) -> str:
 
 
 def _settings(plan: PlanEstimate, layout: PlannedLayout) -> str:
-    """What the engine is to be told of a layout."""
+    """Settings that select a layout."""
     split = layout.target > 1 and not plan.platform.shares_memory
     return f"mode {_MODES[layout.drafting]}" + (f", SSD_TENSOR_PARALLEL={layout.target}" if split else "")
 

@@ -73,7 +73,7 @@ class MemoryShare:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayout:
-    """One way to use the devices."""
+    """A way to use the devices."""
 
     drafting: SpeculationMode
     target: int
@@ -95,7 +95,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True, slots=True)
 class PlanEstimate:
-    """Everything that the page shows."""
+    """All figures of the page."""
 
     platform: Platform
     options: PlanOptions

@@ -33,7 +33,7 @@ _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How thoroughly to measure. `rows` begins with 1."""
+    """Thoroughness of a measurement. `rows` begins with 1."""
 
     rows: Sequence[int]
     repeats: int
@@ -45,8 +45,8 @@ THOROUGH = Effort((1, 2, 4, 8, 16, 32, 64), 15)
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """One device, or some cores of a CPU. `seconds_per_byte` is what a product of so many rows takes for a
-    byte of its matrix."""
+    """Roofs of a device, or of some cores of a CPU. `seconds_per_byte`: seconds of a product of so many rows
+    for each byte of its matrix."""
 
     cores: int
     """0: a GPU."""

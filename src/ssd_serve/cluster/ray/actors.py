@@ -1,7 +1,7 @@
-"""What runs inside a Ray actor: the same role functions as in a worker process of this machine.
+"""The body of a Ray actor: the same role functions as in a worker process of this machine.
 
-The role computes in one thread; others answer pings and tell addresses meanwhile. Imports nothing of Ray but
-what tells an actor where it is. Knows roles and addresses, not who watches them.
+The role computes in one thread; other threads answer pings and requests for addresses. Imports of Ray only
+what an actor needs to know its node.
 """
 
 import contextlib
@@ -41,20 +41,20 @@ class ActorSpec:
     name: str
     """`verifier`, `rank-1`, `drafter-0`."""
     config: str
-    """As JSON."""
+    """`EngineConfig` as JSON."""
     meeting: str
     """Name of the private folder in which the ranks of this run meet."""
     device: str | None
-    """Where the user has named it."""
+    """Device, if the user has named it."""
     cpus: int
-    """Cores, for an actor that computes on cores that nobody has named."""
+    """Number of cores, for an actor without named cores."""
     loopback: bool = True
-    """Whether all who will connect are on the verifier's node."""
+    """True if all clients of the verifier are on its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a verifier listens."""
+    """Addresses on which a verifier listens."""
 
     server: str
     drafters: str
@@ -62,14 +62,15 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True)
 class ActorExit:
-    """How a role ended: its exit code and, for an error, what a person should read."""
+    """End of a role: its exit code, and for an error its message."""
 
     code: int
     why: str = ""
 
 
 class RoleActor:
-    """One worker. `run` blocks until it ends; the other methods answer at once, from threads of their own."""
+    """A worker as a Ray actor. `run` blocks until the worker ends; the other methods answer at once, from
+    threads of their own."""
 
     def __init__(self, order: ActorSpec) -> None:
         self._order = order
@@ -82,7 +83,7 @@ class RoleActor:
             try:
                 self._listeners = [self._listen() for _ in range(2)]
             except SsdError as error:
-                self._error = error  # `run` says so: an error here would have no exit code
+                self._error = error  # `run` raises it: an error here would have no exit code
 
     def where(self) -> tuple[int, str]:
         """Process id, and the id of the node."""
@@ -93,7 +94,7 @@ class RoleActor:
         return time.process_time(), self._loaded.is_set()
 
     def addresses(self) -> Addresses | None:
-        """Where the verifier listens; None where it cannot."""
+        """Addresses on which the verifier listens; None if it cannot."""
         if len(self._listeners) < 2:
             return None
         return Addresses(self._listeners[0].address, self._listeners[1].address)
@@ -110,7 +111,7 @@ class RoleActor:
                 raise self._error
             return ActorExit(self._run(addresses))
         except DeviceHangError as error:
-            # Ray would end this process with its interpreter, whose driver waits for that GPU.
+            # Ray would end the interpreter normally, and the driver would wait for that GPU.
             threading.Timer(_LAST_WORDS_S, os._exit, (error.exit_code,)).start()
             return ActorExit(error.exit_code, str(error))
         except SsdError as error:
@@ -155,7 +156,10 @@ class RoleActor:
         rate_limited = RateLimitedLogger(get_logger(self._order.name, config.log_level, config.log_format))
         host = LOOPBACK if self._order.loopback else str(_ray().util.get_node_ip_address())
         return Listener.tcp(
-            host, 0, config.cluster_key or "", lambda why: rate_limited.warning("connection refused", who=why)
+            host,
+            0,
+            config.cluster_key or "",
+            lambda why: rate_limited.warning("connection refused", reason=why),
         )
 
     def _meeting(self) -> Path:

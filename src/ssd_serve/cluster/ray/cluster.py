@@ -47,16 +47,16 @@ def prepare_token(environment: MutableMapping[str, str], *, joining: bool) -> No
 
 
 def warn_of_strangers(ray: Any, log: Logger) -> None:
-    """Say so where the cluster that this process has joined takes orders from everybody."""
+    """Log a warning if the joined cluster accepts clients without a token."""
     if answers_strangers(str(ray.get_runtime_context().gcs_address)):
         log.warning(
-            "this Ray cluster runs what anybody tells it who reaches its ports",
+            "this Ray cluster runs code of any client that reaches its ports",
             advice="start all its nodes with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN",
         )
 
 
 def answers_strangers(address: str) -> bool:
-    """Whether Ray's directory at `host:port` answers somebody who shows no token. Raises nothing."""
+    """True if Ray's directory at `host:port` answers a client without a token. Raises nothing."""
     try:
         grpc: Any = importlib.import_module("grpc")
     except ImportError:
@@ -74,7 +74,7 @@ _OBJECT_BYTES = 80 << 20
 """Close to the least that Ray takes: only control passes through it, no tensors."""
 _LAST_WORDS_S, _LOOK_EVERY_S = 5.0, 0.05
 _LONGEST_TEMPORARY = 24
-"""Ray puts sockets below it, whose paths may have 107 bytes."""
+"""Longest name of a temporary folder: paths of Ray's sockets below it may have 107 bytes."""
 _NOTHING_AHEAD = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
 """Workers that are started before anybody asks have not the environment that actors need."""
 _BEFORE_IMPORT = {
@@ -94,7 +94,7 @@ class RayCluster:
 
     @property
     def nodes(self) -> list[RayNode]:
-        """All nodes that are alive."""
+        """Nodes that are alive."""
         return [node_of(entry) for entry in self.ray.nodes() if entry["Alive"]]
 
     @property
@@ -113,7 +113,7 @@ class RayCluster:
 @contextmanager
 def ray_cluster(settings: Settings) -> Generator[RayCluster]:
     """Join for the length of a `with` block; a connection that is there already is used, and stays."""
-    visible_gpus()  # where it is contradictory, nobody's devices would be the right ones
+    visible_gpus()  # raises if the variables contradict each other
     prepare_token(os.environ, joining=bool(settings.ray_address))
     ray = _import_ray()
     if ray.is_initialized():
@@ -175,7 +175,7 @@ def _starting(stack: contextlib.ExitStack) -> dict[str, object]:
 
 
 def _remove(folder: Path) -> None:
-    """Ray's processes write into it until they have ended, which is a moment after they were told to."""
+    """Remove a folder that Ray's processes write into until they have ended."""
     deadline = time.monotonic() + _LAST_WORDS_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
@@ -215,7 +215,7 @@ class RayView:
 
 
 def ray_view(timeout_s: float = _TIMEOUT_S, program: Sequence[str] = _PROGRAM) -> RayView:
-    """What Ray sees, or why that cannot be known. Raises nothing."""
+    """Resources that Ray sees, or the reason why they are unknown. Raises nothing."""
     answer = probe(program, timeout_s, _VARIABLES)
     if answer.failure:
         return RayView(failure=answer.failure)

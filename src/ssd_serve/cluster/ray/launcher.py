@@ -1,6 +1,6 @@
 """The `ray` launcher: the target's ranks and the drafters as Ray actors on one node or on several.
 
-Ray places, starts and ends them, and says when one is gone; tokens and trees pass through the same channels
+Ray places, starts and ends them, and reports lost ones; tokens and trees pass through the same channels
 as between processes of one machine. Knows roles, bundles and addresses; not the meaning of messages.
 """
 
@@ -22,7 +22,7 @@ from ssd_serve.cluster.placement import PinnedModels, resolve_config
 from ssd_serve.cluster.process import WorkerPlan
 from ssd_serve.cluster.ray.cluster import RayCluster, ray_cluster, warn_of_strangers
 from ssd_serve.cluster.ray.placement import STRATEGY, RayPlacement, check_gpus_are_known, ray_place
-from ssd_serve.cluster.ray.workers import LONGEST_SILENCE_S, ActorStarter, PingWatch, told
+from ssd_serve.cluster.ray.workers import LONGEST_SILENCE_S, ActorStarter, PingWatch, resolved_addresses
 from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.transport.listener import connect
@@ -68,7 +68,7 @@ class RayEngine(RunningEngine):
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             promise = self._crew.addresses
-            found = told(self._cluster.ray, promise, _LOOK_EVERY_S)
+            found = resolved_addresses(self._cluster.ray, promise, _LOOK_EVERY_S)
             if self.supervisor.over:
                 break
             if found is None:
@@ -82,7 +82,7 @@ class RayEngine(RunningEngine):
                     give_up=partial(self._is_over, promise),
                 )
             except (EngineDeadError, SettingsError):
-                # It died, and somebody else may have its port by now: the next one says where it is.
+                # It died, and another process may have its port by now: the next verifier has new addresses.
                 time.sleep(_LOOK_EVERY_S / 10)
         raise self.supervisor.failure or EngineDeadError(
             f"the verifier does not listen after {timeout_s:.0f} s: has a node of the cluster room for it?"
@@ -92,7 +92,7 @@ class RayEngine(RunningEngine):
         self.supervisor.stop()
 
     def _is_over(self, promise: Any) -> bool:
-        """Whether the verifier of this promise will never answer."""
+        """True if the verifier of this promise will never answer."""
         return self.supervisor.over or self._crew.addresses is not promise
 
 

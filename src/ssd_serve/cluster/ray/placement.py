@@ -1,8 +1,7 @@
-"""Which bundles of resources an engine asks a Ray cluster for. A pure function of settings and Ray's nodes.
+"""Bundles of resources that an engine requests from a Ray cluster: a pure function of settings and nodes.
 
 One placement group: its first bundle holds every rank of the target, since a bundle is never divided between
-nodes; each drafter has one of its own. Ray packs them on one node where it can, and takes others where it
-cannot. Knows Ray's names of resources; calls nothing of Ray.
+nodes; each drafter has one of its own. Ray packs them on one node if it can. Calls nothing of Ray.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,12 @@ STRATEGY = "PACK"
 _KIND = "accelerator_type:"
 _CORE = Device("cpu")
 _A_LITTLE = 0.001
-"""Of an accelerator's type, so that the bundle goes to a node that has it."""
+"""Amount of an accelerator type that sends the bundle to a node with such a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """What one node of a cluster has."""
+    """Resources of one node of a cluster."""
 
     id: str
     cpus: float = 0.0
@@ -35,13 +34,13 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """What one process takes of its bundle."""
+    """Resources that one process takes of its bundle."""
 
     cpus: int = 1
     gpus: int = 0
     kind: str = ""
     device: str | None = None
-    """Of all of them together, where the user has named it."""
+    """Device of all of them together, if the user has named it."""
 
     def of(self, number: int, count: int) -> str | None:
         """The named device of one of them."""
@@ -186,7 +185,7 @@ def _largest(settings: Settings, nodes: Sequence[RayNode]) -> Device:
 
 
 def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: int, kind: str) -> GpuShare:
-    """What a rank takes. Cores that nobody has named are all of the largest node's but the `spared` ones."""
+    """Resources of a rank; without named cores all cores of the largest node but the `spared` ones."""
     if target.kind == "cuda":
         return GpuShare(gpus=1, kind=kind, device=settings.target_device)
     if target.indices:
@@ -197,7 +196,7 @@ def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: 
 
 
 def _drafter(settings: Settings, draft: Device, drafters: int, kind: str) -> GpuShare:
-    """What a drafter takes: a GPU, the cores that are named, or a core."""
+    """Resources of a drafter: a GPU, the named cores, or one core."""
     if draft.kind == "cuda":
         return GpuShare(gpus=1, kind=kind, device=settings.draft_device)
     return GpuShare(max(1, len(draft.indices) // max(1, drafters)), device=settings.draft_device)
@@ -219,7 +218,7 @@ def _kinds(device: Device, accelerator: str | None, nodes: Sequence[RayNode], se
 def _check_fit(
     nodes: Sequence[RayNode], target: dict[str, float], drafter: dict[str, float], count: int
 ) -> None:
-    """Whether the target goes to one node, and the drafters to what is left."""
+    """Raise `SettingsError` unless one node holds the target, and the rest holds the drafters."""
     free = [_resources(node) for node in nodes]
     homes = [index for index, have in enumerate(free) if _holds(have, target)]
     if not homes:
@@ -238,7 +237,7 @@ def _check_fit(
 def _held(
     free: Sequence[dict[str, float]], home: int, target: dict[str, float], drafter: dict[str, float]
 ) -> int:
-    """How many drafters there is room for, with the target on the node `home`."""
+    """Number of drafters that fit beside the target on the node `home`."""
     count = 0
     for index, have in enumerate(free):
         left = _without(have, target) if index == home else dict(have)

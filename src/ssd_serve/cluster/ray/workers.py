@@ -21,13 +21,13 @@ from ssd_serve.cluster.ray.placement import GpuShare, RayPlacement
 _CONTROL = "control"
 _PING_EVERY_S = 1.0
 LONGEST_SILENCE_S = 15.0
-"""Pings pass through Ray, whose nodes may be busy: more patience than for a pulse on this machine."""
+"""Pings pass through Ray on busy nodes: more patience than for heartbeats on this machine."""
 ALL_VISIBLE = {f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES": "1" for kind in ("CUDA", "HIP", "ROCR")}
-"""Actors see every GPU of their node: `actors_device` says which are theirs."""
+"""Actors see every GPU of their node; `actors_device` selects theirs."""
 
 
 class RayWorker:
-    """One actor, and the answers that it still owes."""
+    """An actor, with its outstanding answers."""
 
     def __init__(self, ray: Any, name: str, handle: Any, running: Any, log: Logger) -> None:
         """`running`: Ray's promise of the role's `ActorExit`."""
@@ -39,9 +39,8 @@ class RayWorker:
         self._where = self.ask("where")
         self.started = time.monotonic()
         self.computed_s = 0.0
-        """Seconds of processor time, as it said last."""
+        """Seconds of processor time, as last reported."""
         self.loaded = False
-        """Whether it has said so."""
         self._code: int | None = None
         self._left: Any = None
 
@@ -73,7 +72,7 @@ class RayWorker:
 
     @property
     def waits_for_disk(self) -> bool:
-        """Nobody knows what a process of another node waits for."""
+        """Always False: this is unknown for a process of another node."""
         return False
 
     def release(self) -> None:
@@ -98,7 +97,7 @@ class RayWorker:
         return self.exit_code or -signal.SIGKILL
 
     def _kill_process(self) -> None:
-        """Ray asks a process to end; one that is stopped, or hangs, does not hear it."""
+        """Kill the process itself: Ray's request to end does not reach one that is stopped or hangs."""
         pid, node = self._place()
         if not pid:
             return
@@ -169,7 +168,7 @@ class ActorStarter:
         own = config_for(plan.name, self._config, elsewhere=True)
         order = ActorSpec(plan.name, own.to_json(), self._meeting, named, share.cpus, self._all_here())
         handle = self._actor(share, 1 + number if drafter else 0).remote(order)
-        # A drafter begins when the verifier has said where it listens; Ray waits for that too.
+        # A drafter begins when the verifier's addresses are known; Ray waits for that too.
         running = handle.run.remote(self.addresses if drafter else None)
         worker = RayWorker(ray, plan.name, handle, running, self._log)
         if plan.name == "verifier":
@@ -194,12 +193,12 @@ class ActorStarter:
         )
 
     def _all_here(self) -> bool:
-        """Whether every bundle is on this process's node, so that loopback reaches all."""
+        """True if every bundle is on this process's node, so that loopback reaches all."""
         homes = self._cluster.homes(self._group)
         return bool(homes) and set(homes.values()) == {self._cluster.own_node}
 
     def _let_drafters_go(self) -> None:
-        """Those of an earlier verifier know an address where nobody listens any more; they come back."""
+        """Kill drafters that know the address of an earlier verifier; they are restarted."""
         for name, worker in self.workers.items():
             if name.startswith("drafter"):
                 worker.kill()
@@ -218,32 +217,32 @@ class PingWatch:
         self._workers = workers
         self._longest_silence_s = longest_silence_s
         self._asked: dict[str, tuple[RayWorker, Any]] = {}
-        self._heard: dict[str, float] = {}
+        self._answered_at: dict[str, float] = {}
         self._next = 0.0
 
     def silent(self) -> dict[str, float]:
-        """Who has not answered for too long, and for how many seconds."""
+        """Silent actors with the seconds of their silence."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _PING_EVERY_S
             for name, worker in list(self._workers().items()):
                 self._ask(name, worker, now)
-        silence = {name: now - heard for name, heard in self._heard.items()}
+        silence = {name: now - answered_at for name, answered_at in self._answered_at.items()}
         return {name: seconds for name, seconds in silence.items() if seconds > self._longest_silence_s}
 
     def has_loaded(self, name: str) -> bool:
-        """Whether it has said so."""
+        """True if the actor has reported that it has loaded."""
         worker = self._workers().get(name)
         return worker is not None and worker.loaded
 
     def forget(self, name: str) -> None:
-        """An actor of this name begins anew: it is watched from its first answer on."""
-        self._heard.pop(name, None)
+        """Reset a restarted actor: it is watched from its first answer on."""
+        self._answered_at.pop(name, None)
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop all pings."""
         self._asked.clear()
-        self._heard.clear()
+        self._answered_at.clear()
 
     def _ask(self, name: str, worker: RayWorker, now: float) -> None:
         asked = self._asked.get(name)
@@ -252,15 +251,15 @@ class PingWatch:
                 return
             try:
                 worker.computed_s, worker.loaded = self._ray.get(asked[1])
-                self._heard[name] = now
+                self._answered_at[name] = now
             except self._ray.exceptions.RayError:
-                self._heard.pop(name, None)  # it is dead, which its end says
+                self._answered_at.pop(name, None)  # it is dead, as its exit code shows
         else:
-            self._heard.pop(name, None)
+            self._answered_at.pop(name, None)
         self._asked[name] = (worker, worker.ask("ping"))
 
 
-def told(ray: Any, promise: Any, timeout_s: float) -> Addresses | None:
+def resolved_addresses(ray: Any, promise: Any, timeout_s: float) -> Addresses | None:
     """The addresses once they are promised and known; None while they are not, or when the verifier died."""
     if promise is None or not ray.wait([promise], timeout=timeout_s)[0]:
         return None
