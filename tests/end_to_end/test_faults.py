@@ -20,7 +20,7 @@ from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import children, free_port, gone, running
 
 TOKENS = 60
-"""At least three seconds, with forwards of 76 ms."""
+"""Tokens for three seconds or more, with forwards of 76 ms."""
 Texts = list[dict[int, list[int]]]
 
 REQUESTS: tuple[dict[str, object], ...] = (

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CLIENT_GONE = 499
 WITHOUT_OPERATION = {404, 405}
-"""Nothing is at this path, or not for this method."""
+"""Statuses of an unknown path or method."""
 MAX_EVENTS = 100
-"""Of one stream are looked at: its first and its last ones."""
+"""Events at the start and at the end of a stream that are checked."""
 
 
 @dataclass

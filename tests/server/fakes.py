@@ -187,7 +187,7 @@ class FakeEngine:
     mute: bool = False
     """Take `Finish` without an answer."""
     prompt_chunk: int = 0
-    """How many scored tokens of a prompt one message tells of; 0: half of them."""
+    """Scored prompt tokens per message; 0: half of them."""
 
     def __post_init__(self) -> None:
         self._plays: dict[int, _Play] = {}

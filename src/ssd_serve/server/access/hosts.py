@@ -1,6 +1,6 @@
 """The check of host names, and warnings about settings that expose the server.
 
-Browsers send the host name of the page. Without this check, a web page whose name resolves to this machine
+Browsers send the host name of the page. Without this check, a web page with a name that resolves to this machine
 (DNS rebinding) could use a server on loopback that needs no key.
 """
 
@@ -17,7 +17,7 @@ _MAX_SHOWN = 255
 
 
 def allowed_hosts(settings: Settings, loopback: bool) -> frozenset[str] | None:
-    """Return the names that are allowed beside loopback's; None: any. `loopback`: the address is local."""
+    """Return the names that are allowed in addition to loopback's; None: any. `loopback`: the address is local."""
     if settings.allowed_hosts is not None:
         named = frozenset(settings.allowed_hosts.split(","))
         return None if ANY in named else named

@@ -142,10 +142,10 @@ class Tenant:
 
     def _limit_error(self, limit: str, bucket: Bucket) -> ApiError:
         wait_s = max(1, math.ceil(bucket.wait_s()))
-        whose = f"the key '{self.name}'" if self.name else "this server"
+        subject = f"the key '{self.name}'" if self.name else "this server"
         return ApiError(
             429,
-            f"{whose} has a limit of {bucket.per_minute} {limit} a minute; try again in {wait_s} s",
+            f"{subject} has a limit of {bucket.per_minute} {limit} a minute; try again in {wait_s} s",
             kind="rate_limit_error",
             code="rate_limit_exceeded",
             headers={"Retry-After": str(wait_s), **self.headers()},
@@ -206,8 +206,8 @@ class Tenants:
         """
         if asked is None and not tenant.private:
             return b""
-        whose = tenant.name if tenant.private else ""
-        return hmac.digest(self._secret, f"{whose}\0{asked or ''}".encode("utf-8", "surrogatepass"), "sha256")
+        owner = tenant.name if tenant.private else ""
+        return hmac.digest(self._secret, f"{owner}\0{asked or ''}".encode("utf-8", "surrogatepass"), "sha256")
 
     def _refresh(self) -> None:
         if self._file is not None and self._file.changed():

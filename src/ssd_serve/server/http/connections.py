@@ -63,7 +63,7 @@ class ConnectionLimiter:
                 oldest.abort()
 
     def mark_receiving(self, connection: LimitedConnection) -> None:
-        """Call when a request has begun to arrive."""
+        """Call when a request starts to arrive."""
         if connection not in self._receiving:
             self._put(connection, self._receiving)
 

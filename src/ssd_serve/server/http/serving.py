@@ -194,7 +194,7 @@ def build_server(
 ) -> HttpServer:
     """Return a server that does not run yet; any thread may call its `stop`.
 
-    `hosts`: the only host names that it answers to, beside loopback's; None: any name.
+    `hosts`: the only host names that it answers to, in addition to loopback's; None: any name.
     """
     limits = limits or Limits()
     gate = StopGate()
@@ -205,7 +205,7 @@ def build_server(
     app = create_app(settings, engine, tokenizer, limits, gate, guards)
     config = uvicorn.Config(
         app,
-        # The only HTTP parser that is tested, whatever other packages have installed.
+        # The only HTTP parser that is tested, even if other packages install another.
         http="h11",
         # The process that runs the server sets up logging.
         log_config=None,
