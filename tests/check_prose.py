@@ -18,7 +18,7 @@ NO_SUBJECT = re.compile(
 )
 """First words that leave a docstring without a subject."""
 UNUSUAL = re.compile(
-    r"""\b(who|whom|whose|whoever|whatever|somebody|nobody|everybody|anybody|tells?|told|hears?|heard|says?|said|
+    r"""\b(who|whom|whose|whoever|whatever|somebody|nobody|everybody|anybody|tells|told|hears?|heard|says|said|
     anew|beside|crowd|guest|doorman|doorkeeper|voice|wish|wishes|crew|seat|houses?|rooms?|newcomer|stranger|lest|
     likewise|amid|thrice|hired|begun)\b""",
     re.IGNORECASE | re.VERBOSE,

@@ -79,9 +79,11 @@ class EverySource:
             self._loaded[name] = load_named(settings, Devices(), None)
         return self._loaded[name]
 
-    def check(self, name: str, case: Case, beside: MakeDrafter = MemoryDrafter, count: int = 100) -> Outputs:
-        """Assert that the case gives the plain outputs of the first `count` requests. `beside` makes
-        drafters."""
-        found = run_case(self.of(name), case, self.requests[:count], beside)
+    def check(
+        self, name: str, case: Case, make_drafter: MakeDrafter = MemoryDrafter, count: int = 100
+    ) -> Outputs:
+        """Assert that the case gives the plain outputs of the first `count` requests. `make_drafter`
+        makes remote ones."""
+        found = run_case(self.of(name), case, self.requests[:count], make_drafter)
         assert found.tokens == {number: self.plain.tokens[number] for number in found.tokens}
         return found

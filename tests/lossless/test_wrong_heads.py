@@ -33,7 +33,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> EverySource:
 
 
 class Witnessed(MemoryDrafter):
-    """A drafter whose connection must stay open."""
+    """A drafter that asserts that its connection stays open."""
 
     def work(self) -> None:
         assert not self.disconnected
