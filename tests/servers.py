@@ -77,8 +77,8 @@ def children(process: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
 
 
 def gone(processes: Sequence[psutil.Process]) -> bool:
-    """True if all processes end within 10 s."""
-    return not psutil.wait_procs(processes, timeout=10.0)[1]
+    """True if all processes end within 60 s."""
+    return not psutil.wait_procs(processes, timeout=60.0)[1]
 
 
 def complete(url: str, tokens: int = 24) -> str:

@@ -151,7 +151,7 @@ def proxied(folder: Path) -> Generator[tuple[SocketChannel, SocketChannel, Messa
 
 def gathered(channel: SocketChannel, enough: Callable[[list[Message]], bool]) -> list[Message]:
     found: list[Message] = []
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while not enough(found) and time.monotonic() < deadline:
         channel.wait(0.05)
         found += channel.receive()

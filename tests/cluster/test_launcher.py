@@ -47,7 +47,7 @@ def test_workers_get_settings_and_titles_and_leave_when_let_go(
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
         pids = engine.supervisor.pids()
         channel = engine.connect()
-        assert channel.wait(10.0)
+        assert channel.wait(60.0)
         target_device = engine.placement.target
         assert channel.receive() == [Progress(f"target some-model on {target_device}")]
         until(lambda: psutil.Process(pids["drafter-0"]).cmdline()[0].startswith("ssd: drafter"))

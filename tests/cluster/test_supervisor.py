@@ -154,7 +154,7 @@ def test_a_target_that_was_ready_comes_back_whole() -> None:
             until(lambda: not channel.receive() and channel.closed)  # noqa: B023
             channel.close()
             channel = engine.connect()
-            assert channel.wait(10.0)
+            assert channel.wait(60.0)
             assert isinstance(channel.receive()[0], Progress)
             after = engine.supervisor.pids()
             assert {name for name in after if after[name] != before.get(name)} == {"verifier", "rank-1"}

@@ -304,7 +304,7 @@ def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, ge
     engine, replica = an_engine_and_its_replica(fleet)
     replica.kill()
     # Its processes go with it.
-    assert engine.wait(10) is None
+    assert engine.wait(60) is None
     assert {fleet.stream() for _ in range(4)} == {generated}
     until(lambda: both_are_there(fleet))
     assert len(set(fleet.answered()) - before) == 1
@@ -321,7 +321,7 @@ def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet,
     assert {fleet.stream() for _ in range(4)} == {generated}
     until(lambda: both_are_there(fleet))
     assert len(set(fleet.answered()) - before) == 1
-    assert engine.wait(10) is None
+    assert engine.wait(60) is None
 
 
 def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet, long_text: str, generated: str) -> None:

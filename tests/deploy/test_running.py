@@ -182,7 +182,7 @@ def test_the_healthcheck_follows_the_server_and_a_stop_is_tidy(container: Contai
     await_health(container.url, 240.0)
     assert container.healthcheck() == 0
     container.process.send_signal(signal.SIGTERM)
-    assert container.process.wait(30) == 0
+    assert container.process.wait(60) == 0
     assert container.healthcheck() == 1
 
 

@@ -57,7 +57,7 @@ class Streaming:
 
     def exit_code(self) -> int:
         """Wait for the end of all processes."""
-        code = self.process.wait(20)
+        code = self.process.wait(60)
         assert gone(self.workers)
         return code
 

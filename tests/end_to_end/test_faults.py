@@ -197,6 +197,6 @@ def test_verifier_that_cannot_restart_ends_the_server(server: Serving) -> None:
     (server.log.parent / "pair" / "target" / "model.safetensors").unlink()
     workers = list(children(server.process).values())
     os.kill(server.pid("verifier"), signal.SIGKILL)
-    assert server.process.wait(30) == 6
+    assert server.process.wait(60) == 6
     assert "model.safetensors" in server.log.read_text()
     assert gone(workers)

@@ -71,7 +71,7 @@ def test_server_survives_its_drafter_and_shuts_down_cleanly(pair: tuple[Path, Pa
         before = log.read_text()
         # Signals the whole group, as a terminal does.
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(15) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
         assert gone(everything)
         assert log.read_text().removeprefix(before).splitlines()[:-1] == []
     assert list((tmp_path / "run").iterdir()) == []
@@ -89,7 +89,7 @@ def test_signal_while_loading_shuts_down_cleanly(
         everything = list(children(process).values())
         assert httpx.get(f"{url}/health", timeout=30.0).status_code == 503
         os.killpg(process.pid, number)
-        assert process.wait(30) in (0, 128 + number), log.read_text()
+        assert process.wait(60) in (0, 128 + number), log.read_text()
         assert gone(everything)
         assert "Traceback" not in log.read_text()
     assert list((tmp_path / "run").iterdir()) == []
@@ -131,7 +131,7 @@ def test_health_is_503_during_download_and_a_hub_error_ends_the_server(
             with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as slow:
                 slow.sendall(b"GET /hea")
                 answer.set()
-                assert process.wait(30) == HubError.exit_code, log.read_text()
+                assert process.wait(60) == HubError.exit_code, log.read_text()
             assert "the hub does not show some/model" in log.read_text().splitlines()[-1]
 
 

@@ -115,7 +115,7 @@ def test_killed_or_hanging_rank_restarts_the_target(
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)
     await_health(url)
-    assert not psutil.wait_procs([before[name] for name in RANKS], timeout=5.0)[1]
+    assert not psutil.wait_procs([before[name] for name in RANKS], timeout=60.0)[1]
 
 
 def shuts_down_cleanly(server: Server, folder: Path) -> None:
@@ -123,7 +123,7 @@ def shuts_down_cleanly(server: Server, folder: Path) -> None:
     running, before = children(process), log.read_text()
     # To the whole group, as a terminal or a process manager does.
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(15) == 0, log.read_text()
+    assert process.wait(60) == 0, log.read_text()
     assert gone(list(running.values()))
     assert "Traceback" not in log.read_text().removeprefix(before)
     assert list((folder / "run").iterdir()) == []

@@ -163,7 +163,7 @@ def test_unfinished_bodies_release_memory_for_others(server: TargetServer) -> No
                 attacker.sendall(head(COMPLETIONS, f"Content-Length: {LIMIT}") + filled(b" "))
         began = time.monotonic()
         assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 20.0
         long = {"prompt": [1] * 40_000, "max_tokens": 1}
         assert server.post(COMPLETIONS, long).status_code == 400
         assert time.monotonic() - began < 30.0

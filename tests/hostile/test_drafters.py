@@ -217,7 +217,7 @@ def test_incomplete_handshake_times_out(attacked: Attacked) -> None:
         read_until_closed(leaving)
         began = time.monotonic()
         read_until_closed(silent)
-        assert time.monotonic() - began < 15.0
+        assert time.monotonic() - began < 30.0
 
 
 def test_wrong_key_is_refused_with_a_message_and_few_log_lines(attacked: Attacked) -> None:
