@@ -25,7 +25,7 @@ def written(cache: KVCache) -> list[torch.Tensor]:
 
 
 @ORDERS
-def test_what_is_written_is_read(order: str) -> None:
+def test_kv_writes_are_read_back(order: str) -> None:
     cache = KVCache(layout(order), SLOTS, "cpu")
     for index, rows in enumerate(written(cache)):
         heads, head_dim = LAYERS[index].heads, LAYERS[index].head_dim

@@ -177,7 +177,7 @@ TestPrefix = PrefixMachine.TestCase
 
 
 @given(st.lists(st.tuples(SALTS, TEXT), max_size=20), SALTS, TEXT)
-def test_what_is_found_is_what_was_kept_under_the_same_salt(
+def test_prefix_cache_hits_match_a_reference_by_salt(
     kept: list[tuple[bytes, list[int]]], salt: bytes, wanted: list[int]
 ) -> None:
     """Against a list of all texts."""
@@ -214,7 +214,7 @@ def length(cache: PrefixCache, text: list[int]) -> int:
     return len(slots)
 
 
-def test_a_full_hit_leaves_one_token_to_compute() -> None:
+def test_a_full_prefix_hit_leaves_one_token_to_compute() -> None:
     cache = filled([1, 2, 3, 4])
     slots, _ = cache.match([1, 2, 3, 4])
     assert len(slots) == 3
@@ -222,7 +222,7 @@ def test_a_full_hit_leaves_one_token_to_compute() -> None:
     assert cache.match([])[0] == []
 
 
-def test_look_ups_are_counted_by_those_who_look() -> None:
+def test_lookups_are_counted_by_the_caller() -> None:
     cache = filled([1, 2, 3])
     cache.match([1, 2, 3])
     assert (cache.queries, cache.hits) == (0, 0)
@@ -231,7 +231,7 @@ def test_look_ups_are_counted_by_those_who_look() -> None:
     assert (cache.queries, cache.hits) == (3, 2)
 
 
-def test_the_least_recently_used_goes_first_from_its_end() -> None:
+def test_eviction_is_lru_from_the_ends_of_leaves() -> None:
     cache = filled([1, 2, 3, 4], [1, 2, 7, 8, 9], [5, 5, 5])
     assert length(cache, [1, 2, 3, 4]) == 4  # now [1, 2, 7, 8, 9] is the oldest
     assert cache.evict(2) == 2
@@ -243,7 +243,7 @@ def test_the_least_recently_used_goes_first_from_its_end() -> None:
     assert length(cache, [1, 2, 7, 8, 9]) == 2
 
 
-def test_what_is_locked_stays() -> None:
+def test_locked_prefixes_are_not_evicted() -> None:
     cache = filled([1, 2, 3, 4], [1, 2, 7, 8])
     slots, handle = cache.match([1, 2, 3, 0])
     assert cache.evictable == 3
@@ -254,7 +254,7 @@ def test_what_is_locked_stays() -> None:
     assert cache.evict(100) == 0  # the second match still holds it
 
 
-def test_only_slots_of_the_caller_can_be_given() -> None:
+def test_only_the_callers_slots_can_be_shared() -> None:
     pool = SlotPool(16)
     cache = PrefixCache(pool)
     slots = pool.allocate(4)
@@ -273,7 +273,7 @@ def test_only_slots_of_the_caller_can_be_given() -> None:
     assert cache.evict(9) == 4
 
 
-def test_duplicates_are_freed_and_the_cached_slots_stay() -> None:
+def test_insert_frees_duplicate_slots() -> None:
     pool = SlotPool(16)
     cache = PrefixCache(pool)
     first, second = pool.allocate(3), pool.allocate(5)
@@ -285,7 +285,7 @@ def test_duplicates_are_freed_and_the_cached_slots_stay() -> None:
     assert cache.match([1, 2, 3, 4, 5, 6])[0] == first + second[3:]
 
 
-def test_a_shared_prefix_is_read_on_while_others_read_it_too() -> None:
+def test_a_shared_prefix_is_used_by_several_requests() -> None:
     """A part that was cached before stays twice until its reader ends: its slots must not change."""
     pool = SlotPool(16)
     cache = PrefixCache(pool)
@@ -325,7 +325,7 @@ class Text(list[int]):
         return found
 
 
-def test_a_long_prompt_is_looked_at_once_however_many_chunks_it_is_read_in() -> None:
+def test_follow_costs_do_not_grow_with_the_number_of_chunks() -> None:
     length, chunk = 64_000, 64
     pool = SlotPool(length)
     cache = PrefixCache(pool)
@@ -340,7 +340,7 @@ def test_a_long_prompt_is_looked_at_once_however_many_chunks_it_is_read_in() -> 
     assert text.looked < 6 * length
 
 
-def test_who_reads_alone_makes_one_node() -> None:
+def test_a_single_reader_extends_one_node() -> None:
     """A path of a node a chunk would be walked whenever it is given back."""
     pool = SlotPool(100)
     cache = PrefixCache(pool)
@@ -351,7 +351,7 @@ def test_who_reads_alone_makes_one_node() -> None:
     assert len(cache.match(range(51))[0]) == 50
 
 
-def test_what_is_above_a_long_reader_is_as_new_as_its_end() -> None:
+def test_unlock_updates_the_use_of_all_ancestors() -> None:
     cache = filled([1, 2, 3], [5, 5, 5])
     _, handle = cache.match([1, 2, 3, 0])
     length(cache, [5, 5, 5])
@@ -362,7 +362,7 @@ def test_what_is_above_a_long_reader_is_as_new_as_its_end() -> None:
     assert length(cache, [1, 2, 3, 4]) == 4
 
 
-def test_the_heap_of_leaves_stays_small() -> None:
+def test_the_eviction_heap_stays_small() -> None:
     cache = filled([1, 2, 3], [4, 5, 6])
     for _ in range(2000):
         length(cache, [1, 2, 3])

@@ -29,7 +29,7 @@ def settings(draft: str) -> Settings:
     return Settings(draft=draft, dtype="fp32", native_kernels=False, draft_kv_memory_mb=16, draft_width=4)
 
 
-def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
+def test_self_draft_uses_the_targets_first_layers() -> None:
     whole, part = (
         assemble_drafter(settings(draft).engine_config(), "d0", "cpu", None)
         for draft in ("embedded", "self:2")
@@ -44,16 +44,14 @@ def test_a_targets_first_layers_draft_what_the_target_can_read() -> None:
 
 
 @pytest.mark.parametrize(("told", "prefill_s"), [(0.001, 0.001), (0.0, 0.0), (None, 0.005)])
-def test_a_source_that_does_not_say_how_long_it_reads_takes_a_row_of_its_widest_step(
-    told: float | None, prefill_s: float
-) -> None:
+def test_prefill_time_defaults_to_a_row_of_the_widest_step(told: float | None, prefill_s: float) -> None:
     texts = TokenizerInfo(tokenizer="", vocabulary=8, context=64, ends=())
     loaded = LoadedSource(ScriptedSource(), texts, {4: 0.03, 8: 0.04}, prefill_s_per_token=told)
     assert loaded.prefill_s == prefill_s
 
 
 @pytest.mark.parametrize(("keeps", "kept"), [(True, 1), (False, 16)])
-def test_a_drafter_keeps_to_grammars_unless_it_shall_not(keeps: bool, kept: int) -> None:
+def test_the_drafter_follows_grammars_if_configured(keeps: bool, kept: int) -> None:
     named = settings("embedded").model_copy(update={"draft_grammars": keeps})
     core = assemble_drafter(named.engine_config(), "d0", "cpu", None).core
     forced = SamplingParameters(temperature=0.0, grammar=serialize_parts(from_choices(["\n"])))
@@ -81,7 +79,7 @@ def grown(target: Path, draft: Path) -> tuple[Hello, list[int], list[float]]:
     return drafter.hello, tokens, np.frombuffer(growth.log_probabilities, dtype="<f4").tolist()
 
 
-def test_a_draft_whose_ids_are_others_says_the_same_in_the_targets(tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_translated(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
     own, tokens, values = grown(target, draft)
     _renumber(draft)
@@ -92,7 +90,7 @@ def test_a_draft_whose_ids_are_others_says_the_same_in_the_targets(tmp_path: Pat
     assert same_values == pytest.approx(values, abs=1e-5)
 
 
-def test_a_draft_with_too_few_of_the_targets_tokens_is_refused_with_their_share(tmp_path: Path) -> None:
+def test_a_draft_with_too_few_common_tokens_is_refused(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
     file = draft / "tokenizer.json"
     raw = json.loads(file.read_text())
@@ -122,6 +120,6 @@ def _renumber(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def test_without_a_model_there_is_no_drafter() -> None:
+def test_a_drafter_requires_a_draft_model() -> None:
     with pytest.raises(SettingsError, match="there is no draft model"):
         assemble_drafter(settings("ngram").engine_config(), "d0", "cpu", None)

@@ -28,7 +28,7 @@ from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, openin
 from tests.fakes import EOS, VOCABULARY, FakeModel, ScriptedSource, core_of
 
 
-def test_it_publishes_what_it_grows_in_sequence() -> None:
+def test_growth_messages_are_numbered_in_sequence() -> None:
     core, source = make()
     assert core.step() == []
     assert core.handle(opening()) == []
@@ -47,7 +47,7 @@ class Watched(LiveWidth):
         self.learnt += 1
 
 
-def test_a_step_that_was_recorded_first_teaches_nothing_about_time() -> None:
+def test_warmup_steps_do_not_count_in_the_width() -> None:
     source, widths = ScriptedSource(), Watched({1: 0.1, 3: 0.1})
     core = DrafterCore(source, LIMITS, (EOS,), "d0", widths=widths)
     core.handle(opening())
@@ -59,7 +59,7 @@ def test_a_step_that_was_recorded_first_teaches_nothing_about_time() -> None:
     assert (core.is_warmup_step, widths.learnt) == (False, 1)
 
 
-def test_an_outcome_of_the_wrong_position_asks_for_a_new_beginning() -> None:
+def test_an_outcome_at_the_wrong_position_requests_a_resync() -> None:
     core, source = make()
     core.handle(opening())
     core.step()
@@ -67,7 +67,7 @@ def test_an_outcome_of_the_wrong_position_asks_for_a_new_beginning() -> None:
     assert source.committed[1] == [*PROMPT]
 
 
-def test_an_outcome_heard_twice_changes_nothing() -> None:
+def test_a_duplicate_outcome_changes_nothing() -> None:
     core, source = make()
     core.handle(opening())
     assert core.handle(outcome(4)) == []
@@ -75,7 +75,7 @@ def test_an_outcome_heard_twice_changes_nothing() -> None:
     assert source.committed[1] == [*PROMPT, 4]
 
 
-def test_a_different_root_is_a_gap_and_nothing_grows_below_it() -> None:
+def test_a_different_root_requests_a_resync_and_stops_growth() -> None:
     core, source = make()
     core.handle(opening())
     core.step()
@@ -87,7 +87,7 @@ def test_a_different_root_is_a_gap_and_nothing_grows_below_it() -> None:
     assert source.committed[1] == [*PROMPT, 4, 8]
 
 
-def test_an_unknown_request_asks_for_its_beginning() -> None:
+def test_an_unknown_request_requests_a_resync() -> None:
     core, _ = make()
     assert core.handle(outcome(4)) == [Resync(1, 1)]
     core.handle(opening(epoch=1))
@@ -106,7 +106,7 @@ def test_messages_of_older_epochs_are_dropped() -> None:
     assert source.committed == {}
 
 
-def test_a_new_epoch_begins_at_sequence_0_with_an_empty_tree() -> None:
+def test_a_new_epoch_starts_at_sequence_0_with_an_empty_tree() -> None:
     core, _ = make()
     core.handle(opening())
     core.step()
@@ -128,7 +128,7 @@ def test_a_snapshot_holds_the_whole_tree() -> None:
     assert {node.name: node.tokens for node in root.tree.expanded()} == source.made
 
 
-def test_below_a_hit_the_tree_lives_on_and_after_a_miss_it_begins_again() -> None:
+def test_a_hit_keeps_the_tree_and_a_miss_drops_it() -> None:
     core, source = make()
     core.handle(opening())
     for _ in range(4):
@@ -161,7 +161,7 @@ class ReadingSource(ScriptedSource):
 FEATURES = Features(1, 1, 0, 2, as_bytes(torch.zeros((3, 2))))
 
 
-def test_a_root_is_read_once_its_features_have_come() -> None:
+def test_a_root_is_expanded_once_its_features_arrive() -> None:
     source = ReadingSource()
     core = core_of(source, LIMITS)
     core.handle(opening())
@@ -186,7 +186,7 @@ def test_a_source_that_does_not_keep_its_tree_drafts_again_below_every_root() ->
     assert list(source.made)[:2] == [root, below]
 
 
-def test_a_long_text_is_read_step_by_step_while_others_grow() -> None:
+def test_a_long_prefill_does_not_stop_other_requests() -> None:
     source = DraftModel(FakeModel(300), 300, NoiseRows(VOCABULARY, 64), prefill_rows=20)
     core = core_of(source, LIMITS)
     core.handle(opening(1))
@@ -199,7 +199,7 @@ def test_a_long_text_is_read_step_by_step_while_others_grow() -> None:
     assert not core.prefilling
 
 
-def test_where_the_target_has_its_core_a_paused_drafter_reads_nothing_until_it_goes_on() -> None:
+def test_pause_stops_prefills_if_configured() -> None:
     core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, prefills_paused=False))
     core.handle(Pause(paused=True))
     core.handle(opening())
@@ -209,7 +209,7 @@ def test_where_the_target_has_its_core_a_paused_drafter_reads_nothing_until_it_g
     assert core.step()
 
 
-def test_paused_it_only_reads_what_was_committed() -> None:
+def test_a_paused_request_expands_its_root_only() -> None:
     core, source = make()
     core.handle(opening())
     core.handle(Pause(paused=True))

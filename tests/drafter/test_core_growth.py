@@ -35,7 +35,7 @@ from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, openin
 from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
 
 
-def test_it_expands_the_most_probable_nodes_of_all_requests() -> None:
+def test_a_step_expands_the_best_nodes_of_all_requests() -> None:
     core, source = make()
     for request in range(1, 4):
         core.handle(opening(request))
@@ -82,7 +82,7 @@ class CoarseSource(ScriptedSource):
 
 @given(st.permutations(range(1, 6)), st.integers(1, 9), st.lists(st.integers(0, VOCABULARY - 1), max_size=12))
 @settings(max_examples=60, deadline=None)
-def test_it_picks_what_looking_at_every_request_before_each_pick_gives(
+def test_best_first_order_over_requests_equals_the_reference(
     numbers: list[int], width: int, tokens: list[int]
 ) -> None:
     """Between steps roots move, requests end and begin again, and some pause."""
@@ -131,7 +131,7 @@ class SourceOfArrays(CoarseSource):
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.integers(1, 9), st.sampled_from([20, 35, 200]))
 @settings(max_examples=40, deadline=None)
-def test_guesses_in_arrays_grow_the_same_trees_and_messages(ranks: list[int], width: int, nodes: int) -> None:
+def test_candidate_batches_grow_the_same_trees_and_messages(ranks: list[int], width: int, nodes: int) -> None:
     """Trees may be full before all of a step is appended."""
     limits = GrowthLimits(width=width, fan_out=3, depth=5, nodes=nodes)
     cores = core_of(CoarseSource(), limits, ()), core_of(SourceOfArrays(), limits, ())
@@ -169,7 +169,7 @@ class BrokenSource(ScriptedSource):
 
 
 @pytest.mark.parametrize("kind", ["candidates", "arrays", "subtree"])
-def test_candidates_whose_log_probabilities_are_no_numbers_are_left_out(kind: str) -> None:
+def test_candidates_with_nonfinite_log_probabilities_are_dropped(kind: str) -> None:
     source = BrokenSource()
     source.kind = kind
     core = core_of(source, LIMITS, ())
@@ -181,7 +181,7 @@ def test_candidates_whose_log_probabilities_are_no_numbers_are_left_out(kind: st
     assert core.step() == []
 
 
-def test_it_stops_when_nothing_is_worth_it() -> None:
+def test_growth_stops_when_nothing_is_worth_it() -> None:
     core, _ = make()
     core.handle(opening())
     assert grown(core)
@@ -189,7 +189,7 @@ def test_it_stops_when_nothing_is_worth_it() -> None:
     assert core.nodes <= LIMITS.nodes
 
 
-def test_nothing_grows_beyond_the_last_token() -> None:
+def test_nothing_grows_beyond_max_tokens() -> None:
     for tokens, expansions in ((1, 0), (2, 1), (3, 4)):
         core, source = make()
         core.handle(opening(max_tokens=tokens))
@@ -197,14 +197,14 @@ def test_nothing_grows_beyond_the_last_token() -> None:
         assert len(source.made) == expansions
 
 
-def test_what_was_put_out_before_counts_towards_the_last_token() -> None:
+def test_earlier_output_counts_towards_max_tokens() -> None:
     core, source = make()
     core.handle(opening(output=(4, 8), max_tokens=4))
     grown(core)
     assert len(source.made) == 1
 
 
-def test_nothing_grows_below_ends() -> None:
+def test_nothing_grows_below_eos_and_stop_ids() -> None:
     for stops, ignore_eos, expansions in (((), True, 3), ((), False, 2), ((7, 14), True, 1)):
         core, source = make()
         source.candidates = [EOS, 7, 14]
@@ -214,7 +214,7 @@ def test_nothing_grows_below_ends() -> None:
         assert len(source.made) == 1 + expansions
 
 
-def test_nothing_grows_beyond_what_the_draft_model_has_positions_for() -> None:
+def test_nothing_grows_beyond_the_draft_models_context() -> None:
     for context, expansions in ((2, 0), (3, 1), (4, 4)):
         core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, context=context))
         core.handle(opening())

@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.7, 0.0), (1.0, 1.3)])
-def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder: Path) -> None:
+def test_candidates_on_a_device_equal_the_cpus(temperatures: tuple[float, ...], folder: Path) -> None:
     def candidates(device: str) -> Sequence[Candidates | None]:
         model = load_model(
             folder, ModelOptions(device=device, dtype="fp32", slots=128, context=None, attention=SDPA)
@@ -65,7 +65,7 @@ def test_candidates_are_those_of_the_cpu(temperatures: tuple[float, ...], folder
         np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)
 
 
-def test_a_drafter_is_put_together_on_its_device(folder: Path) -> None:
+def test_the_drafter_is_built_on_its_device(folder: Path) -> None:
     settings = Settings(
         draft=str(folder), dtype="fp32", context=160, max_running=2, tree_decode_backend="sdpa"
     )
@@ -80,7 +80,7 @@ def test_a_drafter_is_put_together_on_its_device(folder: Path) -> None:
     assert grown[0] == grown[1]
 
 
-def test_its_kv_cache_follows_the_memory_of_its_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_kv_slots_follow_the_device_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def load(

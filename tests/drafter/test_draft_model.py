@@ -168,7 +168,7 @@ class Scarce(FakeModel):
         return super().forward(batch)
 
 
-def test_a_device_without_memory_grows_nothing_and_loses_nothing() -> None:
+def test_out_of_memory_grows_nothing_and_leaks_no_slots() -> None:
     pool, model = SlotPool(100), Scarce(100)
     source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT)
     drafted = DraftRequest(0, [3, 4, 5])
@@ -198,7 +198,7 @@ def reading(source: ModelSource, pick: NodeRequest) -> tuple[int, Candidates | N
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(17, 5), (20, 4), (69, 2), (70, 1), (512, 1)])
-def test_a_long_text_is_read_in_parts(rows: int, steps: int) -> None:
+def test_a_long_prefill_is_chunked(rows: int, steps: int) -> None:
     pool, model = SlotPool(200), FakeModel(200)
     source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT, prefill_rows=rows)
     drafted = DraftRequest(0, [index % (VOCABULARY - 1) + 1 for index in range(70)])
@@ -209,7 +209,7 @@ def test_a_long_text_is_read_in_parts(rows: int, steps: int) -> None:
     assert (took, model.rows, pool.used) == (steps, 70, 70)
 
 
-def test_nobody_waits_for_the_text_of_another_and_texts_share_a_step() -> None:
+def test_decodes_and_prefills_share_a_step() -> None:
     source = ModelSource(FakeModel(300), SlotPool(300), NoiseRows(VOCABULARY, 64), FAN_OUT, prefill_rows=20)
     requests = [DraftRequest(request, [1] * length) for request, length in enumerate((50, 3, 50, 12))]
     for each in requests:
@@ -219,14 +219,14 @@ def test_nobody_waits_for_the_text_of_another_and_texts_share_a_step() -> None:
     assert set(source.pending_prefill) == {0, 2}
 
 
-def test_a_text_without_room_is_not_read_for_ever() -> None:
+def test_a_prefill_without_slots_is_given_up() -> None:
     source = ModelSource(FakeModel(30), SlotPool(30), NoiseRows(VOCABULARY, 64), FAN_OUT, prefill_rows=20)
     drafted = DraftRequest(0, [1] * 70)
     source.open(0, drafted.tokens, drafted.parameters, 5)
     assert reading(source, drafted.pick(drafted.tree.root)) == (2, None)
 
 
-def test_a_hit_computes_nothing_again() -> None:
+def test_a_hit_reuses_the_kv_of_accepted_nodes() -> None:
     pool = SlotPool(100)
     model = FakeModel(100)
     source = ModelSource(model, pool, NoiseRows(VOCABULARY, 64), FAN_OUT)
@@ -246,7 +246,7 @@ def test_a_hit_computes_nothing_again() -> None:
     assert model.rows == 3 + 2 + 1
 
 
-def test_a_step_that_reads_a_text_first_is_exceptional() -> None:
+def test_a_step_with_a_prefill_is_a_warmup_step() -> None:
     source, _ = make_source(100)
     drafted = DraftRequest(0, [3 + index % 5 for index in range(17)])
 
@@ -271,7 +271,7 @@ def test_a_step_that_reads_a_text_first_is_exceptional() -> None:
     assert expand()
 
 
-def test_the_least_recently_expanded_request_gives_way() -> None:
+def test_slots_are_evicted_from_the_least_recently_expanded_request() -> None:
     source, pool = make_source(24)
     drafted = [DraftRequest(request, list(range(1, 9))) for request in range(4)]
     for each in drafted:

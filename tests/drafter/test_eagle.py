@@ -99,7 +99,7 @@ def told(oracle: Oracle | FirstOracle, tmp_path: Path) -> Told:
     return found
 
 
-def test_a_tree_below_a_prompt(told: Told) -> None:
+def test_eagle_drafts_a_tree_below_a_prompt(told: Told) -> None:
     root = told.tree.root
     (first,) = told.expand(root)
     told.check(root, first)
@@ -111,7 +111,7 @@ def test_a_tree_below_a_prompt(told: Told) -> None:
     told.check(grandchild, last)
 
 
-def test_after_a_miss_it_reads_on_with_what_the_target_has_computed(told: Told) -> None:
+def test_eagle_uses_target_features_after_a_miss(told: Told) -> None:
     told.expand(told.tree.root)
     missed = next(token for token in range(VOCABULARY) if token not in told.tree.root.tokens)
     for tokens in ([missed], [7, 8, 4]):
@@ -120,7 +120,7 @@ def test_after_a_miss_it_reads_on_with_what_the_target_has_computed(told: Told) 
         told.check(told.tree.root, found)
 
 
-def test_after_a_hit_the_tree_goes_on_from_the_head_s_own_vectors(told: Told) -> None:
+def test_eagle_uses_its_own_outputs_below_a_hit(told: Told) -> None:
     """The committed token is read with its true vector; what was said there before stays."""
     (first,) = told.expand(told.tree.root)
     told.check(told.tree.root, first)
@@ -134,7 +134,7 @@ def test_after_a_hit_the_tree_goes_on_from_the_head_s_own_vectors(told: Told) ->
     told.check(leaf, found)
 
 
-def test_nothing_is_drafted_before_vectors_have_come(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
+def test_eagle_waits_for_features(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
     waiting = Told(oracle, tmp_path, [5, 9, 60, 33])
     requests = [NodeRequest(1, waiting.tree.root)]
     assert waiting.source.expand(requests, [[1.0]]) == [None]
@@ -148,7 +148,7 @@ def test_nothing_is_drafted_before_vectors_have_come(oracle: Oracle | FirstOracl
 LONG = [place % (VOCABULARY - 1) + 1 for place in range(60)]
 
 
-def test_a_long_text_is_read_in_parts(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
+def test_a_long_prefill_is_chunked(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
     told = Told(oracle, tmp_path, LONG, prefill_rows=20)
     told.give(0, len(LONG) - 1)
     root = told.tree.root
@@ -160,9 +160,7 @@ def test_a_long_text_is_read_in_parts(oracle: Oracle | FirstOracle, tmp_path: Pa
     assert not told.source.pending_prefill
 
 
-def test_a_text_that_ended_while_it_was_read_is_not_asked_for_again(
-    oracle: Oracle | FirstOracle, tmp_path: Path
-) -> None:
+def test_a_request_closed_during_prefill_is_not_pending(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
     told = Told(oracle, tmp_path, LONG, prefill_rows=20)
     told.give(0, len(LONG) - 1)
     assert told.source.expand([NodeRequest(1, told.tree.root)], [[1.0]]) == [None]
@@ -172,7 +170,7 @@ def test_a_text_that_ended_while_it_was_read_is_not_asked_for_again(
     assert not told.source.pending_prefill
 
 
-def test_after_a_gap_it_begins_anew_behind_it(told: Told) -> None:
+def test_eagle_restarts_after_a_gap_in_features(told: Told) -> None:
     told.expand(told.tree.root)
     told.commit([11, 12])
     told.tokens += [13]
@@ -185,14 +183,14 @@ def test_after_a_gap_it_begins_anew_behind_it(told: Told) -> None:
 
 
 @pytest.mark.parametrize(("position", "more"), [(0, -HIDDEN), (0, HIDDEN), (-1, 0)])
-def test_features_that_are_none_are_nonsense(told: Told, position: int, more: int) -> None:
+def test_invalid_features_are_a_protocol_error(told: Told, position: int, more: int) -> None:
     right = told.oracle.width
     with pytest.raises(ProtocolError, match=f"width {right + more}, not {right}, or a negative position"):
         told.source.read(1, position, torch.zeros((2, right + more)))
     told.source.read(1, 5, torch.zeros((2, right)))
 
 
-def test_slots_come_back(told: Told) -> None:
+def test_eagle_frees_all_slots(told: Told) -> None:
     for tokens in ([3], [4, 5], [6]):
         (found,) = told.expand(told.tree.root)
         told.expand(*[told.tree.child_at(told.tree.root, rank) for rank in range(FAN_OUT)])

@@ -47,7 +47,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_stands_before_models_stands_before_a_head_too(head: Path) -> None:
+def test_the_model_wrapper_applies_to_heads(head: Path) -> None:
     settings = Settings(
         draft=str(head),
         dtype="fp32",

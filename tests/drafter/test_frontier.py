@@ -27,7 +27,7 @@ def grow(tree: SpeculationTree, frontier: Frontier, node: Node, values: list[flo
 
 @given(st.lists(VALUES, min_size=1, max_size=30), st.integers(1, 12), st.integers(1, 5))
 @settings(max_examples=80)
-def test_each_node_once_best_first_and_nothing_below_ends_or_the_last_position(
+def test_frontier_order_equals_the_best_first_reference(
     script: list[list[float]], deepest: int, batch: int
 ) -> None:
     tree, frontier = make(deepest)
@@ -75,12 +75,12 @@ def test_an_unexpanded_root_comes_first_and_once() -> None:
     assert frontier.reach() == -math.inf
 
 
-def test_nothing_grows_at_the_last_position() -> None:
+def test_frontier_is_empty_at_the_last_position() -> None:
     _, frontier = make(deepest=0)
     assert frontier.reach() == -math.inf
 
 
-def test_the_last_position_is_known_after_a_miss_too() -> None:
+def test_the_last_position_holds_after_a_miss() -> None:
     tree, frontier = make(deepest=3)
     tree.advance([5, 5])
     frontier.rebuild()
@@ -88,7 +88,7 @@ def test_the_last_position_is_known_after_a_miss_too() -> None:
     assert frontier.reach() == -math.inf
 
 
-def test_improbable_nodes_are_not_worth_a_step() -> None:
+def test_nodes_below_min_reach_are_skipped() -> None:
     limits = GrowthLimits(width=4, fan_out=3, depth=6, nodes=300, min_reach=0.1)
     tree, frontier = make(limits=limits)
     grow(tree, frontier, frontier.pop(), [-0.5, math.log(0.09), math.log(0.01)])
@@ -96,14 +96,14 @@ def test_improbable_nodes_are_not_worth_a_step() -> None:
     assert frontier.reach() == -math.inf
 
 
-def test_a_full_tree_does_not_grow() -> None:
+def test_a_full_tree_has_no_next_node() -> None:
     limits = GrowthLimits(width=4, fan_out=3, depth=6, nodes=5)
     tree, frontier = make(limits=limits)
     grow(tree, frontier, frontier.pop(), [-0.5, -0.6, -0.7])
     assert frontier.reach() == -math.inf
 
 
-def test_after_the_root_moved_what_is_left_is_ranked_below_it() -> None:
+def test_rebuild_ranks_nodes_below_the_new_root() -> None:
     tree, frontier = make()
     grow(tree, frontier, frontier.pop(), [-0.5, -1.0, -2.0])
     child = frontier.pop()

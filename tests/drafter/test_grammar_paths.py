@@ -128,7 +128,7 @@ class Chains:
 
 
 @pytest.mark.parametrize("source", [a_model(), Heedless(), Chains()], ids=["model", "heedless", "chains"])
-def test_all_guesses_match(source: DraftSource) -> None:
+def test_all_draft_tokens_match_the_grammar(source: DraftSource) -> None:
     told = Told(source, LIMITS, followed())
     told.open()
     told.grow()
@@ -146,7 +146,7 @@ def test_all_guesses_match(source: DraftSource) -> None:
     assert all(matches((*output, *path)) for path in later)
 
 
-def test_a_model_ranks_what_may_come_as_if_there_were_nothing_else() -> None:
+def test_a_model_ranks_allowed_tokens_only() -> None:
     """All that it has to give is among what may come, and their probabilities are of those."""
     told = Told(a_model(14), LIMITS, followed())
     told.open()
@@ -156,7 +156,7 @@ def test_a_model_ranks_what_may_come_as_if_there_were_nothing_else() -> None:
     assert np.exp(root.cumulatives).sum() == pytest.approx(1)
 
 
-def test_others_in_a_step_are_free() -> None:
+def test_requests_without_grammar_are_unrestricted() -> None:
     alone, both = Told(a_model(), LIMITS, None), Told(a_model(), LIMITS, followed())
     alone.open(2, grammar="")
     both.open()
@@ -169,7 +169,7 @@ def test_others_in_a_step_are_free() -> None:
     assert all(map(matches, both.candidates()))
 
 
-def test_guesses_are_free_until_a_grammar_is_compiled_and_where_it_cannot_be() -> None:
+def test_drafts_are_unrestricted_until_a_grammar_is_compiled() -> None:
     ready = Event()
     compiler = ThreadPoolExecutor(1)
     compiler.submit(ready.wait, 30)
@@ -187,7 +187,7 @@ def test_guesses_are_free_until_a_grammar_is_compiled_and_where_it_cannot_be() -
     assert others == [None, None]
 
 
-def test_a_text_that_left_its_grammar_is_free() -> None:
+def test_an_output_that_left_its_grammar_is_unrestricted() -> None:
     paths, root = followed(), SpeculationTree(1, 100).root
     paths.open(1, PARAMETERS, ())
     assert paths.with_allowed([NodeRequest(1, root)])[0].allowed is not None
@@ -195,7 +195,7 @@ def test_a_text_that_left_its_grammar_is_free() -> None:
     assert paths.with_allowed([NodeRequest(1, root)])[0].allowed is None
 
 
-def test_a_request_that_is_closed_is_forgotten() -> None:
+def test_close_frees_the_grammar_state() -> None:
     paths, root = followed(), SpeculationTree(1, 100).root
     paths.open(1, PARAMETERS, ())
     paths.close(1)
@@ -205,7 +205,7 @@ def test_a_request_that_is_closed_is_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, VOCABULARY - 1)), max_size=20))
 @settings(max_examples=50, deadline=None)
-def test_masks_are_those_of_each_path_read_anew(grown: list[tuple[int, int]]) -> None:
+def test_masks_equal_those_of_a_fresh_state_for_each_path(grown: list[tuple[int, int]]) -> None:
     tree = SpeculationTree(1, 100)
     nodes: list[Node] = [tree.root]
     for above, token in grown:
@@ -222,7 +222,7 @@ def test_masks_are_those_of_each_path_read_anew(grown: list[tuple[int, int]]) ->
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_compiled_ranking_heeds_masks_as_torch_does(native: NativeLibrary, temperature: float) -> None:
+def test_native_ranking_with_masks_equals_torch(native: NativeLibrary, temperature: float) -> None:
     compiled = trusted_ranking(native)
     assert compiled is not None
     found: list[ExpandResult] = []
@@ -241,7 +241,7 @@ def test_the_compiled_ranking_heeds_masks_as_torch_does(native: NativeLibrary, t
     assert one.expected_score == pytest.approx(other.expected_score, rel=1e-4)
 
 
-def test_a_token_that_is_forced_is_sure() -> None:
+def test_a_forced_token_has_probability_one() -> None:
     mask = np.zeros(2, dtype=np.int32)
     mask[0] = 1 << 9
     source = ModelSource(FakeModel(200), SlotPool(200), NoiseRows(VOCABULARY, 64), 3)
@@ -251,7 +251,7 @@ def test_a_token_that_is_forced_is_sure() -> None:
     assert (found.tokens[0], found.log_probabilities[0]) == (9, 0.0)
 
 
-def test_rows_without_masks_are_left_as_they_are() -> None:
+def test_rows_without_masks_are_unchanged() -> None:
     logits = torch.randn(3, VOCABULARY)
     assert apply_masks(logits, [None] * 3) is logits
     found = apply_masks(logits, [None, Counting((), 9).masks()[0], None])

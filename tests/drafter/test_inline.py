@@ -22,13 +22,7 @@ def make() -> InlineChannel:
     return InlineChannel(core_of(ScriptedSource(), LIMITS), HELLO)
 
 
-def test_it_greets_first() -> None:
-    channel = make()
-    assert channel.receive() == [HELLO]
-    assert channel.receive() == []
-
-
-def test_one_wait_is_one_step_until_nothing_is_worth_it() -> None:
+def test_one_wait_runs_one_draft_step() -> None:
     channel = make()
     channel.receive()
     channel.send(OPEN)
@@ -44,7 +38,7 @@ def test_one_wait_is_one_step_until_nothing_is_worth_it() -> None:
     assert channel.receive() == []
 
 
-def test_what_an_exceptional_step_takes_is_not_what_a_step_takes() -> None:
+def test_warmup_steps_do_not_count_in_the_step_time() -> None:
     source, clock = ScriptedSource(), iter(range(100))
     channel = InlineChannel(core_of(source, LIMITS), HELLO, lambda: float(next(clock)))
     channel.receive()
@@ -62,7 +56,7 @@ def test_what_an_exceptional_step_takes_is_not_what_a_step_takes() -> None:
     assert told() > HELLO.step_ms
 
 
-def test_one_wait_reads_all_of_a_long_text() -> None:
+def test_one_wait_completes_a_long_prefill() -> None:
     source = DraftModel(FakeModel(300), 300, NoiseRows(VOCABULARY, 64), prefill_rows=20)
     channel = InlineChannel(core_of(source, LIMITS), HELLO)
     channel.receive()
@@ -72,14 +66,14 @@ def test_one_wait_reads_all_of_a_long_text() -> None:
     assert isinstance(growth, Growth)
 
 
-def test_what_waits_already_is_not_waited_for() -> None:
+def test_wait_returns_at_once_if_messages_are_waiting() -> None:
     channel = make()
     channel.send(OPEN)
     assert channel.wait(0.001)
     assert channel.steps == 0
 
 
-def test_messages_are_handled_at_once() -> None:
+def test_send_processes_messages_at_once() -> None:
     channel = make()
     channel.receive()
     channel.send(Outcome(1, 1, 2, (4,), 0))
@@ -87,10 +81,3 @@ def test_messages_are_handled_at_once() -> None:
     assert channel.pending == 0
     assert channel.flush()
     assert channel.fileno() < 0
-
-
-def test_a_closed_channel_takes_nothing() -> None:
-    channel = make()
-    channel.close()
-    assert channel.closed
-    assert not channel.send(OPEN)

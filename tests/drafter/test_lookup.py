@@ -37,18 +37,18 @@ def chain(branches: Sequence[Branch]) -> list[int]:
     return tokens
 
 
-def test_a_whole_chain_follows_from_one_place() -> None:
+def test_one_match_gives_a_whole_chain() -> None:
     branches = expand(source([1, 2, 3, 4, 5, 6, 1, 2, 3]))
     assert chain(branches)[:4] == [4, 5, 6, 1]
     assert [branch.path for branch in branches][:3] == [(), (4,), (4, 5)]
 
 
-def test_a_text_without_a_place_like_its_end_has_none() -> None:
+def test_no_match_gives_no_subtree() -> None:
     assert expand(source([1, 2, 3, 4, 5])) == []
     assert expand(source([])) == []
 
 
-def test_one_token_in_common_is_a_place_where_no_longer_one_is_and_little_is_thought_of_it() -> None:
+def test_a_single_token_match_has_low_probability() -> None:
     one = expand(source([1, 2, 3, 4, 2]))
     assert chain(one)[:2] == [3, 4]
     two = expand(source([5, 2, 3, 1, 2, 4, 5, 2]))
@@ -56,7 +56,7 @@ def test_one_token_in_common_is_a_place_where_no_longer_one_is_and_little_is_tho
     assert math.exp(one[0].log_probabilities[0]) < math.exp(two[0].log_probabilities[0]) < 0.5
 
 
-def test_what_followed_more_often_comes_first_and_branches_keep_their_own_places() -> None:
+def test_frequent_continuations_rank_first() -> None:
     top, *deeper = expand(source([7, 8, 1, 5, 7, 8, 2, 6, 7, 8, 2, 9, 7, 8]))
     assert top.tokens == [2, 1]
     assert math.exp(top.log_probabilities[0] - top.log_probabilities[1]) == pytest.approx(2.0)
@@ -65,12 +65,7 @@ def test_what_followed_more_often_comes_first_and_branches_keep_their_own_places
     assert (sorted(by_path[(2,)]), by_path[(1,)]) == ([6, 9], [5])
 
 
-def test_fewer_candidates_where_fewer_are_wanted() -> None:
-    top, *_ = expand(source([7, 8, 1, 7, 8, 2, 7, 8, 3, 7, 8], fan_out=2))
-    assert len(top.tokens) == 2
-
-
-def test_the_longer_the_match_the_surer_it_is() -> None:
+def test_longer_matches_have_higher_probability() -> None:
     short, long = (
         expand(source([*range(90, 90 + size), 5, *range(90, 90 + size)]))[0].log_probabilities[0]
         for size in (2, 12)
@@ -78,7 +73,7 @@ def test_the_longer_the_match_the_surer_it_is() -> None:
     assert short < long < 0
 
 
-def test_it_is_surer_of_what_was_right_before_and_less_of_what_was_wrong() -> None:
+def test_accuracy_is_learnt_from_outcomes() -> None:
     text = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3]
     first = expand(source(text))[0].log_probabilities[0]
     for commit, surer in (([4, 5, 1, 2, 3], True), ([9, 1, 2, 3], False)):
@@ -91,7 +86,7 @@ def test_it_is_surer_of_what_was_right_before_and_less_of_what_was_wrong() -> No
         assert (expand(learning)[0].log_probabilities[0] > first) is surer
 
 
-def test_guesses_below_an_accepted_path_are_judged_when_their_turn_comes() -> None:
+def test_draft_tokens_below_an_accepted_path_are_observed_later() -> None:
     learning = source([1, 2, 3, 4, 5, 6, 1, 2])
     before = expand(learning)
     for tokens in ([3, 4], [5, 6]):  # without another search: the subtree still stands
@@ -102,13 +97,13 @@ def test_guesses_below_an_accepted_path_are_judged_when_their_turn_comes() -> No
         assert new.log_probabilities[0] > old.log_probabilities[0]
 
 
-def test_a_path_of_guesses_is_part_of_what_is_looked_up() -> None:
+def test_draft_tokens_are_part_of_the_search() -> None:
     of = source([1, 2, 3, 4, 9, 1])
     assert chain(expand(of, 2))[:2] == [3, 4]
     assert expand(of, 8) == []
 
 
-def test_greedy_and_sampled_texts_are_trusted_apart() -> None:
+def test_accuracy_is_separate_for_greedy_and_sampled_requests() -> None:
     text = [1, 2, 3, 1, 2]
     of = source(text)
     for _ in range(20):
@@ -122,11 +117,3 @@ def test_greedy_and_sampled_texts_are_trusted_apart() -> None:
     assert greedy is not None
     assert sampled is not None
     assert greedy.branches[0].log_probabilities[0] < sampled.branches[0].log_probabilities[0]
-
-
-def test_a_closed_request_is_forgotten() -> None:
-    of = source([1, 2])
-    of.close(1)
-    of.close(1)
-    with pytest.raises(KeyError):
-        expand(of)

@@ -43,7 +43,7 @@ def grown(channel: LookupChannel) -> list[int]:
     return [len(each.parents) // 8 for each in messages if isinstance(each, Growth)]
 
 
-def test_what_it_is_told_is_answered_when_it_is_heard_and_once() -> None:
+def test_the_lookup_channel_replies_once_on_receive() -> None:
     channel = make()
     assert not channel.wait(1e9)
     assert channel.send(opening())
@@ -54,13 +54,13 @@ def test_what_it_is_told_is_answered_when_it_is_heard_and_once() -> None:
     assert channel.receive() == []
 
 
-def test_what_nothing_is_known_of_is_not_answered() -> None:
+def test_no_match_sends_no_growth() -> None:
     channel = make()
     channel.send(opening((5, 6, 7, 8)))
     assert channel.receive() == []
 
 
-def test_a_tree_goes_on_where_the_text_went() -> None:
+def test_lookup_continues_below_the_new_root() -> None:
     channel = make()
     channel.send(opening())
     grown(channel)
@@ -70,7 +70,7 @@ def test_a_tree_goes_on_where_the_text_went() -> None:
     assert channel.receive() == [Resync(1, 1)]
 
 
-def test_nothing_grows_beyond_the_end_of_a_text() -> None:
+def test_lookup_stops_at_max_tokens() -> None:
     channel = make()
     channel.send(opening(max_tokens=3))
     assert grown(channel) == [2]
@@ -78,7 +78,7 @@ def test_nothing_grows_beyond_the_end_of_a_text() -> None:
     assert grown(channel) == [1]
 
 
-def test_suffix_looks_into_texts_that_are_over_and_ngram_does_not() -> None:
+def test_suffix_searches_finished_requests_and_ngram_does_not() -> None:
     for name, found in (("ngram", []), ("suffix", [2])):
         channel = lookup_channel(name, EngineConfig(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
         channel.receive()
@@ -89,7 +89,7 @@ def test_suffix_looks_into_texts_that_are_over_and_ngram_does_not() -> None:
         assert grown(channel) == found
 
 
-def test_only_who_answers_at_once_is_told_a_salt() -> None:
+def test_only_in_process_drafters_get_the_salt() -> None:
     engine, _ = make_engine(Case())
     told: dict[str, list[bytes]] = {"instant": [], "inline": []}
 
@@ -118,7 +118,7 @@ def test_only_who_answers_at_once_is_told_a_salt() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 6])
-def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> None:
+def test_lookup_saves_rounds_and_changes_no_text(count: int) -> None:
     case = Case(slots=4096)
     engine, _ = make_engine(case)
     engine.drafters.connect(lookup_channel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
@@ -129,7 +129,7 @@ def test_it_changes_no_text_and_repeated_ones_take_fewer_rounds(count: int) -> N
     assert engine.decision.waited_s == 0
 
 
-def test_it_works_in_every_layout_that_drafts_and_nobody_waits_for_it() -> None:
+def test_lookup_works_in_every_mode_without_waiting() -> None:
     engine, _ = make_engine(Case())
     engine.drafters.connect(lookup_channel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
     for layout, works in (

@@ -47,7 +47,7 @@ def make() -> tuple[DrafterLoop, DrafterCore, MemoryChannel, MemoryChannel]:
     )
 
 
-def test_it_publishes_growth_then_sleeps_on_its_socket_until_the_verifier_leaves() -> None:
+def test_the_drafter_publishes_growth_and_ends_with_its_verifier() -> None:
     loop, _, mine, verifiers = make()
     verifiers.send(OPEN)
     slept: list[int] = []
@@ -66,7 +66,7 @@ def test_it_publishes_growth_then_sleeps_on_its_socket_until_the_verifier_leaves
     assert any(isinstance(message, Heartbeat) for message in heard)
 
 
-def test_several_draft_models_take_turns_and_are_drafters_of_their_own() -> None:
+def test_several_draft_models_in_one_process_alternate() -> None:
     pairs = [memory_pair() for _ in range(2)]
     cores = [core_of(ScriptedSource(), LIMITS) for _ in pairs]
     works = [
@@ -88,7 +88,7 @@ def test_several_draft_models_take_turns_and_are_drafters_of_their_own() -> None
         loop.turn()
 
 
-def test_it_drops_what_is_closed() -> None:
+def test_close_frees_the_request() -> None:
     loop, core, mine, verifiers = make()
     for message in (OPEN, Close(1, 1)):
         verifiers.send(message)
@@ -98,14 +98,14 @@ def test_it_drops_what_is_closed() -> None:
     assert not any(isinstance(message, Growth) for message in verifiers.receive())
 
 
-def test_a_refusal_ends_it_with_the_reason() -> None:
+def test_a_refusal_ends_the_drafter_with_the_reason() -> None:
     loop, _, _, verifiers = make()
     verifiers.send(Refusal("another tokenizer"))
     with pytest.raises(PairMismatchError, match="another tokenizer"):
         loop.run()
 
 
-def test_a_verifier_of_another_version_is_refused_by_the_drafter_too() -> None:
+def test_the_drafter_refuses_another_protocol_version() -> None:
     loop, _, _, verifiers = make()
     verifiers.send(replace(HELLO, protocol=999))
     with pytest.raises(PairMismatchError, match=f"verifier 999, drafter {HELLO.protocol}.*same version"):
@@ -113,7 +113,7 @@ def test_a_verifier_of_another_version_is_refused_by_the_drafter_too() -> None:
     assert verifiers.closed
 
 
-def test_a_patient_one_that_is_refused_asks_again_and_joins_who_comes_after() -> None:
+def test_a_patient_drafter_reconnects_after_a_refusal() -> None:
     """A server of another version, and then its successor at the same address."""
     reached: list[MemoryChannel] = []
 
@@ -155,7 +155,7 @@ class Shared:
         return [[each for each in its.receive() if isinstance(each, Growth)] for its in self.verifiers]
 
 
-def test_two_verifiers_may_have_requests_of_the_same_number() -> None:
+def test_two_verifiers_may_use_the_same_request_number() -> None:
     shared = Shared()
     shared.verifiers[0].send(Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=10))
     shared.verifiers[1].send(Open(1, 4, (7, 8), (), SamplingParameters(max_tokens=9), 0, root=20))
@@ -172,7 +172,7 @@ def test_two_verifiers_may_have_requests_of_the_same_number() -> None:
     assert list(shared.core.requests) == [3]
 
 
-def test_one_verifier_pauses_and_the_other_does_not() -> None:
+def test_a_pause_affects_only_its_verifier() -> None:
     shared = Shared()
     shared.verifiers[0].send(Pause(True))
     shared.verifiers[0].send(OPEN)
@@ -185,7 +185,7 @@ def test_one_verifier_pauses_and_the_other_does_not() -> None:
     assert first
 
 
-def test_a_verifier_that_goes_takes_its_requests_with_it_and_the_other_is_served() -> None:
+def test_a_disconnected_verifier_frees_only_its_requests() -> None:
     shared = Shared()
     for its in shared.verifiers:
         its.send(OPEN)
@@ -196,7 +196,7 @@ def test_a_verifier_that_goes_takes_its_requests_with_it_and_the_other_is_served
     assert list(shared.core.requests) == [3]
 
 
-def test_a_refusal_of_one_verifier_does_not_end_the_others() -> None:
+def test_a_refusal_by_one_verifier_does_not_end_the_drafter() -> None:
     shared = Shared()
     shared.verifiers[0].send(Refusal("another tokenizer"))
     shared.verifiers[0].close()
@@ -207,7 +207,7 @@ def test_a_refusal_of_one_verifier_does_not_end_the_others() -> None:
         shared.loop.turn()
 
 
-def test_a_verifier_that_comes_back_is_greeted_again() -> None:
+def test_a_reconnected_verifier_gets_hello_again() -> None:
     ends: list[MemoryChannel] = []
 
     def reach(_address: str) -> Channel:
@@ -237,7 +237,7 @@ def until(loop: DrafterLoop, condition: Callable[[], bool]) -> None:
         loop.turn()
 
 
-def test_the_file_of_its_life_is_touched_while_a_verifier_takes_drafts(tmp_path: Path) -> None:
+def test_the_alive_file_is_touched_while_a_verifier_accepts_drafts(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
 
     def touched(*said: Message) -> bool:
@@ -271,7 +271,7 @@ IMPOSSIBLE: dict[str, Message] = {
 
 
 @pytest.mark.parametrize("words", [*IMPOSSIBLE.values(), DEEP], ids=[*IMPOSSIBLE, "a deep frame"])
-def test_a_verifier_that_talks_nonsense_is_hung_up_on_and_the_other_served(words: Message | bytes) -> None:
+def test_a_protocol_error_disconnects_only_that_verifier(words: Message | bytes) -> None:
     shared = Shared()
     bad, good = shared.verifiers
     good.send(Open(1, 1, (1, 2, 3), (), SamplingParameters(max_tokens=20), 5, 77))
@@ -286,7 +286,7 @@ def test_a_verifier_that_talks_nonsense_is_hung_up_on_and_the_other_served(words
     assert any(isinstance(each, Growth) for each in good.receive())
 
 
-def test_a_text_with_tokens_that_the_draft_model_lacks_is_not_drafted() -> None:
+def test_tokens_outside_the_draft_vocabulary_are_not_drafted() -> None:
     shared = Shared()
     verifier = shared.verifiers[0]
     for number, token in enumerate((VOCABULARY, -1, 3)):
@@ -299,7 +299,7 @@ def test_a_text_with_tokens_that_the_draft_model_lacks_is_not_drafted() -> None:
     assert not verifier.closed
 
 
-def test_who_was_welcome_once_and_is_refused_later_tries_again() -> None:
+def test_a_later_refusal_of_a_joined_drafter_is_retried() -> None:
     """The reason may pass: a process that is no patient one does not end for it."""
     mine, verifiers = memory_pair()
     core = core_of(ScriptedSource(), LIMITS)

@@ -85,7 +85,7 @@ def memory_maps() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:ssd-features")
 
 
-def test_rows_are_taken_from_there_and_what_was_read_is_said_with_the_next_words() -> None:
+def test_shared_rows_are_copied_and_acknowledged() -> None:
     with closing(Verifier()) as verifier:
         verifier.offer()
         assert verifier.say(OPEN) == [SharedMemoryRead(0)]
@@ -96,7 +96,7 @@ def test_rows_are_taken_from_there_and_what_was_read_is_said_with_the_next_words
         assert verifier.say() == []
 
 
-def test_what_is_of_no_use_is_given_back_too() -> None:
+def test_unused_features_are_acknowledged_too() -> None:
     with closing(Verifier()) as verifier:
         verifier.offer()
         assert verifier.say(TOLD, replace(TOLD, request=9), replace(TOLD, epoch=3)) == [SharedMemoryRead(3)]
@@ -113,9 +113,7 @@ def test_what_is_of_no_use_is_given_back_too() -> None:
         replace(TOLD, width=0),
     ],
 )
-def test_places_that_are_none_end_the_connection(
-    nonsense: Features, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_spans_end_the_connection(nonsense: Features, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(Verifier()) as verifier:
         verifier.offer()
         verifier.say(OPEN)
@@ -124,14 +122,14 @@ def test_places_that_are_none_end_the_connection(
         assert "verifier broke the protocol" in capsys.readouterr().err
 
 
-def test_places_where_nothing_is_shared_end_the_connection(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spans_without_shared_memory_end_the_connection(capsys: pytest.CaptureFixture[str]) -> None:
     with closing(Verifier()) as verifier:
         verifier.say(OPEN, TOLD)
         assert verifier.drafter.gone
         assert "shared memory that was not offered" in capsys.readouterr().err
 
 
-def test_memory_of_another_size_ends_the_connection(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_memory_of_another_size_ends_the_connection(capsys: pytest.CaptureFixture[str]) -> None:
     with closing(Verifier()) as verifier:
         verifier.offer(2 * SIZE)
         verifier.say()
@@ -139,7 +137,7 @@ def test_memory_of_another_size_ends_the_connection(capsys: pytest.CaptureFixtur
         assert "no sealed memory of this size" in capsys.readouterr().err
 
 
-def test_where_the_file_does_not_come_rows_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_descriptor_features_come_in_messages(capsys: pytest.CaptureFixture[str]) -> None:
     with closing(Verifier(ReceiveLimits())) as verifier:
         verifier.offer()
         assert verifier.say(OPEN) == []
@@ -148,7 +146,7 @@ def test_where_the_file_does_not_come_rows_do(capsys: pytest.CaptureFixture[str]
         assert torch.equal(verifier.source.given[0], ROWS)
 
 
-def test_a_verifier_that_is_gone_leaves_nothing() -> None:
+def test_a_lost_verifier_leaves_no_mapping() -> None:
     before, files = memory_maps(), len(os.listdir("/proc/self/fd"))
     with closing(Verifier()) as verifier:
         verifier.offer()

@@ -46,13 +46,13 @@ def checkpoint(folder: Path, architectures: list[str] | None) -> Path:
     return folder
 
 
-def test_a_name_is_a_source() -> None:
+def test_a_registered_name_is_a_source() -> None:
     assert is_source("lookup")
     assert loaded("lookup", None) == "named"
 
 
 @pytest.mark.parametrize("name", ["*", "owner/name", "./lookup", ""])
-def test_anything_else_is_a_model(name: str) -> None:
+def test_other_names_are_models(name: str) -> None:
     assert not is_source(name)
 
 
@@ -66,7 +66,9 @@ def test_anything_else_is_a_model(name: str) -> None:
         (None, "whole model"),
     ],
 )
-def test_a_checkpoint_says_what_it_is(architectures: list[str] | None, expected: str, tmp_path: Path) -> None:
+def test_architectures_select_the_source(
+    architectures: list[str] | None, expected: str, tmp_path: Path
+) -> None:
     assert loaded("owner/name", checkpoint(tmp_path, architectures)) == expected
 
 

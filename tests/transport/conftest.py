@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.transport.strangers import Guarded
+from tests.transport.tls_peers import Guarded
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ssd_serve.base.errors import EngineDeadError, ProtocolError, SettingsError
 from ssd_serve.base.messages import Abort
 from ssd_serve.transport.channel import ReceiveLimits, SocketChannel, poll
 from ssd_serve.transport.listener import Listener, connect
-from tests.transport.shaking import shaken_pair
+from tests.transport.tls_peers import shaken_pair
 
 Pair = tuple[SocketChannel, SocketChannel]
 
@@ -62,7 +62,7 @@ def test_messages_arrive_in_order_both_ways(pair: Pair) -> None:
     assert not pair[0].wait(0.0)
 
 
-def test_a_slow_receiver_makes_send_say_no_and_never_block(pair: Pair) -> None:
+def test_send_returns_false_and_never_blocks_for_a_slow_receiver(pair: Pair) -> None:
     accepted, began = 0, time.monotonic()
     while pair[0].send(growth(accepted, 20_000)):
         accepted += 1
@@ -79,7 +79,7 @@ def test_a_slow_receiver_makes_send_say_no_and_never_block(pair: Pair) -> None:
     assert pair[0].send(Abort(1))
 
 
-def test_a_message_larger_than_every_buffer_goes_through_in_parts(pair: Pair) -> None:
+def test_a_message_larger_than_all_buffers_is_sent_in_parts(pair: Pair) -> None:
     assert pair[0].send(growth(0, 3_000_000))
     assert pair[0].pending > 0
     received: list[Message] = []
@@ -89,7 +89,7 @@ def test_a_message_larger_than_every_buffer_goes_through_in_parts(pair: Pair) ->
     assert received == [growth(0, 3_000_000)]
 
 
-def test_large_messages_pass_both_ways_at_once(pair: Pair) -> None:
+def test_large_messages_in_both_directions_at_once(pair: Pair) -> None:
     sent = [growth(number, 90_000) for number in range(20)]
     unsent: list[list[Message]] = [list(sent), list(sent)]
     received: tuple[list[Message], list[Message]] = ([], [])
@@ -103,7 +103,7 @@ def test_large_messages_pass_both_ways_at_once(pair: Pair) -> None:
     assert received == (sent, sent)
 
 
-def test_what_was_said_before_the_end_is_still_received(pair: Pair) -> None:
+def test_messages_sent_before_close_are_still_received(pair: Pair) -> None:
     pair[0].send(Abort(1))
     pair[0].close()
     while pair[1].send(Abort(9)):
@@ -115,14 +115,14 @@ def test_what_was_said_before_the_end_is_still_received(pair: Pair) -> None:
     assert pair[1].wait(0.0)
 
 
-def test_the_end_is_noticed_by_receiving(pair: Pair) -> None:
+def test_receive_notices_a_closed_peer(pair: Pair) -> None:
     pair[0].close()
     assert pair[1].wait(1.0)
     assert pair[1].receive() == []
     assert pair[1].closed
 
 
-def test_nonsense_closes_the_channel_after_what_came_before() -> None:
+def test_malformed_data_closes_the_channel_after_earlier_messages() -> None:
     raw, other = socket.socketpair()
     channel = SocketChannel(other)
     sender = SocketChannel(raw.dup())
@@ -138,7 +138,7 @@ def test_nonsense_closes_the_channel_after_what_came_before() -> None:
     raw.close()
 
 
-def test_only_the_owner_can_reach_a_unix_listener(tmp_path: Path) -> None:
+def test_a_unix_listener_is_private_to_its_user(tmp_path: Path) -> None:
     listener = Listener.unix(tmp_path / "verifier.sock")
     assert stat.S_IMODE(os.stat(listener.address).st_mode) == 0o600
     assert listener.accept() is None
@@ -162,14 +162,14 @@ def test_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
         listener.close()
 
 
-def test_nobody_there_is_an_error_with_the_address(tmp_path: Path) -> None:
+def test_connecting_to_no_listener_names_the_address(tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match=r"no process answers at .*none"):
         connect(str(tmp_path / "none"), timeout_s=0.05)
     with pytest.raises(EngineDeadError):
         connect(str(tmp_path / "none"), timeout_s=60, give_up=lambda: True)
 
 
-def test_a_path_that_no_kernel_takes_is_a_settings_error() -> None:
+def test_a_socket_path_that_is_too_long_is_a_settings_error() -> None:
     with pytest.raises(SettingsError, match="SSD_RUN_DIR"):
         Listener.unix("/tmp/" + "x" * 120)
 
@@ -187,7 +187,7 @@ def no_descriptor_left() -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_peer_for_whom_there_is_no_descriptor_wakes_nobody_up_and_is_accepted_later(tmp_path: Path) -> None:
+def test_accept_pauses_while_descriptors_are_exhausted(tmp_path: Path) -> None:
     with closing(Listener.unix(tmp_path / "s")) as listener, closing(connect(listener.address)):
         with no_descriptor_left():
             assert listener.accept() is None
@@ -199,7 +199,7 @@ def test_a_peer_for_whom_there_is_no_descriptor_wakes_nobody_up_and_is_accepted_
         accepted.close()
 
 
-def test_connecting_waits_for_a_descriptor(tmp_path: Path) -> None:
+def test_connect_retries_while_descriptors_are_exhausted(tmp_path: Path) -> None:
     tries: list[float] = []
 
     def give_up() -> bool:
@@ -217,7 +217,7 @@ def test_connecting_waits_for_a_descriptor(tmp_path: Path) -> None:
             connect(listener.address, 0.05)
 
 
-def test_no_more_is_taken_at_once_than_a_peer_is_worth() -> None:
+def test_receive_limits_bytes_and_message_types() -> None:
     first, second = socket.socketpair()
     limits = ReceiveLimits(frame_bytes=1000, drain_bytes=4096, kinds=Heartbeat | Hello)
     with closing(SocketChannel(first)) as sender, closing(SocketChannel(second, limits=limits)) as channel:
@@ -233,7 +233,7 @@ def test_no_more_is_taken_at_once_than_a_peer_is_worth() -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link to a file"])
-def test_only_a_socket_is_replaced(tmp_path: Path, kind: str) -> None:
+def test_only_a_stale_socket_file_is_replaced(tmp_path: Path, kind: str) -> None:
     path, kept = tmp_path / "precious", tmp_path / "kept"
     kept.write_text("x")
     if kind == "folder":

@@ -44,7 +44,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
 
 
 @given(st.lists(messages, max_size=8), st.lists(st.integers(0, 2000), max_size=20))
-def test_any_split_of_the_stream_gives_the_same_messages(sent: list[Message], cuts: list[int]) -> None:
+def test_any_split_of_the_stream_decodes_to_the_same_messages(sent: list[Message], cuts: list[int]) -> None:
     writer, reader = FrameWriter(), FrameReader()
     stream = b"".join(bytes(writer.encode(message)) for message in sent)
     received: list[Message] = []
@@ -56,7 +56,7 @@ def test_any_split_of_the_stream_gives_the_same_messages(sent: list[Message], cu
 
 
 @given(st.lists(messages, max_size=5), st.binary(min_size=1, max_size=64))
-def test_nonsense_never_loses_what_came_before(sent: list[Message], nonsense: bytes) -> None:
+def test_malformed_frames_do_not_lose_earlier_messages(sent: list[Message], nonsense: bytes) -> None:
     writer, reader = FrameWriter(max_frame_bytes=4096), FrameReader(max_frame_bytes=4096)
     stream = b"".join(bytes(writer.encode(message)) for message in sent)
     reader.feed(stream + len(nonsense).to_bytes(4, "little") + b"\xc1" + nonsense[1:])
@@ -69,7 +69,7 @@ def test_nonsense_never_loses_what_came_before(sent: list[Message], nonsense: by
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_raise_nothing_else(data: bytes) -> None:
+def test_random_bytes_raise_protocol_error_only(data: bytes) -> None:
     reader = FrameReader(max_frame_bytes=100)
     reader.feed(data)
     try:
@@ -85,7 +85,7 @@ def test_a_frame_above_the_limit_is_refused_from_its_header_alone() -> None:
         reader.take()
 
 
-def test_a_message_above_the_limit_is_not_sent() -> None:
+def test_a_message_above_the_limit_is_not_encoded() -> None:
     writer = FrameWriter(max_frame_bytes=100)
     with pytest.raises(ProtocolError, match="Submit message"):
         writer.encode(Submit(1, tuple(range(200)), SamplingParameters(), 0))
@@ -107,7 +107,7 @@ def nested(depth: int) -> bytes:
 
 
 @pytest.mark.parametrize("depth", [1_500, 100_000])
-def test_a_field_that_nobody_knows_may_not_be_deep(depth: int) -> None:
+def test_deeply_nested_unknown_fields_are_rejected(depth: int) -> None:
     reader = FrameReader()
     reader.feed(framed(nested(10)) + framed(nested(depth)))
     assert reader.take() == [Heartbeat()]
@@ -115,14 +115,14 @@ def test_a_field_that_nobody_knows_may_not_be_deep(depth: int) -> None:
         reader.take()
 
 
-def test_a_list_that_says_to_be_longer_than_memory_ends_the_stream_alone() -> None:
+def test_a_list_length_beyond_memory_is_a_protocol_error() -> None:
     reader = FrameReader()
     reader.feed(framed(b"\x82\xa4type\xa9Committed\xa6tokens\xdd\xff\xff\xff\xff"))
     with pytest.raises(ProtocolError, match="does not decode"):
         reader.take()
 
 
-def test_only_the_kinds_that_a_peer_may_send_decode() -> None:
+def test_only_accepted_message_types_decode() -> None:
     reader = FrameReader(kinds=Abort | Heartbeat)
     writer = FrameWriter()
     reader.feed(writer.encode(Heartbeat()) + writer.encode(Outcome(1, 1, 1, (1,), 1)))

@@ -17,11 +17,10 @@ from ssd_serve.transport.channel import SocketChannel, poll
 from ssd_serve.transport.handshake import KeyGate
 from ssd_serve.transport.listener import connect
 from ssd_serve.transport.tls import TlsStream, identity
-from tests.transport.shaking import KEY
-from tests.transport.strangers import Guarded, Heard, meet
+from tests.transport.tls_peers import KEY, Guarded, Heard, meet
 
 
-def test_silent_and_slow_strangers_keep_nobody_waiting(guarded: Guarded) -> None:
+def test_silent_and_slow_peers_do_not_delay_a_valid_handshake(guarded: Guarded) -> None:
     strangers = [guarded.stranger() for _ in range(5)]
     strangers[0].send(b"x" * 10)
     assert guarded.listener.accept() is None
@@ -33,7 +32,7 @@ def test_silent_and_slow_strangers_keep_nobody_waiting(guarded: Guarded) -> None
         stranger.close()
 
 
-def test_a_stranger_who_stays_silent_is_sent_away() -> None:
+def test_a_silent_peer_is_disconnected_after_the_timeout() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         refused: list[str] = []
         server.setblocking(False)
@@ -63,7 +62,7 @@ def wake(gate: KeyGate) -> None:
         assert gate.accept() is None
 
 
-def test_silent_strangers_make_room_for_those_who_come_and_wake_nobody_up(
+def test_too_many_handshakes_drop_the_oldest(
     crowded: tuple[KeyGate, tuple[str, int], list[str]],
 ) -> None:
     gate, address, refused = crowded
@@ -77,7 +76,7 @@ def test_silent_strangers_make_room_for_those_who_come_and_wake_nobody_up(
             strangers[6].recv(1)
 
 
-def test_a_crowd_from_one_address_crowds_out_itself(
+def test_too_many_handshakes_drop_those_of_the_busiest_address(
     crowded: tuple[KeyGate, tuple[str, int], list[str]],
 ) -> None:
     gate, address, refused = crowded
@@ -95,7 +94,7 @@ def test_a_crowd_from_one_address_crowds_out_itself(
             honest.recv(1)
 
 
-def test_a_crowd_takes_little_of_a_round(crowded: tuple[KeyGate, tuple[str, int], list[str]]) -> None:
+def test_accept_limits_its_handshake_steps(crowded: tuple[KeyGate, tuple[str, int], list[str]]) -> None:
     gate, address, _ = crowded
     with ExitStack() as stack:
         hello = Heard()
@@ -109,7 +108,7 @@ def test_a_crowd_takes_little_of_a_round(crowded: tuple[KeyGate, tuple[str, int]
         assert calls >= 64 / 8
 
 
-def test_peers_who_prove_themselves_at_once_are_all_let_in(guarded: Guarded) -> None:
+def test_concurrent_valid_handshakes_are_all_accepted(guarded: Guarded) -> None:
     found: list[SocketChannel] = []
     threads = [
         threading.Thread(target=lambda: found.append(connect(guarded.listener.address, key=KEY)))
@@ -138,7 +137,7 @@ def aborts(channel: SocketChannel) -> list[Abort]:
     return [message for message in channel.receive() if isinstance(message, Abort)]
 
 
-def test_one_for_whom_there_is_no_descriptor_ends_nothing(guarded: Guarded) -> None:
+def test_handshakes_resume_after_descriptor_exhaustion(guarded: Guarded) -> None:
     with closing(guarded.stranger()):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         spare = os.dup(0)
@@ -155,20 +154,20 @@ def test_one_for_whom_there_is_no_descriptor_ends_nothing(guarded: Guarded) -> N
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" * 8, bytes(64), b"\xff" * 100_000])
-def test_garbage_is_refused_after_a_few_bytes(guarded: Guarded, garbage: bytes) -> None:
+def test_garbage_instead_of_tls_is_refused(guarded: Guarded, garbage: bytes) -> None:
     with closing(guarded.stranger()) as stranger:
         stranger.send(garbage)
         guarded.until_refused(1)
     assert "does not know the key" in guarded.refused[0]
 
 
-def test_a_stranger_who_leaves_is_forgotten(guarded: Guarded) -> None:
+def test_a_peer_that_disconnects_during_the_handshake_is_refused(guarded: Guarded) -> None:
     guarded.stranger().close()
     guarded.until_refused(1)
     assert "left before it proved" in guarded.refused[0]
 
 
-def test_a_hello_without_end_is_refused(guarded: Guarded) -> None:
+def test_an_endless_client_hello_is_refused(guarded: Guarded) -> None:
     with closing(guarded.stranger()) as stranger:
         # A handshake message that announces the most bytes, in records of full size.
         records = b"\x16\x03\x01\x40\x00" + b"\x01\x01\xf0\x00" + bytes(16380)

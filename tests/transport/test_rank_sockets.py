@@ -28,7 +28,7 @@ def met(tmp_path: Path, ranks: int) -> Generator[tuple[Leader, list[Follower]]]:
         yield leader, [followers[rank] for rank in range(1, ranks)]
 
 
-def test_every_rank_hears_every_message_whole_and_in_order(tmp_path: Path) -> None:
+def test_every_rank_receives_all_messages_in_order(tmp_path: Path) -> None:
     messages = [b"", b"a", bytes(range(256)) * 20_000]  # the last one is larger than a socket's buffer
     heard: dict[int, list[bytearray | None]] = {}
 
@@ -48,7 +48,7 @@ def test_every_rank_hears_every_message_whole_and_in_order(tmp_path: Path) -> No
     assert len(heard) == 3
 
 
-def test_rank_0_knows_how_much_memory_the_poorest_has(tmp_path: Path) -> None:
+def test_rank_0_knows_the_least_free_memory(tmp_path: Path) -> None:
     with met(tmp_path, 4) as (leader, _):
         assert leader.min_free == 1000
 
@@ -69,7 +69,7 @@ def test_rank_0_waits_until_all_are_ready(tmp_path: Path) -> None:
         timer.join()
 
 
-def test_a_rank_that_ends_is_an_error_for_rank_0(tmp_path: Path) -> None:
+def test_a_lost_rank_is_an_error_of_rank_0(tmp_path: Path) -> None:
     with met(tmp_path, 3) as (leader, followers):
         followers[1].close()
         followers[0].send_ready()
@@ -79,7 +79,7 @@ def test_a_rank_that_ends_is_an_error_for_rank_0(tmp_path: Path) -> None:
             leader.broadcast(b"batch")
 
 
-def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
     files = RankFiles(tmp_path)
     with (
         closing(Listener.unix(files.socket)) as listener,
@@ -89,7 +89,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
         Leader.accept_all(listener, 4, timeout_s=0.3)
 
 
-def test_a_stranger_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_process_is_refused(tmp_path: Path) -> None:
     files = RankFiles(tmp_path)
     with (
         closing(Listener.unix(files.socket)) as listener,
@@ -99,7 +99,7 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
         Leader.accept_all(listener, 3, timeout_s=1.0)
 
 
-def test_a_length_that_no_rank_would_say_is_refused_before_memory_is_taken_for_it(tmp_path: Path) -> None:
+def test_an_invalid_message_length_allocates_nothing(tmp_path: Path) -> None:
     files = RankFiles(tmp_path)
     with closing(Listener.unix(files.socket)) as listener, socket.socket(socket.AF_UNIX) as liar:
         liar.connect(str(files.socket))

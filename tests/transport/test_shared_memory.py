@@ -18,7 +18,7 @@ from ssd_serve.base.messages import Abort
 from ssd_serve.transport.channel import ReceiveLimits, SocketChannel
 from ssd_serve.transport.shared_memory import RingAllocator, SharedReader, SharedSpan, SharedWriter
 from tests.examples import examples
-from tests.transport.shaking import shaken_pair
+from tests.transport.tls_peers import shaken_pair
 
 SIZE = 1 << 16
 Pair = tuple[SocketChannel, SocketChannel]
@@ -54,9 +54,7 @@ def open_files() -> int:
 
 @given(st.integers(1, 3000), st.lists(st.integers(-9, 1200), max_size=60))
 @settings(max_examples=examples(300), deadline=None)
-def test_pieces_in_use_are_inside_and_apart_and_given_back_in_their_order(
-    size: int, actions: list[int]
-) -> None:
+def test_taken_spans_never_overlap_and_return_in_order(size: int, actions: list[int]) -> None:
     """A number above 0 asks for so many bytes; another one gives so many pieces back, if there are."""
     pieces, held, returned = RingAllocator(size), list[range](), 0
     for action in actions:
@@ -78,7 +76,7 @@ def test_pieces_in_use_are_inside_and_apart_and_given_back_in_their_order(
         assert len(pieces) == len(held)
 
 
-def test_room_that_is_free_is_found_at_both_ends() -> None:
+def test_find_uses_free_bytes_at_both_ends() -> None:
     pieces = RingAllocator(300)
     for offset in (0, 64, 128):
         assert pieces.find(64) == offset
@@ -94,7 +92,7 @@ def test_room_that_is_free_is_found_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("total", [-1, 1, 4])
-def test_nobody_gives_back_what_was_not_taken_or_takes_it_back(total: int) -> None:
+def test_an_impossible_return_count_is_a_protocol_error(total: int) -> None:
     pieces = RingAllocator(300)
     for offset in (0, 64, 128):
         pieces.take(SharedSpan(offset, 64))
@@ -105,7 +103,7 @@ def test_nobody_gives_back_what_was_not_taken_or_takes_it_back(total: int) -> No
     pieces.give_back(3)
 
 
-def test_what_one_end_writes_the_other_reads(pair: Pair) -> None:
+def test_the_reader_sees_written_spans(pair: Pair) -> None:
     writer, reader = shared_pair(pair)
     for place, text in (
         (SharedSpan(0, 5), b"first"),
@@ -118,7 +116,7 @@ def test_what_one_end_writes_the_other_reads(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("place", [(-1, 4), (0, -1), (SIZE - 3, 4), (SIZE, 1), (1 << 62, 1 << 62)])
-def test_no_byte_outside_is_read(pair: Pair, place: tuple[int, int]) -> None:
+def test_spans_out_of_range_are_rejected(pair: Pair, place: tuple[int, int]) -> None:
     _, reader = shared_pair(pair)
     with pytest.raises(ProtocolError, match="of shared memory"):
         reader.copy(SharedSpan(*place))
@@ -144,28 +142,26 @@ def offered(size: int, seals: int, claimed: int) -> SharedReader:
         (1 << 40, fcntl.F_SEAL_SHRINK, 1 << 40),
     ],
 )
-def test_memory_that_could_vanish_or_is_not_what_was_said_is_not_mapped(
-    size: int, seals: int, claimed: int
-) -> None:
+def test_unsealed_or_wrongly_sized_memory_is_not_mapped(size: int, seals: int, claimed: int) -> None:
     before = open_files()
     with pytest.raises(ProtocolError, match="no sealed memory of this size"):
         offered(size, seals, claimed)
     assert open_files() == before
 
 
-def test_a_file_is_no_memory(tmp_path: Path) -> None:
+def test_a_regular_file_is_not_mapped(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZE))
     with pytest.raises(ProtocolError, match="no sealed memory of this size"):
         SharedReader(os.open(path, os.O_RDONLY), SIZE)
 
 
-def test_an_offer_without_a_file_is_the_systems_fault() -> None:
+def test_an_offer_without_a_descriptor_is_an_os_error() -> None:
     with pytest.raises(OSError, match="no descriptor"):
         SharedReader(-1, SIZE)
 
 
-def test_nothing_stays_behind(pair: Pair) -> None:
+def test_mappings_and_descriptors_are_released(pair: Pair) -> None:
     before = maps(), open_files(), sorted(os.listdir("/dev/shm"))
     writer, reader = shared_pair(pair)
     assert maps() == before[0] + 2
@@ -174,7 +170,7 @@ def test_nothing_stays_behind(pair: Pair) -> None:
     assert (maps(), open_files()) == before[:2]
 
 
-def test_files_that_nobody_takes_are_closed(pair: Pair) -> None:
+def test_untaken_descriptors_are_closed(pair: Pair) -> None:
     before = open_files()
     with Path("/dev/null").open("rb") as file:
         for number in range(3):
@@ -187,7 +183,7 @@ def test_files_that_nobody_takes_are_closed(pair: Pair) -> None:
     assert open_files() == before - 1
 
 
-def test_who_does_not_expect_a_file_gets_none() -> None:
+def test_descriptors_are_ignored_unless_accepted() -> None:
     first, second = (SocketChannel(each) for each in socket.socketpair())
     before = open_files()
     with Path("/dev/null").open("rb") as file:
@@ -199,13 +195,13 @@ def test_who_does_not_expect_a_file_gets_none() -> None:
     second.close()
 
 
-def test_no_file_goes_to_another_machine() -> None:
+def test_descriptors_are_not_sent_over_tcp() -> None:
     first, second = socket.socketpair()
     with closing(SocketChannel(first, tls=shaken_pair()[0])) as channel, closing(second):
         assert not channel.send_with(Abort(1), 0)
 
 
-def test_no_file_overtakes_what_is_pending(pair: Pair) -> None:
+def test_a_descriptor_does_not_overtake_pending_bytes(pair: Pair) -> None:
     channel, other = pair
     while not channel.pending:
         channel.send(Abort(1))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ssd_serve.base.errors import PermissionProblemError, SettingsError
 from ssd_serve.transport.tls import Identity, TlsStream, identity
-from tests.transport.shaking import KEY, met, shaken_pair
+from tests.transport.tls_peers import KEY, met, shaken_pair
 
 
-def test_the_same_key_is_the_same_identity_everywhere() -> None:
+def test_equal_keys_make_equal_certificates() -> None:
     before = identity(KEY)
     identity.cache_clear()
     again = identity(KEY)
@@ -24,18 +24,18 @@ def test_the_same_key_is_the_same_identity_everywhere() -> None:
 
 
 @pytest.mark.parametrize("part", [1, 2, 3, 100])
-def test_hands_are_shaken_byte_by_byte_too(part: int) -> None:
+def test_a_handshake_byte_by_byte_succeeds(part: int) -> None:
     own = identity(KEY)
     assert met(TlsStream(own, listening=False), TlsStream(own, listening=True), part) == (True, True)
 
 
-def test_another_key_is_another_identity_to_the_connector() -> None:
+def test_the_connector_rejects_another_key() -> None:
     other = identity("another key of the tests")
     with pytest.raises(ssl.SSLCertVerificationError):
         met(TlsStream(identity(KEY), listening=False), TlsStream(other, listening=True))
 
 
-def test_a_connector_that_believes_everybody_is_not_believed() -> None:
+def test_the_listener_rejects_another_key() -> None:
     other = identity("another key of the tests")
     trusting = Identity(other.listening, other.connecting)
     trusting.connecting.verify_mode = ssl.CERT_NONE
@@ -55,7 +55,7 @@ def test_a_connector_without_a_certificate_is_refused() -> None:
         met(nobody, TlsStream(identity(KEY), listening=True))
 
 
-def test_nothing_older_than_tls_1_3_is_spoken() -> None:
+def test_tls_before_1_3_is_refused() -> None:
     own = identity(KEY)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname = False
@@ -70,7 +70,7 @@ def test_nothing_older_than_tls_1_3_is_spoken() -> None:
     texts=st.lists(st.integers(1, 70_000), min_size=1, max_size=5),
     cuts=st.lists(st.integers(1, 40_000), min_size=1, max_size=10),
 )
-def test_what_one_seals_the_other_opens_however_it_is_cut(texts: list[int], cuts: list[int]) -> None:
+def test_encrypted_bytes_decrypt_in_any_portions(texts: list[int], cuts: list[int]) -> None:
     one, other = shaken_pair()
     plain = [bytes([number % 256]) * size for number, size in enumerate(texts)]
     wire = b"".join(one.encrypt(text) for text in plain)
@@ -85,7 +85,7 @@ def test_what_one_seals_the_other_opens_however_it_is_cut(texts: list[int], cuts
 
 @hypothesis_settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_one_changed_bit_opens_nothing(data: st.DataObject) -> None:
+def test_a_flipped_bit_is_detected(data: st.DataObject) -> None:
     one, other = shaken_pair()
     wire = bytearray(one.encrypt(b"tokens" * 10))
     bit = data.draw(st.integers(0, 8 * len(wire) - 1))
@@ -97,7 +97,7 @@ def test_one_changed_bit_opens_nothing(data: st.DataObject) -> None:
     assert opened == b"", "a length that has grown is waited for"
 
 
-def test_what_was_sealed_cannot_be_said_twice() -> None:
+def test_replayed_records_are_rejected() -> None:
     one, other = shaken_pair()
     wire = one.encrypt(b"once")
     assert other.decrypt(wire) == b"once"
@@ -118,7 +118,7 @@ def honest_connector(listener: TlsStream) -> tuple[ssl.SSLObject, ssl.MemoryBIO]
     return one, leaving
 
 
-def test_after_a_farewell_nothing_is_kept() -> None:
+def test_close_notify_ends_the_stream() -> None:
     other = TlsStream(identity(KEY), listening=True)
     one, leaving = honest_connector(other)
     with pytest.raises(ssl.SSLWantReadError):
@@ -127,7 +127,7 @@ def test_after_a_farewell_nothing_is_kept() -> None:
         other.decrypt(leaving.read() + b"more" * 1000)
 
 
-def test_every_version_makes_the_same_certificate_of_a_key() -> None:
+def test_the_certificate_of_a_key_is_stable() -> None:
     """Where this fails, this version and earlier ones do not know each other: change the salt."""
     one, _ = honest_connector(TlsStream(identity(KEY), listening=True))
     certificate = one.getpeercert(binary_form=True) or b""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.models.weights.formats import read_config
 from ssd_serve.models.heads.kinds import head_kind
+from ssd_serve.models.weights.formats import read_config
 
 if TYPE_CHECKING:
     from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig
