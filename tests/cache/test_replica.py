@@ -127,7 +127,7 @@ class Network(RuleBasedStateMachine):
 
     @rule()
     def calm(self) -> None:
-        """Everything is delivered and a snapshot fills the gaps: both sides agree."""
+        """The network delivers everything, and a snapshot fills the gaps: both sides agree."""
         self.settle()
         for _ in range(4):
             self.back.extend(self.ends.core.step())

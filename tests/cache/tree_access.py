@@ -22,6 +22,6 @@ def reach(tree: SpeculationTree, node: Node) -> float:
 
 
 def candidates(tree: SpeculationTree) -> list[Node]:
-    """All nodes below the root, by falling reach and each after its parent."""
+    """Nodes below the root by falling reach, each after its parent."""
     found = [tree.child_at(node, rank) for node in tree.expanded() for rank in range(len(node.tokens))]
     return sorted(found, key=lambda node: (-node.cumulative, node.depth))

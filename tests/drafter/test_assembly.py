@@ -58,7 +58,6 @@ def test_the_drafter_follows_grammars_if_configured(keeps: bool, kept: int) -> N
     numbers = itertools.count(1)
 
     def candidates() -> int:
-        """Of the root of a new request."""
         number = next(numbers)
         core.handle(Open(number, 1, (5, 6, 7), (), forced, 0, root=1))
         time.sleep(0.005)  # the thread that compiles grammars has to run, even where it has this one already
@@ -70,7 +69,6 @@ def test_the_drafter_follows_grammars_if_configured(keeps: bool, kept: int) -> N
 
 
 def grown(target: Path, draft: Path) -> tuple[Hello, list[int], list[float]]:
-    """Who says what of the first node."""
     named = settings(str(draft)).model_copy(update={"target": str(target)})
     drafter = assemble_drafter(named.engine_config(), "d0", "cpu", None)
     drafter.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))

@@ -143,8 +143,6 @@ def test_a_hit_keeps_the_tree_and_a_miss_drops_it() -> None:
 
 
 class ReadingSource(ScriptedSource):
-    """It guesses nothing before it has read what the target has computed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.has_read = False

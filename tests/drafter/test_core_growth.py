@@ -1,4 +1,4 @@
-"""Which nodes the drafter's core expands, and where growth ends."""
+"""The order and the limits of growth in the drafter's core."""
 
 import math
 from collections.abc import Sequence
@@ -152,8 +152,6 @@ def test_candidate_batches_grow_the_same_trees_and_messages(ranks: list[int], wi
 
 
 class BrokenSource(ScriptedSource):
-    """Of some candidates the log-probabilities are no numbers, or of all."""
-
     kind = "candidates"
     values = np.array([-0.5, -math.inf, math.nan], dtype=np.float32)
 

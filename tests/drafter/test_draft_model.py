@@ -26,7 +26,7 @@ PARAMETERS = (SamplingParameters(temperature=0.0), SamplingParameters(temperatur
 
 
 class DraftRequest:
-    """One request as the drafter's core sees it, and how much of it should have KV."""
+    """A request in the core, and the number of its tokens that should have KV."""
 
     def __init__(self, request: int, tokens: list[int]) -> None:
         self.request = request

@@ -83,7 +83,6 @@ class Told:
         return self.replicas[request].tree
 
     def candidates(self, request: int = 1) -> list[tuple[int, ...]]:
-        """Of every candidate, the tokens that lead there."""
         return [
             (*NodeRequest(request, node).tokens, token)
             for node in self.tree(request).expanded()
@@ -147,7 +146,6 @@ def test_all_draft_tokens_match_the_grammar(source: DraftSource) -> None:
 
 
 def test_a_model_ranks_allowed_tokens_only() -> None:
-    """All that it has to give is among what may come, and their probabilities are of those."""
     told = Told(a_model(14), LIMITS, followed())
     told.open()
     told.grow(1)

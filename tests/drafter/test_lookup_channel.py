@@ -38,7 +38,6 @@ def make() -> LookupChannel:
 
 
 def grown(channel: LookupChannel) -> list[int]:
-    """How many nodes each message expands."""
     messages = channel.receive()
     return [len(each.parents) // 8 for each in messages if isinstance(each, Growth)]
 

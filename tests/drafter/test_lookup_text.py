@@ -107,7 +107,6 @@ def test_history_is_bounded_and_keeps_the_newest(limit: int, added: list[tuple[b
 
 
 def first(of: LookupSource, request: int) -> list[int]:
-    """What should follow the text of a request."""
     (found,) = of.expand([NodeRequest(request, SpeculationTree(1, 100).root)], [[1.0]])
     return found.branches[0].tokens if isinstance(found, Subtree) else []
 

@@ -136,8 +136,6 @@ def test_a_patient_drafter_reconnects_after_a_refusal() -> None:
 
 
 class Shared:
-    """One drafter with two verifiers."""
-
     def __init__(self) -> None:
         self.core = core_of(ScriptedSource(), LIMITS)
         pairs = [memory_pair() for _ in range(2)]
@@ -149,7 +147,6 @@ class Shared:
         self.loop = DrafterLoop([DrafterRunner(self.core, targets, 0.001)])
 
     def turn(self, times: int = 1) -> list[list[Growth]]:
-        """What each verifier hears of growth."""
         for _ in range(times):
             self.loop.turn()
         return [[each for each in its.receive() if isinstance(each, Growth)] for its in self.verifiers]

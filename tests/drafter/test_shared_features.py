@@ -34,8 +34,6 @@ TOLD = Features(1, 1, 0, WIDTH, b"", AT)
 
 
 class ReadingSource(ScriptedSource):
-    """It keeps what it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.given: list[torch.Tensor] = []
@@ -65,7 +63,6 @@ class Verifier:
         assert self.channel.send_with(SharedMemory(size), self.memory.descriptor)
 
     def say(self, *messages: Message) -> Sequence[Message]:
-        """What the drafter answers."""
         for message in messages:
             self.channel.send(message)
         self.drafter.receive()

@@ -1,4 +1,4 @@
-"""Which source drafts: one that is named, one that a checkpoint asks for, or a whole model."""
+"""Selection of the draft source: by name, by a checkpoint's architecture, or a whole model."""
 
 import json
 from pathlib import Path

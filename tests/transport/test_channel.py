@@ -176,7 +176,7 @@ def test_a_socket_path_that_is_too_long_is_a_settings_error() -> None:
 
 @contextmanager
 def no_descriptor_left() -> Generator[None]:
-    """Nothing can be opened: what is free now is beyond the limit."""
+    """Exhaust the descriptors: every free one is beyond the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare = os.dup(0)
     os.close(spare)

@@ -1,4 +1,4 @@
-"""Who comes to the gate of a TCP listener: strangers take little, keep nobody out, and are forgotten."""
+"""Handshakes of unknown, slow and hostile peers: they cost little and delay no others."""
 
 import contextlib
 import os

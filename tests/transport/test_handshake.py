@@ -1,4 +1,4 @@
-"""TCP channels: who knows the key may speak, both ways and unread; nobody else is believed."""
+"""TCP channels over TLS: only peers that know the key can send or read."""
 
 import contextlib
 import os
@@ -22,7 +22,6 @@ from tests.transport.tls_peers import KEY, Guarded, Heard, meet
 
 
 def failing_to_connect(listener: Listener, key: str, timeout_s: float = 5.0) -> Exception:
-    """What a connector with this key gets."""
     errors: list[Exception] = []
 
     def attempt() -> None:

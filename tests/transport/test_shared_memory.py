@@ -44,7 +44,6 @@ def shared_pair(pair: Pair, size: int = SIZE) -> tuple[SharedWriter, SharedReade
 
 
 def maps() -> int:
-    """How often this process has such memory mapped."""
     return Path("/proc/self/maps").read_text().count("memfd:ssd-features")
 
 

@@ -106,7 +106,6 @@ def test_replayed_records_are_rejected() -> None:
 
 
 def honest_connector(listener: TlsStream) -> tuple[ssl.SSLObject, ssl.MemoryBIO]:
-    """One that has shaken hands, and what leaves it."""
     arrived, leaving, heard = ssl.MemoryBIO(), ssl.MemoryBIO(), bytearray()
     one = identity(KEY).connecting.wrap_bio(arrived, leaving)
     with pytest.raises(ssl.SSLWantReadError):
@@ -128,7 +127,7 @@ def test_close_notify_ends_the_stream() -> None:
 
 
 def test_the_certificate_of_a_key_is_stable() -> None:
-    """Where this fails, this version and earlier ones do not know each other: change the salt."""
+    """A failure means that versions cannot authenticate each other: change the salt."""
     one, _ = honest_connector(TlsStream(identity(KEY), listening=True))
     certificate = one.getpeercert(binary_form=True) or b""
     assert (

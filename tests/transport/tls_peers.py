@@ -61,7 +61,7 @@ def shaken_pair() -> tuple[TlsStream, TlsStream]:
 
 
 def met(connector: TlsStream, listener: TlsStream, part: int = 1 << 20) -> tuple[bool, bool]:
-    """Who has come to an end of the handshake, when all is delivered in parts of so many bytes."""
+    """Run a handshake in parts of `part` bytes; returns which end has finished."""
     over = {connector: False, listener: False}
     peers = {connector: listener, listener: connector}
     waiting: dict[TlsStream, bytearray] = {connector: bytearray(), listener: bytearray()}

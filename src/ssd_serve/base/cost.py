@@ -1,4 +1,4 @@
-"""The measured cost model: seconds of a forward by its rows and contexts, and of the host's work beside it.
+"""The measured cost model: seconds of a forward by its rows and contexts, and of the host's work.
 
 Plain numpy; knows no models and no trees.
 """
@@ -100,7 +100,7 @@ class CostTable:
         return float(self.span(rows, rows, reading)[0])
 
     def first_seconds(self, rows: int, reading: Reading) -> float:
-        """The same as it was measured at start, whatever was seen since: a unit that does not drift."""
+        """`seconds` as measured at start, without later observations: a unit that does not drift."""
         return float(np.interp(rows, self._points, self._shape)) + self._read_s(reading)
 
     def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
@@ -177,7 +177,7 @@ def _shape(timings: Sequence[Timing], context_s: float, row_context_s: float, pr
 
 
 class HostCost:
-    """What rounds cost beside their forwards: seconds a round, a request and a node, fitted online.
+    """Host time of rounds in seconds for each round, request and node, fitted online.
 
     Averages that forget over some hundred rounds, held to a prior as far as rounds do not vary. A node's
     share is what the budget must add to its row: on a fast target it is the larger part.
@@ -200,11 +200,11 @@ class HostCost:
         return float(self._weights[2])
 
     def seconds(self, requests: int, nodes: int) -> float:
-        """Seconds of a round beside its forward and its waits."""
+        """Seconds of a round without its forward and its waits."""
         return max(0.0, float(self._weights @ (1.0, requests, nodes)))
 
     def observe(self, requests: int, nodes: int, seconds: float) -> None:
-        """A round of `requests` decoding requests and `nodes` nodes took `seconds` beside its forward."""
+        """A round of `requests` decoding requests and `nodes` nodes took `seconds` without its forward."""
         if self._rounds:  # a pause is not the cost of nodes
             seconds = min(seconds, 3 * self._mean_s + _HOST_SLACK_S)
         self._rounds += 1

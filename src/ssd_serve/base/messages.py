@@ -23,7 +23,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters that decide a request's tokens, besides weights, prompt and seed.
+    """The parameters that decide a request's tokens, apart from weights, prompt and seed.
 
     `top_k` 0 and `top_p` 1.0 mean off; penalties follow the OpenAI and vLLM definitions. Stop strings are
     handled by the server only.
@@ -78,7 +78,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     output: tuple[int, ...] = ()
     """Output of an earlier verifier, which is continued as that verifier would have."""
     scored: int = 0
-    """Prompt tokens, from the second on, whose log-probabilities were told before."""
+    """Number of prompt tokens, from the second on, with log-probabilities that were sent before."""
     options: RequestOptions = RequestOptions()
 
 
@@ -92,7 +92,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SubmitChoices(msgspec.Struct, frozen=True, tag=True):
-    """Several requests that differ only in what `Choice` says: the prompt is told, checked and kept once."""
+    """Several requests of one prompt, which is sent, checked and stored once."""
 
     prompt: tuple[int, ...]
     parameters: SamplingParameters

@@ -29,8 +29,8 @@ class _Orphan(NamedTuple):
 class Replica:
     """Merges the trees of all drafters for one (request, epoch), with at most `limit` candidates.
 
-    Invariants: every token is below `vocabulary`; an orphan waits at most two rounds, and at most 256 orphans
-    with `limit` candidates wait; a message costs at most 16,384 touched candidates besides its own.
+    Invariants: every token is below `vocabulary`. At most 256 orphans with `limit` candidates wait, for two
+    rounds at most. A message touches at most 16,384 candidates of others.
     """
 
     def __init__(self, request: int, epoch: int, root_name: int, limit: int, vocabulary: int) -> None:

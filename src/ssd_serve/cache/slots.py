@@ -1,8 +1,8 @@
 """A torch-free allocator of numbered KV slots, one token each, and tables of a request's slots.
 
-Invariants: a slot is free or in use; every free slot can be allocated; a slot is freed once. It prefers to
-keep one request's slots together and different requests apart, because attention on a CPU reads a compact
-span of slots as a view; correctness never depends on where slots lie.
+Invariants: a slot is free or in use; every free slot can be allocated; a slot is freed once. It keeps one
+request's slots together and requests apart: attention on a CPU reads a compact span of slots as a view.
+Correctness never depends on the placement.
 
 The pool knows neither readers nor contents of a slot; the prefix cache counts readers. A caller frees a slot
 only after every forward that uses it has completed.
