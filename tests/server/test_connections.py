@@ -78,10 +78,10 @@ def test_slow_later_head_is_closed_at_its_deadline() -> None:
     with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
         for _ in range(2):
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            told = b""
-            while not told.endswith(b"}"):
-                told += client.recv(65536)
-            assert told.startswith(b"HTTP/1.1 200")
+            received = b""
+            while not received.endswith(b"}"):
+                received += client.recv(65536)
+            assert received.startswith(b"HTTP/1.1 200")
         assert drip(client, b"GET /health HTTP/1.1\r\n" + b"X-More: and more\r\n" * 20) < 100
 
 
@@ -100,10 +100,10 @@ def test_connection_is_reused_after_an_early_answer() -> None:
     with listening_server(lambda _: say("x"), limits=limits) as address, connected(address) as client:
         for _ in range(2):
             client.sendall(head.encode())
-            told = b""
-            while not told.endswith(b"}"):
-                told += client.recv(65536)
-            assert told.startswith(b"HTTP/1.1 415")
+            received = b""
+            while not received.endswith(b"}"):
+                received += client.recv(65536)
+            assert received.startswith(b"HTTP/1.1 415")
             client.sendall(b"x" * 5)
             time.sleep(0.05)
             client.sendall(b"x" * 5)
@@ -136,10 +136,10 @@ def test_running_request_has_no_head_deadline() -> None:
 
 def test_connection_limit_closes_the_oldest_idle_connection() -> None:
     settings = Settings(max_connections=8, drain_seconds=1)
-    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
+    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as stack:
         idle: list[socket.socket] = []
         for _ in range(20):
-            idle.append(crowd.enter_context(connected(address)))
+            idle.append(stack.enter_context(connected(address)))
             assert httpx.get(f"{address.url}/health").status_code == 200
         assert is_closed(idle[0])
         idle[-1].settimeout(0.2)
@@ -149,8 +149,8 @@ def test_connection_limit_closes_the_oldest_idle_connection() -> None:
 def test_connection_limit_closes_unfinished_requests() -> None:
     settings = Settings(max_connections=8, drain_seconds=1)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
-        sending = [crowd.enter_context(connected(address)) for _ in range(8)]
+    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as stack:
+        sending = [stack.enter_context(connected(address)) for _ in range(8)]
         for one in sending:
             one.sendall(f"{head}Content-Length: 1000\r\n\r\n[".encode())
         for _ in range(4):
@@ -195,8 +195,8 @@ def test_request_counts_as_active_only_when_complete() -> None:
 @contextmanager
 def reading_little(address: ListeningServer, choices: int, length: int) -> Generator[socket.socket]:
     more = {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
-    wish = {"prompt": "a", "n": choices, "max_tokens": length, "stream": True, **more}
-    body = json.dumps(wish).encode()
+    request = {"prompt": "a", "n": choices, "max_tokens": length, "stream": True, **more}
+    body = json.dumps(request).encode()
     head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -255,8 +255,8 @@ def test_unfinished_tls_handshake_is_closed(tmp_path: Path) -> None:
 def test_connection_limit_closes_unfinished_tls_handshakes(tmp_path: Path) -> None:
     pair = make_pair(tmp_path, "a")
     settings = pair.model_copy(update={"max_connections": 8})
-    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as crowd:
-        silent = [crowd.enter_context(connected(address)) for _ in range(20)]
+    with listening_server(lambda _: say("x"), settings) as address, ExitStack() as stack:
+        silent = [stack.enter_context(connected(address)) for _ in range(20)]
         assert httpx.get(f"{address.url}/health", verify=trusting(pair)).status_code == 200
         assert is_closed(silent[0])
 
@@ -275,13 +275,13 @@ def test_request_sent_with_the_tls_handshake_is_answered(tmp_path: Path) -> None
                 incoming.write(plain.recv(65536))
         tls.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         plain.sendall(outgoing.read())  # the handshake's last word and the request in one
-        told = b""
-        while b'"status"' not in told:
+        received = b""
+        while b'"status"' not in received:
             with suppress(ssl.SSLWantReadError):
-                told += tls.read()
+                received += tls.read()
                 continue
             incoming.write(plain.recv(65536))
-        assert told.startswith(b"HTTP/1.1 200")
+        assert received.startswith(b"HTTP/1.1 200")
 
 
 def test_garbage_during_a_request_closes_the_connection_without_error_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -295,64 +295,55 @@ def test_garbage_during_a_request_closes_the_connection_without_error_log(caplog
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-class Guest:
-
+class FakeConnection:
     def __init__(self) -> None:
-        self.asked = False
+        self.aborted = False
 
     def abort(self) -> None:
-        self.asked = True
+        self.aborted = True
 
 
-def without(guest: Guest, *groups: list[Guest]) -> Iterator[list[Guest]]:
-    return ([one for one in each if one is not guest] for each in groups)
+EVENTS = st.tuples(st.sampled_from(["connect", "receive", "activate", "idle", "close"]), st.integers(0, 9))
 
 
-EVENTS = st.tuples(st.sampled_from(["comes", "sends", "works", "rests", "left"]), st.integers(0, 9))
-
-
-@given(most=st.integers(1, 5), events=st.lists(EVENTS))
-def test_connection_limiter_properties(
-    most: int, events: list[tuple[str, int]]
-) -> None:
-    crowd = ConnectionLimiter(most)
-    idle, sending, working = list[Guest](), list[Guest](), list[Guest]()
+@given(limit=st.integers(1, 5), events=st.lists(EVENTS))
+def test_connection_limiter_properties(limit: int, events: list[tuple[str, int]]) -> None:
+    limiter = ConnectionLimiter(limit)
+    idle, receiving, active = list[FakeConnection](), list[FakeConnection](), list[FakeConnection]()
     for event, number in events:
-        present = [*idle, *sending, *working]
-        guest = present[number % len(present)] if present and event != "comes" else Guest()
-        would_leave = [one for one in [*idle, *sending] if one is not guest]
-        if event == "comes":
-            idle.append(guest)
-            crowd.mark_idle(guest)
-        elif event == "sends" and guest in idle:
-            idle.remove(guest)
-            sending.append(guest)
-            crowd.mark_receiving(guest)
-        elif event == "sends" and guest in sending:
-            crowd.mark_receiving(guest)
-        elif event == "works" and guest in present:
-            idle, sending, working = (
-                [one for one in each if one is not guest] for each in (idle, sending, working)
+        present = [*idle, *receiving, *active]
+        chosen = present[number % len(present)] if present and event != "connect" else FakeConnection()
+        abortable = [each for each in [*idle, *receiving] if each is not chosen]
+        if event == "connect":
+            idle.append(chosen)
+            limiter.mark_idle(chosen)
+        elif event == "receive" and chosen in idle:
+            idle.remove(chosen)
+            receiving.append(chosen)
+            limiter.mark_receiving(chosen)
+        elif event == "receive" and chosen in receiving:
+            limiter.mark_receiving(chosen)
+        elif event == "idle" and chosen in active:
+            active.remove(chosen)
+            idle.append(chosen)
+            limiter.mark_idle(chosen)
+        elif event in ("activate", "close") and chosen in present:
+            idle, receiving, active = (
+                [each for each in group if each is not chosen] for group in (idle, receiving, active)
             )
-            working.append(guest)
-            crowd.mark_active(guest)
-        elif event == "rests" and guest in working:
-            working.remove(guest)
-            idle.append(guest)
-            crowd.mark_idle(guest)
-        elif event == "left":
-            idle, sending, working = (
-                [one for one in each if one is not guest] for each in (idle, sending, working)
-            )
-            crowd.remove(guest)
-        asked = [one for one in [*idle, *sending, *working] if one.asked]
-        assert asked == would_leave[: len(asked)], "who is idle, then who still sends, the oldest first"
-        idle, sending = ([one for one in each if not one.asked] for each in (idle, sending))
-        assert len(crowd) == len(idle) + len(sending) + len(working)
-        assert len(crowd) <= max(most, len(working) + 1)
-        for one in [*idle, *sending, *working, Guest()]:
-            others = [busy for busy in working if busy is not one]
-            assert crowd.exhausted_for(one) == (len(others) >= most)
+            if event == "activate":
+                active.append(chosen)
+                limiter.mark_active(chosen)
+            else:
+                limiter.remove(chosen)
+        aborted = [each for each in [*idle, *receiving, *active] if each.aborted]
+        assert aborted == abortable[: len(aborted)], "idle connections first, the oldest first"
+        idle, receiving = ([each for each in group if not each.aborted] for group in (idle, receiving))
+        assert len(limiter) == len(idle) + len(receiving) + len(active)
+        assert len(limiter) <= max(limit, len(active) + 1)
+        for each in [*idle, *receiving, *active, FakeConnection()]:
+            others = [other for other in active if other is not each]
+            assert limiter.exhausted_for(each) == (len(others) >= limit)
 
 
 @pytest.mark.parametrize(

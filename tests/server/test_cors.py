@@ -1,4 +1,4 @@
-"""Web pages of other origins, and a proxy that shows the server under a path of its own."""
+"""CORS, and the root path of a proxy."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ async def test_cors_is_off_by_default() -> None:
 
 @pytest.mark.parametrize("origins", [PAGE, f"http://localhost:3000, {PAGE.upper()}", "*"])
 async def test_cors_allows_named_origins(origins: str) -> None:
-    """Browsers ask for permission without the key; the answer itself still needs it."""
+    """Preflight requests need no key; requests do."""
     settings = resolve({"cors_origins": origins, "api_key": "sesame"})
     async with running_server(lambda _: say("x"), settings) as server:
         asked = await preflight(server, PAGE)
@@ -96,8 +96,3 @@ async def test_root_path_stripped_by_the_proxy_or_not() -> None:
 async def test_invalid_root_path_is_a_settings_error(path: str) -> None:
     with pytest.raises(SettingsError, match="--root-path: must begin with /"):
         resolve({"root_path": path})
-
-
-async def test_workers_get_the_same_origins() -> None:
-    settings = resolve({"cors_origins": f"*, {PAGE}", "root_path": "/x", "tls_key": "/k"})
-    assert Settings.model_validate_json(settings.model_dump_json()) == settings
