@@ -1,7 +1,4 @@
-"""Whether the server in this container can generate a token now: ends with 0 if so, else with 1.
-
-For HEALTHCHECK in images that have no curl. Needs only the standard library, and the server's own variables.
-"""
+"""Health check of a container: exit code 0 if the server can generate a token now, else 1."""
 
 import http.client
 import os

@@ -1,8 +1,4 @@
-"""What a Python has of torch, FlashInfer, Triton and ssd-serve, as lines of NAME=VALUE for setup_rocm.sh.
-
-Runs before anything is installed: it needs the standard library and pip, whose parsers of versions and TOML
-it uses, and it changes nothing. It knows no GPUs, and not what is to be done about what it finds.
-"""
+"""Versions of torch, FlashInfer, Triton and ssd-serve in a Python, as NAME=VALUE lines for setup_rocm.sh."""
 
 import importlib
 import importlib.metadata as metadata
@@ -74,7 +70,7 @@ def torch_facts() -> dict[str, str]:
 
 
 def flashinfer_facts(spec: str, floor: Version) -> dict[str, str]:
-    """What is installed of FlashInfer, what pip is to be asked for, and how the two go together."""
+    """Installed version of FlashInfer, the requirement for pip, and their compatibility."""
     found = version("amd-flashinfer")
     facts = {"flashinfer": found, "flashinfer_state": "missing", "spec": "", "spec_url": "", "spec_error": ""}
     facts |= {"upstream": version("flashinfer-python"), "prebuilt": version("amd-flashinfer-jit-cache")}
@@ -106,7 +102,7 @@ def without_local_bounds(spec: str) -> str:
 
 
 def package_facts(root: Path) -> dict[str, str]:
-    """Whether this checkout is what is installed, and what it and FlashInfer need that is not there."""
+    """Compare the installation with this checkout, and list missing requirements of it and of FlashInfer."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     installed = version("ssd-serve")
     origin = metadata.distribution("ssd-serve").read_text("direct_url.json") if installed else None
@@ -117,7 +113,7 @@ def package_facts(root: Path) -> dict[str, str]:
 
 
 def applicable(requirements: Iterable[str]) -> list[Requirement]:
-    """Those that this Python and system need, without extras."""
+    """Requirements of this Python and system, without extras."""
     parsed = [Requirement(text) for text in requirements]
     return [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
 
@@ -132,7 +128,7 @@ def unmet(requirements: Iterable[str]) -> Iterator[str]:
 
 
 def differences(facts: dict[str, str], constraints: Path) -> str:
-    """Where Python, ROCm and torch are others than in the file of exact versions, in words."""
+    """Differences of Python, ROCm and torch from the file of exact versions, in words."""
     text = constraints.read_text(encoding="utf-8")
     found: list[str] = []
     for name in ("python", "rocm", "torch"):

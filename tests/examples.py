@@ -3,7 +3,6 @@
 import os
 
 WHOLE = bool(os.environ.get("CI"))
-"""Whether all examples are wanted; `make test-all` says so."""
 _SHARE = 4
 
 

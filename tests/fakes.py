@@ -63,7 +63,6 @@ class FakeModel:
         self.forwards = 0
         self.rows = 0
         self.positions: list[int] = []
-        """Of every row so far."""
 
     @property
     def facts(self) -> ModelFacts:

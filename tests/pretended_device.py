@@ -26,7 +26,6 @@ _INDEXING = frozenset({"index", "index_put_", "__getitem__", "__setitem__"})
 """Operators of a device whose indices may also lie on the CPU."""
 _NUMBERS = frozenset({"item", "__bool__", "__float__", "__int__", "__index__"})
 _EARLY = frozenset({"copy_", "contiguous", "nonzero", "__getitem__", "__invert__", "__setitem__"}) | _NUMBERS
-"""What torch refuses without CUDA before it dispatches it."""
 _READING = frozenset({"_local_scalar_dense", "nonzero", "masked_select"}) | _NUMBERS
 """Operators for which the host waits, since it wants numbers of the device."""
 

@@ -14,7 +14,7 @@ DOORS = {
     "ssd_serve.verifier.scheduler": ("Scheduler", "src/ssd_serve/verifier/build.py"),
     "ssd_serve.verifier.round": ("Rounds", "src/ssd_serve/verifier/build.py"),
 }
-"""Of each module, the class that is built in one place, and that place."""
+"""Module of each class that is built in one place, and that place."""
 TESTS_OF_ONE_CLASS = {
     ("Scheduler", "tests/verifier/scheduler_factory.py"),
     ("RoundPlanner", "tests/verifier/test_planner.py"),

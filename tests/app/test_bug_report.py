@@ -67,7 +67,6 @@ def test_results_logs_and_exit_codes_are_packed_without_secrets(tmp_path: Path) 
 
 
 def report(tmp_path: Path, code: str, secrets: list[str], step_s: float = 60.0) -> dict[str, str]:
-    """What the archive holds of one step, which runs `code`."""
     out = tmp_path / "out.tar.gz"
     write_report(out, [Step("it", ("prints",))], secrets, quiet, (sys.executable, "-c", code), step_s)
     return read(out)
@@ -107,7 +106,6 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
 
 
 def gone(process: int) -> bool:
-    """Whether it ends within seconds. What nobody has waited for is gone too."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
@@ -208,7 +206,6 @@ def test_values_that_results_need_are_no_secrets(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_table_of_modes_is_measured_on_few_prompts_of_the_projects_own() -> None:
-    """Whoever reports has no file of prompts, and minutes."""
     step = next(step for step in steps("cuda:0", quick=False) if step.name == "modes")
     args = build_parser().parse_args([each.format(file="out.json") for each in step.arguments])
     assert args.prompts is None

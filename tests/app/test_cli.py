@@ -235,7 +235,7 @@ def test_other_servers_names_of_flags_are_taken(capsys: Captured) -> None:
     assert [told[f"SSD_{name}"]["value"] for name in names] == ["/t", "/d", "2", "512", "3", "mine", "bf16"]
 
 
-def test_help_tells_choices_types_and_what_is_usual(capsys: Captured) -> None:
+def test_help_shows_choices_types_and_defaults(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     told = " ".join(capsys.readouterr().out.split())

@@ -22,7 +22,7 @@ def test_ranks_on_cpus_sum(tmp_path: Path) -> None:
     assert sums("cpu", 0, 1, tmp_path / "other")  # a group that was left behind would be in the way
 
 
-def test_a_device_that_is_not_there_is_told_by_the_librarys_own_words() -> None:
+def test_missing_device_is_reported_in_the_librarys_words() -> None:
     assert "cuda" in failure(["cuda:0"]).lower()
 
 
@@ -45,7 +45,7 @@ def test_a_rank_that_does_not_come_is_noticed() -> None:
         ("import os; os.abort()", "it ended with code -6"),
     ],
 )
-def test_a_library_that_fails_is_told_in_a_line(text: str, words: str) -> None:
+def test_library_failure_is_reported_in_one_line(text: str, words: str) -> None:
     assert failure(["cpu"], program=program(text)) == words
 
 
@@ -55,11 +55,10 @@ def test_a_wrong_sum_is_a_failure() -> None:
 
 
 def test_what_cannot_be_recorded_is_a_failure() -> None:
-    """As on CPUs."""
     assert failure(["cpu"], captured=True) != ""
 
 
-def test_the_command_that_doctor_names_tells_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_collective_command_reports_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cpu", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["rank 0: right", "rank 1: right"]
     assert main(["--captured", "cpu"]) == 1

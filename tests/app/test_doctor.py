@@ -56,7 +56,7 @@ def test_a_backend_that_cannot_run_here_is_a_problem_when_it_was_asked_for() -> 
 
 
 @pytest.mark.slow
-def test_the_exit_code_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_problem_sets_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--tree-decode-backend", "triton"]) == 1
     assert "would serve" in capsys.readouterr().out
 
@@ -72,7 +72,6 @@ def test_without_compiled_kernels_torch_serves(tmp_path: Path) -> None:
 
 
 def told_of(make: Maker, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """What is told of a backend that is made like this."""
     one = [Candidate("tried", "", make)]
     monkeypatch.setattr(doctor, "candidates", lambda *given: one)
     return found(examine(CPU, lambda text: None), "tried, float32")
@@ -88,7 +87,7 @@ def test_a_backend_that_does_not_have_the_dtype_is_not_called_wrong(monkeypatch:
     assert told.advice == "no kernels for float32: use bfloat16"
 
 
-def test_a_backend_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_backend_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(cache: KVCache, heads: int) -> AttentionBackend[Any]:
         raise RuntimeError("no kernel image\nand a long trace")
 
@@ -104,7 +103,7 @@ class Doubled(SdpaAttention):
         return 2 * super().run(layer, queries, plan)
 
 
-def test_a_wrong_backend_is_told_with_how_far_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_backend_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     told = told_of(Doubled, monkeypatch)
     assert told.state is State.NOTE
     assert "heads of 128 in float32: off by" in told.found
@@ -156,8 +155,7 @@ def test_attention_is_chosen_in_the_targets_dtype_and_on_its_gpu(
     assert asked_of_attention(settings, monkeypatch, "cuda:1").layout.dtype is expected
 
 
-def test_attention_on_cores_is_float32_whatever_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a GPU that torch could use."""
+def test_attention_on_cores_is_float32_for_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks, "devices", lambda settings: [])
     monkeypatch.setattr(doctor_checks, "collectives", list[Check])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -178,7 +176,6 @@ def test_attention_on_cores_is_float32_whatever_is_served(monkeypatch: pytest.Mo
 def test_settings_that_this_machine_cannot_serve_are_a_problem(
     monkeypatch: pytest.MonkeyPatch, settings: Settings, reason: str
 ) -> None:
-    """Of the device, of the dtype, or of the backend that checks the one that serves."""
 
     def native_and_broken(*given: Any, **named: Any) -> list[Candidate]:
         return [Candidate("native", "", SdpaAttention), Candidate("sdpa", "", Doubled)]
@@ -191,13 +188,13 @@ def test_settings_that_this_machine_cannot_serve_are_a_problem(
 
 
 @pytest.mark.slow
-def test_what_checks_the_one_that_serves_is_told() -> None:
+def test_checking_backend_is_reported() -> None:
     told = found(examine(Settings(tree_decode_check="sdpa"), lambda text: None), "would serve")
     assert told.state is State.OK
     assert "checked by sdpa" in told.found
 
 
-def test_a_broken_gpu_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_gpu_is_reported_without_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any) -> KVCache:
         raise RuntimeError("CUDA error: unknown error\nCompile with more flags")
 
@@ -214,8 +211,7 @@ def test_a_broken_gpu_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
         assert "report" in found(checks, name).advice
 
 
-def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs with a user id of its own."""
+def test_missing_home_folder_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def unknown(user: int) -> None:
         raise KeyError(user)

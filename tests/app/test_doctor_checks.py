@@ -1,4 +1,4 @@
-"""What `ssd doctor` sees of drivers, GPUs and packages, and when that is a problem."""
+"""Checks of drivers, GPUs and packages by `ssd doctor`."""
 
 import importlib.metadata
 import os
@@ -30,8 +30,6 @@ def found(checks: list[Check], name: str) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where drivers show themselves; none is there."""
-
     kfd: Path
     amd_driver: Path
     nvidia_control: Path
@@ -51,7 +49,6 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
 
 
 def test_an_amd_gpu_that_torch_cannot_use_is_a_problem_only_where_it_shall_serve(files: Files) -> None:
-    """As on a laptop with an APU, or an AMD machine with the torch for CPUs."""
     files.kfd.touch()
     for settings, state in ((CPU, State.NOTE), *((each, State.PROBLEM) for each in GPU)):
         checks = [*doctor_checks.devices(settings), *doctor_checks.torch_build(settings)]
@@ -130,7 +127,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ("7.2.0", "amd-flashinfer", "flashinfer-python", "./setup_rocm.sh"),
     ],
 )
-def test_a_gpu_without_flashinfer_is_told_which_package_fits(
+def test_missing_flashinfer_advice_names_the_package(
     installed: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     hip: str | None,
@@ -162,7 +159,7 @@ def test_a_cpu_lacks_no_package(installed: dict[str, str], files: Files) -> None
         (RayView(failure="no answer within 60 s"), 0, State.NOTE, "does not start: no answer within 60 s"),
     ],
 )
-def test_what_ray_sees_is_told(
+def test_ray_resources_are_reported(
     installed: dict[str, str],
     files: Files,
     monkeypatch: pytest.MonkeyPatch,
@@ -182,7 +179,6 @@ def test_what_ray_sees_is_told(
 
 
 def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is wrong with them, one model on one GPU serves."""
     tried: list[tuple[int, bool]] = []
     wrong = ["", "", "no answer within 90 s", "", "it ended with code -6"]
 

@@ -1,4 +1,4 @@
-"""Which files a server works with: found once, at the start, and named so that workers find the same."""
+"""Models are found once at the start, and named so that workers find the same files."""
 
 from pathlib import Path
 
@@ -14,7 +14,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def snapshot(name: str) -> Path:
-    """Where the hub client would keep a commit."""
     return Path("/hub") / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
 
 

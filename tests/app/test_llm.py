@@ -110,7 +110,7 @@ def test_several_prompts_at_once_give_what_each_gives_alone(llm: LLM) -> None:
     assert together == [llm.generate(prompt, SAMPLED)[0].token_ids for prompt in prompts]
 
 
-def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+def test_parameters_for_each_prompt(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=6, seed=1), SamplingParams(max_tokens=9, temperature=0.0)]
     alone = [llm.generate(TEXT, each)[0] for each in params]
     assert [each.text for each in llm.generate([TEXT, TEXT], params)] == [each.text for each in alone]
@@ -177,7 +177,7 @@ def test_token_ids_are_prompts_too(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_pieces_add_up_to_the_whole(llm: LLM) -> None:
+def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
     (whole,) = llm.generate(TEXT, SAMPLED)
     pieces = list(llm.stream(TEXT, SAMPLED))
     assert len(pieces) > 2
@@ -189,7 +189,7 @@ def test_pieces_add_up_to_the_whole(llm: LLM) -> None:
     assert all(piece.output is None for piece in pieces[:-1])
 
 
-def test_a_stream_that_is_left_and_one_beside_another_disturb_nobody(llm: LLM) -> None:
+def test_abandoned_and_concurrent_streams_are_independent(llm: LLM) -> None:
     (whole,) = llm.generate(TEXT, SAMPLED)
     left, read = llm.stream(TEXT, SAMPLED), llm.stream(TEXT, SAMPLED)
     next(left)
@@ -326,7 +326,7 @@ def test_a_model_that_is_not_there_is_an_error_of_the_tree() -> None:
     assert issubclass(CheckpointError, SsdError)
 
 
-def test_what_is_closed_says_so(folder: Path) -> None:
+def test_closed_llm_raises(folder: Path) -> None:
     closed = LLM(cache_dir=folder, mode="ar", **SETTINGS)
     closed.close()
     closed.close()

@@ -39,14 +39,14 @@ def test_five_devices_give_four_to_the_target_and_one_to_the_drafter(of_five: Pl
     assert "assumed" in text
 
 
-def test_two_devices_serve_a_large_target_better_together() -> None:
+def test_two_devices_are_better_used_by_the_target() -> None:
     """A second device halves what the target reads; a drafter beside would leave it one."""
     best = plan(2).best
     assert best is not None
     assert (best.drafting, best.target) == (SpeculationMode.SYNC, 2)
 
 
-def test_a_useless_draft_is_not_taken_and_the_page_says_from_where_on_one_pays() -> None:
+def test_useless_draft_gives_plain_mode_and_break_even_acceptance() -> None:
     found = plan(1, acceptance=0.02)
     best = found.best
     assert best is not None
@@ -56,7 +56,7 @@ def test_a_useless_draft_is_not_taken_and_the_page_says_from_where_on_one_pays()
     assert f"from an acceptance of {found.pays_from:.2f} on" in page([found])
 
 
-def test_what_does_not_fit_is_said_with_the_devices_that_would_do() -> None:
+def test_target_that_does_not_fit_names_devices_needed() -> None:
     found = plan(1, sheet="h100")
     assert found.best is None
     assert found.devices_needed == 2
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_said_with_the_devices_that_would_do() -> None:
     assert "fits from 2 x H100 on" in page([found])
 
 
-def test_what_fits_on_no_number_of_devices_is_said() -> None:
+def test_target_that_fits_nowhere_is_reported() -> None:
     found = make_plan(
         Sheets(device_sheet("h100"), 16), known("llama-3.1-405b"), None, PlanOptions(context=512)
     )

@@ -159,8 +159,8 @@ def test_a_model_is_split_as_the_engines_ranks_can_share_it() -> None:
     assert platform.group(known("llama-3.1-70b"), 64) == 8
 
 
-def test_a_key_value_head_is_held_whole_by_every_device_that_needs_it() -> None:
-    """Of two heads each of 8 devices holds one: half of the cache, not an eighth."""
+def test_kv_heads_are_copied_not_split() -> None:
+    """Each of 8 devices holds one of two heads: half of the cache, not an eighth."""
     model, platform = small_model(kv_heads=2), Sheets(PLAIN_SHEET, 8)
     wish = PlanOptions(context=4000)
     (whole, split) = (make_plan(Sheets(PLAIN_SHEET, n), model, None, wish).layouts[0] for n in (1, 8))

@@ -74,7 +74,7 @@ def test_a_folder_takes_what_its_loaded_model_would(
 @pytest.mark.parametrize(
     "name", ["compressed-tensor-static", "fp8-static", "quark-channel-dynamic", "fp8-block"]
 )
-def test_without_files_the_configuration_tells_the_same(name: str, tmp_path: Path) -> None:
+def test_fp8_sizes_follow_from_the_configuration_alone(name: str, tmp_path: Path) -> None:
     write(FORMS[name], tmp_path)
     with_files = on_gpu(tmp_path, FN)
     (tmp_path / "model.safetensors").unlink()
@@ -125,7 +125,7 @@ def test_a_measured_device_reads_less_and_computes_as_long() -> None:
 
 
 @pytest.mark.parametrize("name", ["compressed-tensor-static", "compressed-block"])
-def test_the_command_says_when_weights_are_widened(
+def test_plan_notes_widened_fp8_weights(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(FORMS[name], tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What a Serve config may say, and which cores a replica gets."""
+"""Arguments of a Serve config, and the cores of a replica."""
 
 import importlib
 import sys

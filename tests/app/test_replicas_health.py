@@ -1,4 +1,4 @@
-"""What a replica tells Ray Serve of its health. No Ray runs."""
+"""Health of a replica as Ray Serve sees it. No Ray runs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,6 @@ def anyio_backend() -> str:
 
 @dataclass
 class Engine:
-    """As its front end sees it."""
-
     dead: str | None = None
     silent_s: float = 0.0
     lost_s: float | None = None

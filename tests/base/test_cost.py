@@ -17,7 +17,7 @@ TIMINGS = st.lists(
 
 
 @given(TIMINGS, OBSERVATIONS)
-def test_more_rows_never_cost_less_whatever_was_seen(
+def test_more_rows_never_cost_less(
     timings: list[Timing], observations: list[tuple[int, float, int, int]]
 ) -> None:
     table = CostTable(timings)
@@ -123,7 +123,7 @@ def test_impossible_observations_are_ignored(rows: int, seconds: float) -> None:
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=25)
-def test_the_host_learns_what_a_node_costs_whatever_else_varies(seed: int) -> None:
+def test_host_cost_learns_the_cost_of_a_node(seed: int) -> None:
     random = np.random.default_rng(seed)
     host = HostCost()
     for _ in range(400):
@@ -139,9 +139,7 @@ def test_the_host_learns_what_a_node_costs_whatever_else_varies(seed: int) -> No
     st.integers(0, 3000),
 )
 @settings(max_examples=40, deadline=None)
-def test_the_host_cost_stays_finite_whatever_is_seen_and_however_long_nothing_changes(
-    seen: list[tuple[int, int, float]], same: int
-) -> None:
+def test_host_cost_stays_finite(seen: list[tuple[int, int, float]], same: int) -> None:
     host = HostCost()
     for requests, nodes, seconds in [*seen, *[(1, 0, 0.3e-3)] * same]:
         host.observe(requests, nodes, seconds)

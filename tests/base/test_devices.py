@@ -1,4 +1,4 @@
-"""How a process binds itself to its device."""
+"""Binding of a process to its device."""
 
 import re
 import subprocess
@@ -30,7 +30,6 @@ def test_processes_beside_several_gpus_share_the_cores(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone lengthens sleeps")
 def test_beside_a_gpu_sleeps_end_when_they_should() -> None:
-    """In a process of its own: the setting outlives a test."""
     program = (
         "import ctypes, torch; from ssd_serve.base.devices import parse_device, pin; "
         "torch.cuda.set_device = lambda _: None; torch.cuda.device_count = lambda: 1; "
@@ -44,7 +43,6 @@ def test_beside_a_gpu_sleeps_end_when_they_should() -> None:
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
-    """What is found on a machine with these driver files and this Python."""
 
     def found(*drivers: str, says: str = "", fails: str = "") -> Machine:
         python = tmp_path / "python"
@@ -84,9 +82,7 @@ def test_gpus_that_torch_can_use_are_counted(ask: Ask) -> None:
         ("nvidiactl", "something else", "cannot be asked for it"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_says_in_one_sentence_what_to_do(
-    ask: Ask, driver: str, says: str, sentence: str
-) -> None:
+def test_unusable_gpu_error_names_the_remedy(ask: Ask, driver: str, says: str, sentence: str) -> None:
     machine = ask(driver, says=says)
     assert machine.gpus == 0
     assert re.search(sentence, machine.trouble)

@@ -36,7 +36,7 @@ def test_lines_for_people_and_for_machines() -> None:
     )
 
 
-def test_what_others_cause_is_said_once_a_minute_with_how_often_it_was() -> None:
+def test_rate_limited_warnings_count_suppressed_ones() -> None:
     out, now = io.StringIO(), [0.0]
     rate_limited = RateLimitedLogger(Logger("verifier", stream=out), clock=lambda: now[0])
     for now[0] in (0.0, 1.0, 59.0, 60.0, 61.0, 130.0):
@@ -59,7 +59,7 @@ def test_libraries_log_in_the_same_way() -> None:
     assert "ZeroDivisionError" in lines[1]["traceback"]
 
 
-def test_a_librarys_warnings_from_one_place_are_told_once_a_minute() -> None:
+def test_library_warnings_are_rate_limited_by_place() -> None:
     out = io.StringIO()
     carry_library_logs(Logger("server", "info", "json", stream=out))
     for number in range(1000):

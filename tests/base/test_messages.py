@@ -1,4 +1,4 @@
-"""What goes over the wire belongs to a version, by which processes of other versions are refused."""
+"""Shapes of messages belong to a protocol version, which refuses processes of other versions."""
 
 import ast
 import hashlib
@@ -8,7 +8,7 @@ from types import ModuleType
 from ssd_serve.base import draft_messages, messages
 
 SHAPES = {5: "aa392d55cccfe365", 6: "0ad3ce217928ac00", 7: "3b5d5744a17835b7"}
-"""By protocol version. Another shape needs another version, and its line here."""
+"""Digest of all messages by protocol version. Another shape needs another version, and its line here."""
 
 
 def _statements(module: ModuleType) -> list[ast.stmt]:

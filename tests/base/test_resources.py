@@ -62,7 +62,7 @@ def test_garbage_is_collected_although_much_was_loaded() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other heaps are left to themselves")
-def test_pages_between_what_lives_go_back_to_the_system() -> None:
+def test_heap_trim_returns_free_pages() -> None:
     assert _run(_HOLES) > 40
 
 

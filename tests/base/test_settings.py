@@ -25,7 +25,7 @@ def test_a_flag_beats_a_variable_beats_a_default(monkeypatch: pytest.MonkeyPatch
     assert resolve({"port": "9100"}).port == 9100
 
 
-def test_every_field_can_be_a_variable_and_says_what_it_means() -> None:
+def test_every_setting_has_a_variable_and_a_description() -> None:
     for name, field in Settings.model_fields.items():
         assert field.description, name
         assert name == name.lower()

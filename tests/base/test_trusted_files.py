@@ -1,4 +1,4 @@
-"""What nobody else can change, and what is done where somebody can."""
+"""Files that only this user can change, and the fallback if others can."""
 
 import grp
 import os
@@ -25,7 +25,6 @@ def mine(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is /tmp elsewhere."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -66,7 +65,7 @@ def test_a_link_is_judged_by_where_it_leads(mine: Path, tmp_path: Path) -> None:
     assert weakness(link) == f"others may write to {mine}"
 
 
-def test_the_group_of_this_user_alone_is_nobody_else(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_group_counts_as_this_user(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine.chmod(0o775)
     user = type("User", (), {"pw_gid": mine.stat().st_gid, "pw_name": "me"})
     group = type("Group", (), {"gr_name": "me", "gr_mem": list[str]()})
@@ -80,7 +79,7 @@ def test_the_group_of_this_user_alone_is_nobody_else(mine: Path, monkeypatch: py
 
 
 @as_root
-def test_what_belongs_to_somebody_else(mine: Path) -> None:
+def test_folder_of_another_user_is_refused(mine: Path) -> None:
     os.chown(mine, STRANGER, -1)
     assert weakness(mine) == f"{mine} belongs to another user"
     os.chown(mine, 0, -1)
@@ -106,7 +105,7 @@ def test_files(mine: Path) -> None:
         read_own(file)
 
 
-def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(mine: Path) -> None:
+def test_pipe_in_place_of_a_file_does_not_block(mine: Path) -> None:
     os.mkfifo(mine / "pipe")
     with pytest.raises(PermissionError):
         read_own(mine / "pipe")
@@ -146,7 +145,7 @@ def test_another_folder_and_one_warning_where_others_may_write(mine: Path, elsew
 
 
 @pytest.mark.parametrize("kind", ["a link", "open to all", pytest.param("a stranger's", marks=as_root)])
-def test_the_other_folder_may_be_taken_by_somebody(mine: Path, elsewhere: Path, kind: str) -> None:
+def test_fallback_folder_may_be_taken(mine: Path, elsewhere: Path, kind: str) -> None:
     mine.chmod(0o777)
     planted = elsewhere / f"ssd-serve-{os.getuid()}"
     if kind == "a link":

@@ -27,7 +27,6 @@ def workers(**behaviours: str) -> Callable[..., list[str]]:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -35,5 +34,4 @@ def alive(pid: int) -> bool:
 
 
 def beats(pid: int) -> bool:
-    """Whether a worker gives signs of life."""
     return bool(psutil.Process(pid).num_threads() >= _BEATING)

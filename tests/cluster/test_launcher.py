@@ -87,7 +87,7 @@ def test_a_refusal_at_the_start_keeps_its_exit_code(role: str, capfd: pytest.Cap
     assert "half a checkpoint" in capfd.readouterr().err
 
 
-def test_a_signal_to_the_whole_group_is_the_parents_affair() -> None:
+def test_workers_ignore_signals_to_the_process_group() -> None:
     command = workers(verifier="sleep", drafter="sleep")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
         pids = engine.supervisor.pids()

@@ -1,4 +1,4 @@
-"""Who computes where: a pure function, for machines of every size; and the names of devices."""
+"""Placement of processes on machines of every size, and names of devices."""
 
 from pathlib import Path
 
@@ -279,7 +279,7 @@ def test_drafters_divide_their_device_and_take_the_draft_models_by_turns() -> No
     assert parts == ["cpu:2", "cpu:3", "cpu:4-5"]
 
 
-def test_each_draft_model_has_a_drafter_where_nothing_is_said() -> None:
+def test_default_is_one_drafter_for_each_draft_model() -> None:
     settings = Settings(mode=Mode.SSD, target="t", draft="a,b,c")
     assert settings.drafter_count == 3
     assert place(settings, machine(8)).draft == cpu(5, 6, 7)
@@ -314,7 +314,7 @@ def test_impossible_drafters(settings: Settings, message: str) -> None:
         place(settings, machine(8, 8))
 
 
-def test_without_drafters_of_its_own_the_target_has_all_cores_and_others_may_join() -> None:
+def test_target_has_all_cores_if_drafters_join_from_elsewhere() -> None:
     address = "tcp://127.0.0.1:4711"
     settings = Settings(target="t", drafters=0, drafter_address=address, cluster_key="a key of the tests")
     assert place(settings, machine(4)) == Placement(Mode.SSD, cpu(0, 1, 2, 3), None, cpu(0, 1, 2, 3))

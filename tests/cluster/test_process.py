@@ -28,13 +28,13 @@ class Held:
         raise subprocess.TimeoutExpired("worker", timeout or 0.0)
 
 
-def test_nobody_waits_for_ever_for_a_process_that_cannot_be_killed() -> None:
+def test_stop_returns_for_a_process_that_cannot_be_killed() -> None:
     held = Held()
     assert WorkerProcess("verifier", cast(Any, held)).stop(grace_s=0.5) == -signal.SIGKILL
     assert (held.kills, held.waited) == (1, [0.5, 10.0])
 
 
-def test_who_has_no_descriptor_to_look_at_a_process_knows_nothing_of_it(
+def test_process_state_is_unknown_without_a_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def find(pid: int) -> None:

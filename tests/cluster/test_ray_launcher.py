@@ -1,4 +1,4 @@
-"""Where the next verifier is looked for, without a cluster."""
+"""Connection to restarted verifiers, and waiting for devices, without a cluster."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What an engine asks a Ray cluster for: bundles, kinds of GPU, and the device of an actor. No Ray runs."""
+"""Bundles that an engine requests from Ray, kinds of GPU, and devices of actors. No Ray runs."""
 
 import pytest
 
@@ -79,7 +79,7 @@ def test_modes_follow_what_the_cluster_has() -> None:
         ray_place(Settings(target="a-model", mode=Mode.SSD), cores(8))
 
 
-def test_cores_that_nobody_names_are_the_largest_nodes_but_for_the_drafters() -> None:
+def test_default_cores_are_the_largest_nodes_minus_drafters() -> None:
     assert shapes(ray_place(Settings(drafters=2), cores(4, 16))) == [(14, 0), (1, 0), (1, 0)]
     assert shapes(ray_place(Settings(mode=Mode.AR, tensor_parallel=3), cores(8))) == [(6, 0)]
 
@@ -114,7 +114,7 @@ def test_kinds_of_gpu_are_named_as_people_name_them(wished: str, kind: str) -> N
     ]
 
 
-def test_a_small_target_and_partitioned_drafters_are_told_apart_by_kind() -> None:
+def test_accelerator_kinds_separate_target_and_partitioned_drafters() -> None:
     """Eight MI300X, one of them in eight parts (CPX) on a node of its own: a part counts as a GPU."""
     nodes = [gpus("h", 1, "H200"), gpus("parts", 8, MI300X)]
     settings = Settings(target_accelerator="h200", draft_accelerator="mi300x", drafters=3)
@@ -141,7 +141,7 @@ def test_of_several_boards_with_a_product_each_takes_one_that_has_room() -> None
         assert kinds == expected, "the drafter stays beside the target where there is room"
 
 
-def test_whole_and_partitioned_gpus_of_one_product_are_told_apart_by_kinds_of_the_users_own() -> None:
+def test_custom_kinds_separate_whole_and_partitioned_gpus() -> None:
     whole = RayNode("whole", cpus=64, gpus=4, kinds=(MI300X, "MI300X-SPX"))
     parts = RayNode("parts", cpus=64, gpus=8, kinds=(MI300X, "MI300X-CPX"))
     settings = Settings(

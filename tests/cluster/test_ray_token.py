@@ -29,7 +29,7 @@ def prepared(given: dict[str, str], *, joining: bool) -> dict[str, str]:
     return environment
 
 
-def test_a_ray_of_ones_own_has_a_token_that_nobody_else_knows() -> None:
+def test_own_ray_gets_a_random_token() -> None:
     first, second = prepared({}, joining=False), prepared({}, joining=False)
     assert first["RAY_AUTH_MODE"] == "token"
     assert len(first["RAY_AUTH_TOKEN"]) == 64
@@ -47,7 +47,7 @@ def test_without_a_token_another_ray_is_joined_as_ray_does() -> None:
 
 
 @pytest.mark.parametrize("joining", [False, True])
-def test_who_switches_tokens_off_means_it(joining: bool) -> None:
+def test_disabled_ray_token_stays_disabled(joining: bool) -> None:
     assert prepared({"RAY_AUTH_MODE": "disabled"}, joining=joining) == {"RAY_AUTH_MODE": "disabled"}
 
 
@@ -97,7 +97,7 @@ def test_a_ray_that_asks_for_a_token_is_nothing_to_talk_about() -> None:
         assert warned(address) == ""
 
 
-def test_an_address_where_nobody_answers_is_no_warning() -> None:
+def test_unreachable_ray_address_gives_no_warning() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     assert warned(address) == ""

@@ -1,4 +1,4 @@
-"""What Ray counts, and every way in which it may not answer."""
+"""Resources that Ray sees, and failures of the question."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ def answering(text: str) -> RayView:
     return ray_view(30.0, (sys.executable, "-c", f"print({text!r})"))
 
 
-def test_gpus_and_their_kinds_are_told() -> None:
+def test_ray_view_reports_gpus_and_kinds() -> None:
     resources = {"CPU": 192.0, "GPU": 8.0, "accelerator_type:AMD-Instinct-MI300X-OAM": 1.0, "memory": 1e12}
     found = answering(f"a line of Ray's\n{json.dumps(resources)}")
     assert found == RayView(192, 8, ("AMD-Instinct-MI300X-OAM",))

@@ -1,4 +1,4 @@
-"""When a target that died is started again, and when that is given up."""
+"""Restarts of a target that died, and giving up."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_what_was_never_ready_does_not_come_back() -> None:
     assert RestartPolicy(FakeClock()).pause(KILLED) is None
 
 
-def test_what_lived_long_comes_back_at_once_however_often_it_dies() -> None:
+def test_long_lived_target_restarts_without_pause() -> None:
     clock = FakeClock()
     comeback = RestartPolicy(clock)
     for _ in range(100):
@@ -29,7 +29,7 @@ def test_what_lived_long_comes_back_at_once_however_often_it_dies() -> None:
 
 
 @pytest.mark.parametrize("loads", [True, False])
-def test_what_dies_quickly_comes_back_later_and_later_and_then_no_more(loads: bool) -> None:
+def test_quick_deaths_back_off_and_are_given_up(loads: bool) -> None:
     clock = FakeClock()
     comeback = RestartPolicy(clock)
     comeback.ready()
@@ -50,7 +50,7 @@ def test_a_mistake_that_a_restart_cannot_mend_ends_it_but_memory_may_come_back()
     assert comeback.pause(CheckpointError.exit_code) is None
 
 
-def test_deaths_whose_cause_is_gone_do_not_count() -> None:
+def test_forgiven_deaths_do_not_count() -> None:
     clock = FakeClock()
     comeback = RestartPolicy(clock)
     for death in range(40):

@@ -33,7 +33,7 @@ def test_a_drafter_that_worked_and_refuses_later_ends_nothing(monkeypatch: pytes
         assert engine.supervisor.failure is None
 
 
-def test_a_killed_drafter_comes_back_and_the_verifier_stays() -> None:
+def test_killed_drafter_is_restarted_alone() -> None:
     command = workers(verifier="sleep", drafter="sleep")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
         before = engine.supervisor.pids()
@@ -46,7 +46,7 @@ def test_a_killed_drafter_comes_back_and_the_verifier_stays() -> None:
 
 
 @pytest.mark.slow
-def test_a_drafter_that_always_dies_is_restarted_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_restarts_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
     def noted(deaths: int) -> float:
@@ -108,7 +108,7 @@ class _Short:
         return start(plan)
 
 
-def test_a_shortage_ends_no_supervision_and_a_worker_is_started_when_it_is_over() -> None:
+def test_worker_is_restarted_after_descriptors_ran_out() -> None:
     plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
     short = _Short()
     supervisor = Supervisor([plan], short.start, QUIET, pulses=short)
@@ -123,7 +123,7 @@ def test_a_shortage_ends_no_supervision_and_a_worker_is_started_when_it_is_over(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whoever_waits_hears_that_nobody_is_watched_any_more() -> None:
+def test_failed_supervisor_reports_failure_to_waiting_callers() -> None:
     plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
     supervisor = Supervisor([plan], start, QUIET, pulses=_Broken())
     supervisor.start()
@@ -142,7 +142,7 @@ def test_the_process_that_died_first_is_named_not_those_that_lost_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_target_that_was_ready_comes_back_whole() -> None:
+def test_ready_target_is_restarted_with_all_ranks() -> None:
     command = workers(verifier="listen", rank="sleep", drafter="sleep")
     settings = Settings(mode=Mode.SSD, tensor_parallel=2)
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
@@ -166,7 +166,7 @@ def test_a_target_that_was_ready_comes_back_whole() -> None:
 
 
 @pytest.mark.slow
-def test_a_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "pause_before_restart", lambda _restarts: 0.0)
     command = workers(verifier="crash")
     with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
@@ -179,7 +179,7 @@ def test_a_target_that_always_dies_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", ["verifier", "rank-1", "drafter-0"])
-def test_a_worker_that_hangs_is_killed_and_comes_back(worker: str, tmp_path: Path) -> None:
+def test_hanging_worker_is_killed_and_restarted(worker: str, tmp_path: Path) -> None:
     command = workers(verifier="sleep", rank="sleep", drafter="sleep")
     settings = Settings(mode=Mode.SSD, tensor_parallel=2, run_dir=tmp_path / "run")
     with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
@@ -215,7 +215,7 @@ def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_l
 
 
 @pytest.mark.slow
-def test_a_verifier_that_beats_but_says_nothing_comes_back_unless_it_computes() -> None:
+def test_silent_verifier_is_restarted_unless_it_computes() -> None:
     """Both are suspected for as long as it takes to be sure of the one that does nothing."""
     supervisors: list[Supervisor] = []
     for behaviour in ("sleep", "compute"):

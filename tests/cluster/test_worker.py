@@ -20,7 +20,7 @@ sys.exit(leave_worker("rank-1", getattr(errors, sys.argv[1])("it is gone")))
     # The driver of a GPU that hangs waits for it, longer than anybody should wait for this process.
     [("RankLostError", 70, 0.0), ("DeviceHangError", 72, 60.0)],
 )
-def test_a_worker_says_why_it_leaves_and_does_not_wait_for_a_gpu_that_hangs(
+def test_worker_reports_its_error_and_exits_despite_a_hanging_gpu(
     error: str, code: int, teardown_s: float
 ) -> None:
     started = time.monotonic()

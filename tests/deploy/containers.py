@@ -23,13 +23,10 @@ CPU_FOR_GPU = {
     "SSD_DRAFT": "",
     "SSD_DRAFT_DEVICE": "cpu:1",
 }
-"""What a service for GPUs is told where there are none."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """What would run in it."""
-
     process: "subprocess.Popen[bytes]"
     variables: dict[str, str]
     url: str
@@ -41,8 +38,6 @@ class Container:
 
 @dataclass
 class Network:
-    """What containers of one composition share: places, free ports and a key."""
-
     folder: Path
     port: int = field(default_factory=free_port)
     meeting: str = field(default_factory=lambda: f"tcp://127.0.0.1:{free_port()}")
@@ -81,7 +76,6 @@ class Network:
             time.sleep(0.1)
 
     def age_signs_of_life(self) -> None:
-        """As if nobody had given one for longer than healthchecks bear."""
         long_ago = time.time() - 60.0
         os.utime(self.folder / "alive", (long_ago, long_ago))
 
@@ -91,7 +85,6 @@ class Network:
             each.process.wait()
 
     def _check(self, service: Mapping[str, Mapping[str, list[str]]], image: Dockerfile) -> list[str]:
-        """Its own healthcheck, or its image's."""
         if "healthcheck" in service:
             return [self._here(word) for word in service["healthcheck"]["test"][1:]]
         copied = dict(line.split() for line in image.all("COPY") if len(line.split()) == 2)

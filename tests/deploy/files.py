@@ -1,4 +1,4 @@
-"""What is in deploy/: compose.yaml, Dockerfiles as lists of instructions, expressions of Prometheus."""
+"""Readers of files in deploy/: compose.yaml, Dockerfiles, Prometheus expressions."""
 
 import json
 import re

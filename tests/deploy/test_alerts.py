@@ -26,7 +26,7 @@ def instances(text: str) -> set[str]:
     return set(re.findall(r'(?:instance="\w+", )?(?:replica|instance)="([\w:]+)"', text))
 
 
-def test_every_alert_has_a_case_and_every_case_somebody_who_is_well() -> None:
+def test_every_alert_has_firing_and_quiet_cases() -> None:
     alerts = {rule["alert"] for group in read_yaml("alerts.yaml")["groups"] for rule in group["rules"]}
     assert set(cases()) == alerts
     for name, case in cases().items():
@@ -42,6 +42,6 @@ def test_every_alert_has_a_case_and_every_case_somebody_who_is_well() -> None:
     "command",
     [("test", "rules", RULES), ("check", "rules", "alerts.yaml"), ("check", "config", "prometheus.yaml")],
 )
-def test_what_prometheus_says(command: tuple[str, ...]) -> None:
+def test_alert_rules_pass_promtool(command: tuple[str, ...]) -> None:
     done = subprocess.run([str(PROMTOOL), *command], cwd=DEPLOY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"

@@ -68,7 +68,7 @@ def test_a_service_is_built_from_its_dockerfile(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_every_variable_is_known_to_somebody(name: str) -> None:
+def test_every_compose_variable_is_known(name: str) -> None:
     known = {variable_name(field) for field in Settings.model_fields}
     given = {each for each in services()[name]["environment"] if not each.startswith("RAY_")}
     assert given <= known | NOT_OURS
@@ -115,7 +115,6 @@ def test_a_drafter_has_no_power_over_the_target(name: str) -> None:
 
 
 def sources(service: dict[str, Any]) -> set[str]:
-    """What is mounted, by volume or folder."""
     return {mount.partition(":")[0] for mount in service["volumes"]}
 
 
@@ -168,7 +167,7 @@ def test_replicas_on_a_ray_cluster_do_not_share_named_devices(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_head_is_told_what_serve_yaml_says(kind: str) -> None:
+def test_compose_head_deploys_serve_yaml(kind: str) -> None:
     service = services()[f"ray-serve-{kind}"]
     source, target, mode = service["volumes"][0].split(":")
     assert (DEPLOY / source).is_file()

@@ -52,7 +52,6 @@ class Fleet:
     config: Path
 
     def tell(self, **settings: Any) -> None:
-        """What the service `ray-serve-cpu` does, with a free port, tiny replicas and these settings."""
         serving = read_yaml("serve.yaml")
         serving["http_options"]["port"] = int(self.url.rpartition(":")[2])
         application = serving["applications"][0]
@@ -79,7 +78,6 @@ class Fleet:
             kill(process)
 
     def forget(self) -> None:
-        """What the head does when it is started again."""
         command = ["serve", "shutdown", "--yes", "--address", self._here("http://127.0.0.1:8265")]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
 
@@ -88,11 +86,9 @@ class Fleet:
         return text.replace("/opt/serve.yaml", str(self.config))
 
     def healthy(self) -> bool:
-        """What the healthcheck of the service says."""
         return healthy("ray-head-cpu", self.ports, self.environment)
 
     def nodes(self) -> int:
-        """How many nodes the head knows to be alive."""
         command = ["ray", "status", f"--address=127.0.0.1:{self.ports['--port']}"]
         told = subprocess.run(
             command, env=self.environment, check=True, capture_output=True, text=True
@@ -107,7 +103,6 @@ class Fleet:
         return found
 
     def answered(self) -> Counter[str]:
-        """How many requests each replica has ended."""
         counts: Counter[str] = Counter()
         for sample in self._samples():
             if sample.name == "ssd_engine_up":
@@ -117,11 +112,9 @@ class Fleet:
         return counts
 
     def drafters(self) -> list[float]:
-        """How many each replica has."""
         return [sample.value for sample in self._samples() if sample.name == "ssd_drafters_alive"]
 
     def _samples(self) -> list[Sample]:
-        """Those of all replicas. Raises for a page that is an error."""
         page = httpx.get(f"{self.url}/metrics", timeout=30.0).raise_for_status().text
         return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
@@ -184,7 +177,6 @@ def running_node(
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """With all that it has begun, where it has not ended."""
     if process.poll() is not None:
         return
     everything = psutil.Process(process.pid).children(recursive=True)
@@ -202,7 +194,6 @@ def over_or_healthy(
 
 
 def healthy(name: str, ports: dict[str, str], variables: dict[str, str]) -> bool:
-    """What the healthcheck of a Ray node says."""
     check, *words = services()[name]["healthcheck"]["test"]
     assert check == "CMD"
     command = [word.replace("52365", ports["--dashboard-agent-listen-port"]) for word in words]
@@ -240,7 +231,6 @@ def both_are_there(fleet: Fleet) -> bool:
 
 @pytest.fixture(scope="module")
 def generated() -> str:
-    """What `ssd generate` says without speculation."""
     command = [sys.executable, "-m", "ssd_serve", "generate", str(WISH["prompt"]), *FLAGS]
     variables = {**os.environ, "SSD_MODE": "ar", "SSD_DTYPE": "fp32", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
@@ -250,7 +240,6 @@ def generated() -> str:
 
 @pytest.fixture(scope="module")
 def long_text(fleet: Fleet) -> str:
-    """Of a stream that lasts for seconds, while nothing happens."""
     return fleet.stream(400)
 
 
@@ -266,7 +255,6 @@ def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, genera
 
 
 def test_the_same_config_again_changes_nothing(fleet: Fleet, long_text: str) -> None:
-    """As when the service that tells it is started again."""
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
     with ThreadPoolExecutor(1) as client:
@@ -277,9 +265,7 @@ def test_the_same_config_again_changes_nothing(fleet: Fleet, long_text: str) -> 
     assert set(fleet.answered()) == before
 
 
-def test_a_dead_engine_comes_back_inside_its_replica_and_its_stream_goes_on(
-    fleet: Fleet, long_text: str
-) -> None:
+def test_stream_survives_engine_death_in_replica(fleet: Fleet, long_text: str) -> None:
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
     with ThreadPoolExecutor(1) as client:
@@ -311,7 +297,6 @@ def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, ge
 
 
 def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, generated: str) -> None:
-    """It hangs with all its connections open."""
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
     engine, replica = an_engine_and_its_replica(fleet)
@@ -324,8 +309,7 @@ def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet,
     assert engine.wait(60) is None
 
 
-def test_a_stream_outlives_an_update_of_all_replicas(fleet: Fleet, long_text: str, generated: str) -> None:
-    """To engines that are placed by Ray too, as on nodes with GPUs, whose environment names this launcher."""
+def test_stream_survives_rolling_update(fleet: Fleet, long_text: str, generated: str) -> None:
     assert environment(services()["ray-head-rocm"])["SSD_LAUNCHER"] == "ray"
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
@@ -351,7 +335,7 @@ def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet, tmp_path: Path)
         assert fleet.healthy()
 
 
-def test_a_head_that_has_forgotten_everything_is_told_again(fleet: Fleet, generated: str) -> None:
+def test_restarted_head_is_deployed_again(fleet: Fleet, generated: str) -> None:
     with fleet.told_again():
         fleet.forget()
         await_health(fleet.url, 150.0)

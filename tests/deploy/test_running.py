@@ -95,7 +95,6 @@ def test_a_metric_or_label_that_is_not_there_is_found(page: str) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(container: Container, tmp_path_factory: pytest.TempPathFactory) -> Generator["Prometheus"]:
-    """With the flags and the healthcheck of the service, the server's address changed, and rules in place."""
     folder = tmp_path_factory.mktemp("prometheus")
     config = read_yaml("prometheus.yaml")
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [container.url.removeprefix("http://")]
@@ -130,7 +129,6 @@ def test_prometheus_reads_it_by_our_configuration(page: str, prometheus: "Promet
 
 @needs_prometheus
 def test_every_query_of_the_dashboard_has_an_answer(container: Container, prometheus: "Prometheus") -> None:
-    """As Grafana asks them, which is not here."""
     prometheus.until("count_over_time(ssd_engine_up[1m]) > 1")
     body = {"prompt": "def f(", "max_tokens": 32}
     httpx.post(f"{container.url}/v1/completions", json=body, timeout=60.0).raise_for_status()
@@ -154,8 +152,6 @@ def here(words: list[str], places: dict[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Prometheus:
-    """Its API, and its healthcheck."""
-
     url: str
     check: list[str]
 
@@ -191,7 +187,6 @@ def test_the_volume_keeps_what_later_starts_use_again(container: Container) -> N
 
 
 def test_the_example_of_env_is_what_the_command_prints() -> None:
-    """Where this fails: `ssd settings --env > deploy/.env.example`."""
     expected = as_env(origins(resolve({}), {})) + "\n"
     assert (DEPLOY / ".env.example").read_text(encoding="utf-8").startswith(expected)
 

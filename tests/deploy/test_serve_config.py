@@ -1,4 +1,4 @@
-"""What Ray Serve is told, here and on Kubernetes: valid for Ray's own schema, and for the project."""
+"""The Ray Serve configuration, here and on Kubernetes: valid for Ray's schema and the project."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_the_number_of_replicas_has_limits(config: Any) -> None:
     assert scaling["target_ongoing_requests"] < settings.max_running
 
 
-def test_replicas_are_told_from_their_settings() -> None:
+def test_replicas_follow_their_settings() -> None:
     settings = replica_settings({"max_running": 4, "max_waiting": 7, "drain_seconds": 60})
     options = deployment_options(settings)
     # What decodes, and room for /health and /metrics; what waits beyond that is refused as a server does it.
@@ -98,7 +98,7 @@ def test_one_machine_listens_on_loopback() -> None:
     assert read_yaml("serve.yaml")["http_options"]["host"] == "127.0.0.1"
 
 
-def test_pods_are_reached_as_far_as_the_policy_says() -> None:
+def test_network_policy_limits_pods() -> None:
     """A Pod has to listen to the others."""
     policy, pods = manifest()["NetworkPolicy"]["spec"], groups()
     labels = policy["podSelector"]["matchLabels"]

@@ -31,7 +31,7 @@ def until_healthy(drafter: Container) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_drafter_joins_goes_and_comes_back(network: Network) -> None:
+def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
     # The drafter first: it waits.
     drafter = network.start("drafter-cpu", WITHOUT_COMPILER)
     target = network.start("target-cpu", WITHOUT_COMPILER)

@@ -50,16 +50,12 @@ else:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of pip."""
-
     arguments: list[str]
     constraints: list[str]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the script ended."""
-
     code: int
     said: str
     complained: str
@@ -90,7 +86,6 @@ class Machine:
 
     @property
     def environment_file(self) -> Path:
-        """What the script writes for shells to source."""
         return self.place / "home" / ".cache" / "ssd-serve" / "rocm.env"
 
     def build(self) -> "Machine":
@@ -129,7 +124,6 @@ PYTHONPATH={self.site} exec {sys.executable} -S "$@"
         self.command("rocminfo", f"cat <<'END'\n{text}END\n")
 
     def give_ssd(self, doctor: bool = False, code: int = 0) -> None:
-        """What `python -m ssd_serve` is: with or without a doctor that ends with a code."""
         line = "    doctor  look for what is wrong" if doctor else "    plan    a doctor for plans"
         source = SSD.format(doctor=line, report=str(self.place / "doctor"), code=code)
         pretended_pip.write_module(self.site, "ssd_serve", source)
@@ -165,13 +159,11 @@ PYTHONPATH={self.site} exec {sys.executable} -S "$@"
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     def calls(self) -> list[Call]:
-        """How pip was called, in order."""
         file = self.place / "pip.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         return [Call(**json.loads(line)) for line in lines]
 
     def torch(self) -> tuple[str, str]:
-        """What is installed as torch: the module's source, and the name of its metadata."""
         return (self.site / "torch.py").read_text(encoding="utf-8"), next(self.site.glob("torch-*")).name
 
     def files(self) -> dict[str, tuple[int, int]]:

@@ -55,8 +55,6 @@ def write_torch(site: Path, version: str, hip: str | None, cuda: str | None) -> 
 
 
 class Pip:
-    """One call of pip."""
-
     def __init__(self, place: Path) -> None:
         self.site = place / "site"
         self.mood: dict[str, Any] = json.loads((place / "mood.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What setup_rocm.sh refuses to work on, and its modes that change nothing. On pretended machines only."""
+"""Refusals of setup_rocm.sh, and modes that change nothing. On simulated machines only."""
 
 import os
 import re
@@ -113,7 +113,7 @@ def test_the_python_of_the_system(machine: Machine) -> None:
     assert machine.calls() == []
 
 
-def test_a_dry_run_tells_everything_and_changes_nothing(machine: Machine) -> None:
+def test_dry_run_prints_commands_and_changes_nothing(machine: Machine) -> None:
     write_package(machine.site, "amd-flashinfer", "0.5.3+amd.1")
     machine.remove("triton")
     before = machine.files()
@@ -137,7 +137,7 @@ def test_a_check_lists_everything_and_changes_nothing(machine: Machine) -> None:
         assert missing in outcome.complained
 
 
-def test_a_check_says_whether_all_is_in_place(machine: Machine) -> None:
+def test_check_mode_reports_the_installation(machine: Machine) -> None:
     assert machine.run("--check").code == 14
     assert machine.run().code == 0
     outcome = machine.run("--check")

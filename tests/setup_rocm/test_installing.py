@@ -1,4 +1,4 @@
-"""What setup_rocm.sh installs and leaves alone. All of it on pretended machines: no test runs on ROCm."""
+"""Packages that setup_rocm.sh installs or leaves alone. On simulated machines: no test runs on ROCm."""
 
 import re
 import subprocess
@@ -37,7 +37,7 @@ def test_exact_versions_come_from_the_constraints_file(machine: Machine) -> None
     assert f"fastapi=={versions(machine)['fastapi']}" in {line.partition(" ")[0] for line in lines}
 
 
-def test_torch_stays_because_pip_is_told_so_in_every_call(machine: Machine) -> None:
+def test_every_pip_call_pins_torch(machine: Machine) -> None:
     """This pip would take another torch whenever it is not held to the one that is there."""
     machine.mood["torch"] = "wants"
     before = machine.torch()

@@ -60,7 +60,7 @@ def test_the_python_that_was_set_up_serves_unless_another_is_named(machine: Mach
         assert named.stdout.startswith("the wrong one")
 
 
-def test_before_the_script_make_serve_says_to_run_it(machine: Machine) -> None:
+def test_make_serve_requires_the_setup_script(machine: Machine) -> None:
     done = make(machine, "serve")
     assert done.returncode != 0
     assert "run ./setup_rocm.sh first, or SSD_ALLOW_CPU=1 make serve" in done.stdout
@@ -103,7 +103,6 @@ def test_with_nvidias_driver_what_its_gpus_need_is_installed(machine: Machine) -
 
 
 def test_a_driver_that_came_later_is_noticed(machine: Machine) -> None:
-    """What was installed for cores is not taken for what a GPU needs."""
     (machine.place / "kfd").unlink()
     for name in ("venv/bin/python", "venv/.stamp-serving"):
         path = machine.place / name

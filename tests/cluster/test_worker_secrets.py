@@ -46,7 +46,7 @@ def test_workers_of_this_machine_get_none(name: str) -> None:
     assert secrets_in(config_for(name, config)) == set()
 
 
-def test_a_verifier_whom_others_may_join_gets_their_key() -> None:
+def test_verifier_with_joining_drafters_gets_cluster_key() -> None:
     config = all_secrets(drafter_address="tcp://127.0.0.1:4711")
     assert secrets_in(config_for("verifier", config)) == {"cluster_key"}
     assert secrets_in(config_for("rank-1", config)) == set()
@@ -66,7 +66,7 @@ def test_a_verifier_whom_others_may_join_gets_their_key() -> None:
         ("drafter-0", "embedded", "embedded", {"cluster_key"}),
     ],
 )
-def test_elsewhere_the_hubs_token_goes_to_those_who_download(
+def test_remote_workers_get_hub_token_only_if_they_download(
     name: str, target: str, draft: str, secrets: set[str]
 ) -> None:
     config = all_secrets(target=target, draft=draft)

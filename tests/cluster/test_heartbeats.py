@@ -34,7 +34,7 @@ def test_a_worker_is_watched_from_its_first_sign_of_life(tmp_path: Path) -> None
         assert silent_after(watch, clock, 1).keys() == {"rank-1"}
 
 
-def test_who_has_loaded_says_so_until_it_begins_anew(tmp_path: Path) -> None:
+def test_loaded_flag_lasts_until_restart(tmp_path: Path) -> None:
     clock, path = FakeClock(), tmp_path / "pulse"
     with closing(PulseWatch(path, clock)) as watch:
         on_loaded = start_pulse(path, "drafter-0")
@@ -50,7 +50,7 @@ def test_who_has_loaded_says_so_until_it_begins_anew(tmp_path: Path) -> None:
         assert not watch.has_loaded("drafter-0")
 
 
-def test_a_watcher_that_was_stopped_itself_judges_nobody(tmp_path: Path) -> None:
+def test_monitor_that_was_stopped_itself_reports_no_silence(tmp_path: Path) -> None:
     clock, path = FakeClock(), tmp_path / "pulse"
     with closing(PulseWatch(path, clock)) as watch:
         beat(path, "rank-1")
@@ -60,7 +60,7 @@ def test_a_watcher_that_was_stopped_itself_judges_nobody(tmp_path: Path) -> None
         assert silent_after(watch, clock, LONGEST_SILENCE_S + 0.5).keys() == {"rank-1"}
 
 
-def test_a_pulse_beats_until_the_watcher_goes_and_again_when_it_comes_back(tmp_path: Path) -> None:
+def test_heartbeats_survive_a_restart_of_the_monitor(tmp_path: Path) -> None:
     clock, path = FakeClock(), tmp_path / "pulse"
     start_pulse(path, "rank-3")  # nobody listens yet
     time.sleep(0.1)

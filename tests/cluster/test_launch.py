@@ -1,4 +1,4 @@
-"""Which launcher `auto` chooses, and what is said where Ray is missing or cannot be reached."""
+"""Choice of the launcher, and errors if Ray is missing or cannot be reached."""
 
 import importlib.util
 import sys
@@ -15,7 +15,6 @@ from ssd_serve.cluster.ray.cluster import ray_cluster
 
 
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is not installed."""
     whole = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> ModuleSpec | None:
@@ -47,7 +46,6 @@ def test_several_gpus_without_ray_are_for_the_local_launcher(monkeypatch: pytest
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error_unless_cores_are_meant() -> None:
-    """As with a torch for CPUs on a machine with GPUs."""
     troubled = Machine((0, 1), 0, "torch cannot use it: do this")
     with pytest.raises(NoGpuError, match=r"do this; or let cores compute with SSD_ALLOW_CPU=1") as caught:
         usable_machine(Settings(), troubled)
