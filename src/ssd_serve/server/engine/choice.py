@@ -39,44 +39,31 @@ class ChoiceEnd:
     """Seconds from the first tokens to the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """New output of one choice. `offsets` are where each token begins in the choice's text."""
-
-    choice: int
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    offsets: tuple[int, ...] = ()
-    end: ChoiceEnd | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    resumed_text: str = ""
-    """Text that the client has from an earlier response; in the first delta only."""
-    rounds: tuple[int, ...] = ()
-    """Number of tokens of each round; the first round ended the prompt."""
-
-
 @dataclass(slots=True)
 class ChoiceOutput:
-    """The sum of a choice's deltas."""
+    """Output of one choice: a delta, or the sum of its deltas."""
 
+    choice: int
     texts: list[str] = field(default_factory=list[str])
     """Joined once: repeated concatenation would copy a long output with each delta."""
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     offsets: list[int] = field(default_factory=list[int])
-    end: ChoiceEnd | None = None
+    """Start of each token in the choice's text."""
     rounds: list[int] = field(default_factory=list[int])
+    """Number of tokens of each round; the first round ended the prompt."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     """Log-probabilities of the prompt's tokens from the second on, where requested."""
     resumed_text: str = ""
+    """Text that the client has from an earlier response; in the first delta only."""
+    end: ChoiceEnd | None = None
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
-    def add(self, delta: ChoiceDelta) -> None:
-        self.texts.append(delta.text)
+    def add(self, delta: "ChoiceOutput") -> None:
+        self.texts += delta.texts
         self.tokens += delta.tokens
         self.rounds += delta.rounds
         self.logprobs += delta.logprobs
@@ -122,36 +109,23 @@ class RunningChoice:
         self._resumed_texts += texts
         self._resumed_tokens = self._assembler.tokens
 
-    def receive(self, reports: Iterable[Committed]) -> ChoiceDelta:
+    def receive(self, reports: Iterable[Committed]) -> ChoiceOutput:
         """Decode tokens one by one, up to the token that completes a stop string."""
-        text = ""
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        offsets: list[int] = []
-        prompt_logprobs: list[TokenLogprobs] = []
-        rounds: list[int] = []
+        output = ChoiceOutput(self.index, resumed_text=self._take_resumed_text())
         for report in reports:
             if self.stopped:
                 break
             self._reports += bool(report.tokens)  # without tokens, a report has prompt_logprobs only
-            prompt_logprobs += report.prompt_logprobs
-            more, found = self._decode(report.tokens)
-            text += more
-            offsets += found
-            tokens += report.tokens[: len(found)]
-            logprobs += report.logprobs[: len(found)]
-            rounds += [len(found)] * bool(found)
-            self._watch.tokens(len(found))
-        return ChoiceDelta(
-            self.index,
-            text,
-            tuple(tokens),
-            tuple(logprobs),
-            tuple(offsets),
-            prompt_logprobs=tuple(prompt_logprobs),
-            resumed_text=self._take_resumed_text(),
-            rounds=tuple(rounds),
-        )
+            output.prompt_logprobs += report.prompt_logprobs
+            text, offsets = self._decode(report.tokens)
+            count = len(offsets)
+            output.texts.append(text)
+            output.offsets += offsets
+            output.tokens += report.tokens[:count]
+            output.logprobs += report.logprobs[:count]
+            output.rounds += [count] * bool(count)
+            self._watch.tokens(count)
+        return output
 
     def _decode(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         """Return the text that is certain, and the offset of each token that counts."""
@@ -169,7 +143,7 @@ class RunningChoice:
         texts, self._resumed_texts = self._resumed_texts, []
         return "".join(texts)
 
-    def end(self, report: Finished) -> ChoiceDelta:
+    def end(self, report: Finished) -> ChoiceOutput:
         """End the choice as the engine reports; text that was held back may still complete a stop string."""
         text = self._assembler.finish(report.stop_token if report.reason == "stop" else None)
         figures = self._counted_figures() if self.interrupted else report.figures
@@ -178,7 +152,7 @@ class RunningChoice:
             return self._last_delta("stop", self._assembler.stopped_by, figures, not self.interrupted, text)
         return self._last_delta(report.reason, report.stop_token, figures, not self.interrupted, text)
 
-    def end_without_report(self) -> ChoiceDelta:
+    def end_without_report(self) -> ChoiceOutput:
         """End the choice at its stop string, with the statistics that were counted here."""
         return self._last_delta("stop", self._assembler.stopped_by, self._counted_figures(), False)
 
@@ -190,11 +164,11 @@ class RunningChoice:
 
     def _last_delta(
         self, reason: str, cause: str | int | None, figures: Figures, complete: bool, text: str = ""
-    ) -> ChoiceDelta:
+    ) -> ChoiceOutput:
         self.close(reason)
         watch = self._watch
         end = ChoiceEnd(reason, cause, figures, complete, watch.first_token_s, watch.decoding_s)
-        return ChoiceDelta(self.index, text, end=end, resumed_text=self._take_resumed_text())
+        return ChoiceOutput(self.index, [text], resumed_text=self._take_resumed_text(), end=end)
 
     def _counted_figures(self) -> Figures:
         # The first report ends the prompt; each later one is a round, whose last token is the bonus token.

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.base.messages import Committed, Finished, Refused, RequestOptions, Submit
-from ssd_serve.server.engine.choice import ChoiceDelta, ChoicePlan, RunningChoice
+from ssd_serve.server.engine.choice import ChoiceOutput, ChoicePlan, RunningChoice
 from ssd_serve.server.engine.inflight import InflightRequest, Interrupted, Report
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.worker_pool import Steps
@@ -124,7 +124,7 @@ class GenerationStream:
                 self._engine.abort(choice.request)
                 choice.close(reason)
 
-    async def deltas(self) -> AsyncIterator[ChoiceDelta]:
+    async def deltas(self) -> AsyncIterator[ChoiceOutput]:
         """Yield output of all choices as it comes, until every choice has ended."""
         read = 0
         while any(choice.running for choice in self._choices):

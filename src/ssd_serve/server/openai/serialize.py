@@ -13,7 +13,7 @@ import msgspec
 
 from ssd_serve.base.depths import added, rates
 from ssd_serve.base.messages import Figures, TokenLogprobs
-from ssd_serve.server.engine.choice import ChoiceDelta, ChoiceEnd, ChoiceOutput
+from ssd_serve.server.engine.choice import ChoiceEnd, ChoiceOutput
 from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.prompts import TokenPrompt
 from ssd_serve.server.openai.tools.message import MessageWriter
@@ -163,18 +163,18 @@ class ChoiceSerializer(ABC):
         """Return the entry before the choice's first token in a stream, if there is one."""
 
     @abstractmethod
-    def delta(self, delta: ChoiceDelta) -> dict[str, object] | None:
+    def delta(self, delta: ChoiceOutput) -> dict[str, object] | None:
         """Return the entry of new output in a stream; None where there is nothing to send."""
 
     @abstractmethod
-    def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
+    def whole(self, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """Return the entry of a complete choice."""
 
     def extra_fields(self) -> dict[str, object]:
         """Return more fields of a whole response or of a first chunk."""
         return {}
 
-    def has_content(self, delta: ChoiceDelta, text: object) -> bool:
+    def has_content(self, delta: ChoiceOutput, text: object) -> bool:
         """True where a stream sends an entry for this delta."""
         tokens_matter = self.logprobs or self.token_ids
         return bool(text or delta.end or (delta.tokens and tokens_matter))
@@ -213,7 +213,7 @@ class CompletionSerializer(ChoiceSerializer):
             entry["prompt_token_ids"] = self._prompt_ids(choice)
         return entry
 
-    def delta(self, delta: ChoiceDelta) -> dict[str, object] | None:
+    def delta(self, delta: ChoiceOutput) -> dict[str, object] | None:
         if not self.has_content(delta, delta.text):
             return None
         details = None
@@ -226,8 +226,8 @@ class CompletionSerializer(ChoiceSerializer):
             entry["token_ids"] = list(delta.tokens)
         return entry
 
-    def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
-        prompt = choice // self._choices
+    def whole(self, output: ChoiceOutput) -> Steps[dict[str, object]]:
+        choice, prompt = output.choice, output.choice // self._choices
         details = (yield from self._all_logprobs(prompt, output)) if self.logprobs else None
         entry = self._entry(choice, self._echoes[prompt][0] + output.text, details, output.end)
         if self.prompt_logprobs:
@@ -289,7 +289,7 @@ class ChatSerializer(ChoiceSerializer):
         delta = {"role": "assistant", "content": ""}
         return {"index": choice, "delta": delta, **self._rest(choice, None, None)}
 
-    def delta(self, delta: ChoiceDelta) -> dict[str, object] | None:
+    def delta(self, delta: ChoiceOutput) -> dict[str, object] | None:
         writer = self._writers[delta.choice]
         writer.skip(delta.resumed_text)
         message = writer.push(delta.text, last=delta.end is not None)
@@ -307,8 +307,9 @@ class ChatSerializer(ChoiceSerializer):
             entry["token_ids"] = list(delta.tokens)
         return entry
 
-    def whole(self, choice: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
-        writer, details = self._writers[choice], None
+    def whole(self, output: ChoiceOutput) -> Steps[dict[str, object]]:
+        choice, details = output.choice, None
+        writer = self._writers[choice]
         if self.logprobs:
             details = yield from serialize_in_steps(
                 len(output.tokens),

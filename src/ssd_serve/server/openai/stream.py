@@ -146,17 +146,17 @@ async def handle_generation(
 
 
 async def _whole_choices(task: GenerationTask) -> Mapping[str, object]:
-    outputs = [ChoiceOutput() for _ in task.plans]
+    outputs = [ChoiceOutput(choice) for choice in range(len(task.plans))]
     async with task.run() as stream:
         async for delta in stream.deltas():
             outputs[delta.choice].add(delta)
             task.tenant.output(len(delta.tokens))
-    ends = {i: output.end for i, output in enumerate(outputs) if output.end is not None}
+    ends = {output.choice: output.end for output in outputs if output.end is not None}
 
     def write() -> Steps[list[msgspec.Raw]]:
         written: list[msgspec.Raw] = []
-        for i, output in enumerate(outputs):
-            entry = yield from task.serializer.whole(i, output)
+        for output in outputs:
+            entry = yield from task.serializer.whole(output)
             if task.traced:
                 entry["rounds"] = output.rounds
             written.append(msgspec.Raw(msgspec.json.encode(entry)))
