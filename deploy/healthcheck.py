@@ -9,7 +9,7 @@ _PATIENCE_S = 4.0
 
 
 def main() -> int:
-    """Ask /health, and print its answer, which says what is wrong."""
+    """Request /health and print the answer, which names the problem."""
     port = int(os.environ.get("SSD_PORT") or 8000)
     try:
         connection = _connection(port)

@@ -49,7 +49,7 @@ def version(name: str) -> str:
 def torch_facts() -> dict[str, str]:
     """Versions of torch and of the HIP or CUDA that it is built for, and whether Triton is there."""
     facts = {"torch": "", "hip": "", "cuda": "", "rocm": "", "torch_error": "", "triton": ""}
-    # A damaged torch raises anything, OSError for one, and is to be told about like a missing one.
+    # A damaged torch raises any error, such as OSError, and is reported like a missing one.
     try:
         torch = importlib.import_module("torch")
         hip, cuda = torch.version.hip or "", torch.version.cuda or ""
