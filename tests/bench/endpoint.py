@@ -48,8 +48,12 @@ class Endpoint:
         if scope["path"] == "/v1/models":
             await _answer(send, 200, json.dumps({"data": [{"id": "model-of-truth"}]}).encode())
         elif scope["path"] == "/metrics" and self.rounds:
-            told = {"drafts": self.rounds, "draft_tokens": 4 * self.rounds, "accepted_tokens": self.rounds}
-            page = [f"{self.prefix}spec_decode_num_{name}_total {value}" for name, value in told.items()]
+            counters = {
+                "drafts": self.rounds,
+                "draft_tokens": 4 * self.rounds,
+                "accepted_tokens": self.rounds,
+            }
+            page = [f"{self.prefix}spec_decode_num_{name}_total {value}" for name, value in counters.items()]
             page += [
                 f'{self.prefix}spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {value}'
                 for place, share in self.positions.items()

@@ -1,4 +1,4 @@
-"""A completions API without a server: streams token ids in chunks, with pauses, and counts who is served."""
+"""A completions API without a server: streams token ids in chunks and counts running requests."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ class FakeApi:
 
     @property
     def transport(self) -> httpx.MockTransport:
-        """What a client sends through."""
+        """Transport for a client."""
         return httpx.MockTransport(self._answer)
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
@@ -64,12 +64,12 @@ class _Stream(httpx.AsyncByteStream):
 
 
 def event(value: dict[str, object]) -> bytes:
-    """One server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 def figures(rounds: int, tokens: int) -> dict[str, object]:
-    """What a response tells about its speculation: the first token is the prompt's, one a round the bonus."""
+    """Return a response's speculation metrics; the first token is the prefill's, one a round the bonus."""
     return {
         "speculative_decoding": {
             "num_spec_steps": rounds,

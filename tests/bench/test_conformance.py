@@ -43,7 +43,7 @@ def test_compiled_kernel(native: NativeLibrary) -> None:
 
 
 class Interpreted(TritonAttention):
-    """What is slow is computed once: outputs without their sums are those with them, and asked for next."""
+    """A backend that computes once for both functions, because the interpreter is slow."""
 
     def __init__(self, cache: KVCache, heads: int) -> None:
         super().__init__(cache, heads, widen=True)

@@ -93,14 +93,14 @@ QUESTIONS = [Question("a", "how", is_chat=True), Question("b", "def f", is_chat=
 
 
 def test_questions_are_asked_by_the_template_and_texts_are_continued(chatting: Tokenizer) -> None:
-    told = [chatting.decode(prompt.tokens) for prompt in as_prompts(QUESTIONS, chatting, 100)]
-    assert told == ["[how]>", "def f"]
+    texts_found = [chatting.decode(prompt.tokens) for prompt in as_prompts(QUESTIONS, chatting, 100)]
+    assert texts_found == ["[how]>", "def f"]
 
 
 @pytest.mark.parametrize(("chat", "texts"), [(True, ["[how]>", "[def f]>"]), (False, ["how", "def f"])])
 def test_who_decides_about_the_template_is_heard(chatting: Tokenizer, chat: bool, texts: list[str]) -> None:
-    told = [chatting.decode(prompt.tokens) for prompt in as_prompts(QUESTIONS, chatting, 100, chat)]
-    assert told == texts
+    texts_found = [chatting.decode(prompt.tokens) for prompt in as_prompts(QUESTIONS, chatting, 100, chat)]
+    assert texts_found == texts
 
 
 def test_without_a_template_questions_are_plain_texts(plain: Tokenizer) -> None:

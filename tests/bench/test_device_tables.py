@@ -40,9 +40,9 @@ def test_unknown_tables_are_refused_with_the_names_that_there_are(wrong: str) ->
         device_table(wrong)
 
 
-def test_a_drafter_beside_occupies_a_device_of_its_own() -> None:
+def test_a_asynchronous_occupies_a_device_of_its_own() -> None:
     table = device_table("mi300x-70b-1b")
-    assert (table.devices(drafter_beside=False), table.devices(drafter_beside=True)) == (4, 5)
+    assert (table.devices(asynchronous=False), table.devices(asynchronous=True)) == (4, 5)
 
 
 def test_a_batch_is_told_by_its_rows_and_by_what_they_attend_to() -> None:

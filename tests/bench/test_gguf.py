@@ -22,7 +22,7 @@ F32, Q8_0, BF16 = (gguf.GGMLQuantizationType[name] for name in ("F32", "Q8_0", "
 
 
 class File:
-    """What the file at a path holds."""
+    """The contents of a GGUF file."""
 
     def __init__(self, path: Path) -> None:
         reader = gguf.GGUFReader(path)

@@ -31,7 +31,7 @@ def refuses(cache: KVCache, heads: int) -> AttentionBackend[Any]:
 
 
 def raises(cache: KVCache, heads: int) -> AttentionBackend[Any]:
-    """As a compiler that does not know the device."""
+    """Raise, as a compiler does that does not know the device."""
     raise RuntimeError("no kernel image\nand much more")
 
 
@@ -106,15 +106,15 @@ def test_a_backend_that_raises_is_not_timed_and_named(monkeypatch: pytest.Monkey
         Candidate("breaks", "", Breaks),
         Candidate("sdpa", "", SdpaAttention),
     )
-    said: list[str] = []
-    result = run_kernels(KernelPlan(heads=4, kv_heads=2, head_dim=64, repeats=2), None, said.append)
+    lines: list[str] = []
+    result = run_kernels(KernelPlan(heads=4, kv_heads=2, head_dim=64, repeats=2), None, lines.append)
     rows: Any = result["results"]
     assert [row["backend"] for row in rows] == ["sdpa"]
     assert result["skipped"] == [
         {"shape": "a", "backend": "broken", "reason": "RuntimeError: no kernel image"},
         {"shape": "a", "backend": "breaks", "reason": "RuntimeError: out of registers"},
     ]
-    assert "a: breaks is skipped: RuntimeError: out of registers" in said
+    assert "a: breaks is skipped: RuntimeError: out of registers" in lines
 
 
 def test_layers_are_more_than_a_gpu_caches() -> None:

@@ -32,11 +32,11 @@ CHOSEN = ChosenPrompts(PROMPTS[8:], PROMPTS[:8], 0.1)
 BEST_STEPS = {"sd-chain": 5, "sd-tree": 6, "ngram": 4}
 SPEEDS = {"ar": 50.0, "ngram": 70.0, "sd-chain": 80.0, "sd-tree": 100.0, "ssd": 150.0}
 LOOKUP = 1.1
-"""How much faster a way is with lookup beside its draft."""
+"""Speed-up of a mode by lookup."""
 
 
 def worth(mode: str, steps: int) -> float:
-    """What a shape gives of its way's speed."""
+    """Return the share of a mode's speed that a shape reaches."""
     if mode not in BEST_STEPS:
         return 1.0
     return 1 - 0.1 * abs(math.log(steps / BEST_STEPS[mode])) if steps else 0.8
@@ -179,11 +179,11 @@ def test_report_prints_a_line_for_every_mode() -> None:
 
 def test_where_one_way_loops_no_way_is_counted() -> None:
     """On a GPU a way may write another text than the one by which its prompt was chosen."""
-    said: list[str] = []
+    lines: list[str] = []
     stage = FakeStage(loops="sd-chain", after=CHOSEN.prompts[3:4])
-    rows = run_modes(stage, {0.6: CHOSEN}, said.append).results
+    rows = run_modes(stage, {0.6: CHOSEN}, lines.append).results
     assert {row["requests"] for row in rows} == {len(CHOSEN.prompts) - 1}
-    assert any(f"{len(CHOSEN.prompts) - 1} prompts are counted" in line for line in said)
+    assert any(f"{len(CHOSEN.prompts) - 1} prompts are counted" in line for line in lines)
     with pytest.raises(SsdError, match="is a loop"):
         run(FakeStage(loops="sd-chain", after=CHOSEN.prompts[: len(CHOSEN.prompts) // 10 + 2]))
 

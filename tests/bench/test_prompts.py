@@ -50,7 +50,6 @@ def test_where_too_few_are_left_it_is_said_and_no_loop_fills_up() -> None:
 
 
 def test_after_a_few_prompts_one_way_may_loop() -> None:
-    """They are left out of all ways: one of any number, and up to a tenth."""
     some = POOL[:4]
     assert without_loops(some, {"ar": [FINE] * 4, "ssd": [FINE, FINE, LOOP, FINE]}) == [0, 1, 3]
     with pytest.raises(SsdError, match="the text after file 1 is a loop"):

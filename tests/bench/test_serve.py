@@ -30,9 +30,11 @@ SLACK_MS = 1000.0
 
 
 def measured(endpoint: Endpoint, count: int = 6, tokens: int = 6, **options: Any) -> dict[str, Any]:
-    """Its figures, of as many requests; options of the API begin with `api_`."""
-    told = {name.removeprefix("api_"): options.pop(name) for name in list(options) if name.startswith("api_")}
-    api: dict[str, Any] = {"exact": False, "token_ids": False, **told}
+    """Measure an endpoint; options of the API begin with `api_`."""
+    fields = {
+        name.removeprefix("api_"): options.pop(name) for name in list(options) if name.startswith("api_")
+    }
+    api: dict[str, Any] = {"exact": False, "token_ids": False, **fields}
     with listening(endpoint) as (_, url):
         wanted = as_requests(["a", "b", "c"], count, tokens, seed=5)
         plan = ServePlan(Api(url, **api), wanted, warm_ups=0, **options)
@@ -110,8 +112,8 @@ def test_what_is_said_of_requests_reaches_the_server() -> None:
     measured(endpoint, count=1, **api, api_more={"top_p": 0.9})
     (body,) = endpoint.bodies
     assert body["messages"] == [{"role": "user", "content": "a"}]
-    told = {name: body[name] for name in ("temperature", "ignore_eos", "model", "top_p")}
-    assert told == {"temperature": 0.6, "ignore_eos": True, "model": "mine", "top_p": 0.9}
+    fields = {name: body[name] for name in ("temperature", "ignore_eos", "model", "top_p")}
+    assert fields == {"temperature": 0.6, "ignore_eos": True, "model": "mine", "top_p": 0.9}
     assert body["max_completion_tokens"] == 6
     assert "prompt" not in body
     assert "max_tokens" not in body
@@ -131,8 +133,8 @@ def test_single_failures_are_counted_and_told() -> None:
 
 def test_what_the_page_of_metrics_tells_of_speculation_is_the_difference() -> None:
     found = measured(Endpoint(rounds=7), count=1)
-    told = {name: value for name, value in found.items() if name.startswith("spec_decode")}
-    assert told == {
+    fields = {name: value for name, value in found.items() if name.startswith("spec_decode")}
+    assert fields == {
         "spec_decode_acceptance_rate": 25.0,
         "spec_decode_acceptance_length": 2.0,
         "spec_decode_num_drafts": 10,
@@ -172,17 +174,17 @@ def test_the_command_writes_the_result_and_prints_it(
         words += ["--output-len", "5", "--max-concurrency", "2", "--request-rate", "50", "--seed", "3"]
         words += ["--goodput", "ttft:60000", "e2el:60000", "--metric-percentiles", "50", "99"]
         assert main([*words, "--save-detailed", "--backend", "openai-chat", "--json", str(result)]) == 0
-    told = json.loads(result.read_text())
-    assert (told["num_prompts"], told["request_rate"], told["max_concurrency"]) == (4, 50.0, 2)
-    assert told["request_goodput"] == pytest.approx(told["request_throughput"])
-    assert len(told["ttfts"]) == 4
+    fields = json.loads(result.read_text())
+    assert (fields["num_prompts"], fields["request_rate"], fields["max_concurrency"]) == (4, 50.0, 2)
+    assert fields["request_goodput"] == pytest.approx(fields["request_throughput"])
+    assert len(fields["ttfts"]) == 4
     assert [body["messages"][0]["content"] for body in endpoint.bodies[1:]] == ["one", "two"] * 2
     shown = capsys.readouterr().out
     assert "completed: 4" in shown
     assert "client_queue_time" in shown
-    assert [answer["seed"] for answer in told["answers"]] == [3, 4, 5, 6]
-    assert max(answer["latency_s"] for answer in told["answers"]) == pytest.approx(
-        1e-3 * told["p99_e2el_ms"], rel=0.1
+    assert [answer["seed"] for answer in fields["answers"]] == [3, 4, 5, 6]
+    assert max(answer["latency_s"] for answer in fields["answers"]) == pytest.approx(
+        1e-3 * fields["p99_e2el_ms"], rel=0.1
     )
 
 
@@ -227,7 +229,7 @@ VLLM = {
         for which in ("mean", "median", "std", "p99")
     ),
 }
-"""What `vllm bench serve` writes of a text server, lists and peaks by the second left out."""
+"""Fields that `vllm bench serve` writes, without its lists and peaks by the second."""
 
 
 def answer(
@@ -323,9 +325,9 @@ def test_the_most_at_once_is_seen_between_the_ends() -> None:
 
 
 def test_the_lists_behind_the_figures() -> None:
-    told = detailed(ANSWERS)
-    assert told["input_lens"] == [20, 20, None]
-    assert told["output_lens"] == [11, 11, 0]
-    assert told["ttfts"] == pytest.approx([0.5, 0.3, 0.0])
-    assert told["start_times"] == [0.0, 1.0, 0.0]
-    assert told["errors"] == ["", "", "status 500: no"]
+    fields = detailed(ANSWERS)
+    assert fields["input_lens"] == [20, 20, None]
+    assert fields["output_lens"] == [11, 11, 0]
+    assert fields["ttfts"] == pytest.approx([0.5, 0.3, 0.0])
+    assert fields["start_times"] == [0.0, 1.0, 0.0]
+    assert fields["errors"] == ["", "", "status 500: no"]

@@ -1,4 +1,4 @@
-"""A teacher on a pretended GPU: what it says lies there, and is what it says on the CPU."""
+"""A teacher on a pretended GPU: its outputs lie there and equal those on the CPU."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,7 +27,7 @@ def test_what_is_learned_from_lies_on_the_device(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(teacher, "ModelOptions", partial(ModelOptions, attention=AttentionOptions("sdpa")))
     folder = tmp_path / "target"
     write_model(folder, seed=1, noise=0.0, layers=2)
-    said = list[torch.Tensor]()
+    outputs = list[torch.Tensor]()
     for device, there in PLACES:
         with there:
             target = Teacher(folder, 40, (0, 1), device, dtype="fp32")
@@ -35,5 +35,5 @@ def test_what_is_learned_from_lies_on_the_device(tmp_path: Path, monkeypatch: py
             assert lesson.features is not None
             found = (lesson.logits, lesson.features, embedding_of(folder, head_shape(folder), target.device))
             assert {each.device for each in found} == {torch.device(device)}
-            said += [each.cpu() for each in found]
-    torch.testing.assert_close(said[:3], said[3:], atol=1e-4, rtol=1e-4)
+            outputs += [each.cpu() for each in found]
+    torch.testing.assert_close(outputs[:3], outputs[3:], atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""A person's own draft learns what their target says of their text."""
+"""A draft learns the target's distribution over the user's text."""
 
 import dataclasses
 import json

@@ -45,7 +45,7 @@ RECIPE = HeadRecipe(
 
 @torch.no_grad()
 def read_target(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) -> Lesson:
-    """What a teacher says of tokens [texts, length], by the decoder of the recipes."""
+    """Compute a teacher's lesson of tokens [texts, length] by the training decoder."""
     cos, sin = rotary_tables(target.shape, tokens.shape[1], tokens.device)
     x: torch.Tensor = target.model.embed_tokens(tokens)
     kept: list[torch.Tensor] = []
@@ -58,7 +58,7 @@ def read_target(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) ->
 
 
 def features_of(target: Decoder, tokens: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-    """Of one text [length]: [length, layers * hidden]."""
+    """Return the features of a text [length]: [length, layers * hidden]."""
     features = read_target(target, tokens[None], layers).features
     assert features is not None
     return features[0]
@@ -83,14 +83,14 @@ def by_hand(
     given = head.fc(features[: place + 1])
     for step in range(steps):
         rows = embedded[1 : place + 2 + step]
-        said = _chunk(head, rows, given)
-        found.append(head.logits(said[-1]))
-        given = torch.cat((given, said[-1:]))
+        outputs = _chunk(head, rows, given)
+        found.append(head.logits(outputs[-1]))
+        given = torch.cat((given, outputs[-1:]))
     return found
 
 
 def _chunk(head: TrainedHead, tokens: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """One causal pass over rows of tokens and vectors: the engine's way to see a text."""
+    """Run a causal pass over rows of tokens and vectors, as the engine does."""
     layer, heads = head.midlayer, head.split
     cos, sin = rotary_tables(head.shape, len(tokens), tokens.device)
     both = torch.cat((layer.input_layernorm(tokens), layer.hidden_norm(vectors)), -1)[None]
@@ -108,9 +108,9 @@ def test_a_teacher_says_what_the_architecture_s_own_code_says(architecture: str,
     texts = torch.randint(3, 199, (2, 18), generator=torch.Generator().manual_seed(4))
     lesson = teacher.read(texts)
     with torch.no_grad():
-        said = model(texts, output_hidden_states=True)
-    torch.testing.assert_close(lesson.logits, said.logits, atol=1e-3, rtol=1e-3)
-    first = said.hidden_states[1]
+        outputs = model(texts, output_hidden_states=True)
+    torch.testing.assert_close(lesson.logits, outputs.logits, atol=1e-3, rtol=1e-3)
+    first = outputs.hidden_states[1]
     assert lesson.features is not None
     torch.testing.assert_close(lesson.features[..., : first.shape[-1]], first, atol=1e-3, rtol=1e-3)
     weight = torch.nn.Parameter(torch.ones(1))

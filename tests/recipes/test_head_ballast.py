@@ -1,4 +1,4 @@
-"""Ballast for EAGLE heads: beside a target with ballast a head says what it said beside the small one."""
+"""Ballast for EAGLE heads: with a target with ballast, a head drafts what the small one drafts."""
 
 import json
 from dataclasses import replace
@@ -58,15 +58,15 @@ def drafted(head: Path, theirs: Path) -> tuple[torch.Tensor, list[int]]:
     tokens = torch.randint(0, VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(3)).tolist()
     features = model.forward(build_batch([chunk(tokens, 0, PROMPT, range(PROMPT))])).features
     vectors = reader.fuse(torch.cat([features[feature_name(each)] for each in read], -1))
-    start, tokens, said = 0, tokens[1:], list[torch.Tensor]()
+    start, tokens, outputs = 0, tokens[1:], list[torch.Tensor]()
     for _ in range(STEPS):
         part = chunk(tokens, start, len(tokens), range(len(tokens)))
         start = len(tokens)
         found = reader.forward(replace(build_batch([part]), vectors=vectors[-len(part.tokens) :]))
-        said.append(found.logits)
+        outputs.append(found.logits)
         tokens.append(int(found.logits[-1].argmax()))
         vectors = found.features[OWN][-1:]
-    return torch.cat(said), tokens[PROMPT:]
+    return torch.cat(outputs), tokens[PROMPT:]
 
 
 @pytest.mark.parametrize("case", CASES)

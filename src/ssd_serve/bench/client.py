@@ -66,13 +66,6 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
 
 
-class Timings(msgspec.Struct, frozen=True):
-    """llama.cpp's report of a request; the draft's fields are absent when nothing was drafted."""
-
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-
-
 class _Metrics(msgspec.Struct, frozen=True):
     """Metrics of a request, as this engine returns them."""
 
@@ -80,11 +73,10 @@ class _Metrics(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """One server-sent event."""
+    """A server-sent event."""
 
     choices: list[_Choice] = []
     usage: Usage | None = None
-    timings: Timings | None = None
     metrics: _Metrics | None = None
     error: dict[str, object] | str | None = None
 

@@ -20,7 +20,7 @@ _GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One record; `is_chat` is False for a text that is to be continued."""
+    """A record of a file; `is_chat` is False for a text that is to be continued."""
 
     name: str
     text: str

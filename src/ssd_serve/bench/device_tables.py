@@ -1,6 +1,6 @@
-"""Device tables: pairs of models on devices that are not here, by name, and what each forward takes there.
+"""Device tables: forward times of pairs of models on devices that are not here, by name.
 
-Data sheets, shapes and fits are those of `ssd plan`. Knows no processes and no clocks.
+Data sheets, shapes and fits are those of `ssd plan`.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ Role = Literal["target", "draft"]
 
 
 class ForwardTimes(Protocol):
-    """What forwards of one model take."""
+    """Forward times of a model."""
 
     def seconds(self, forward: Forward) -> float:
-        """Seconds of this one."""
+        """Return the seconds of a forward."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A model on some devices of a data sheet, `slower` times as slow as they are."""
+    """A model on devices of a data sheet, `slower` times as slow as these."""
 
     platform: Sheets
     model: PlannedModel
@@ -50,7 +50,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTable:
-    """The times of a pair, and how many devices each of the two has."""
+    """The forward times of a pair, and the number of devices of each model."""
 
     name: str
     target: ForwardTimes
@@ -59,18 +59,16 @@ class DeviceTable:
     draft_devices: int = 1
 
     def of(self, role: Role) -> ForwardTimes:
-        """The times of one of the two."""
+        """Return the times of the target or the draft."""
         return self.target if role == "target" else self.draft
 
-    def devices(self, drafter_beside: bool) -> int:
-        """How many devices a way to decode occupies: the drafter's own only where it works `drafter_beside`
-        the target."""
-        return self.target_devices + (self.draft_devices if drafter_beside else 0)
+    def devices(self, asynchronous: bool) -> int:
+        """Return the number of devices of a mode; `asynchronous` modes also use the drafter's device."""
+        return self.target_devices + (self.draft_devices if asynchronous else 0)
 
 
 def device_table(name: str) -> DeviceTable:
-    """The table of this name; `NAME*F` is the same device F times slower, for drafts that this machine
-    computes too slowly.
+    """Return the table of a name; `NAME*F` is the same device F times slower.
 
     mi300x-70b-1b: Llama-3.1-70B on 4 MI300X with Llama-3.2-1B on one, in bf16; -tp2: the target on 2;
     h100-70b-1b: on 4 H100 and one.
@@ -95,7 +93,7 @@ def device_table(name: str) -> DeviceTable:
 
 
 def forward_of(batch: Batch) -> Forward:
-    """What a forward of this batch is to a device. Rows whose logits nobody wants are a prompt's."""
+    """Describe a batch by what decides its time; rows without logits are prefill."""
     contexts = batch.prefix_offsets[1:] - batch.prefix_offsets[:-1]
     trees = batch.tree_offsets[1:] - batch.tree_offsets[:-1]
     rows = batch.request_offsets[1:] - batch.request_offsets[:-1]

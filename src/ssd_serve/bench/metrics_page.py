@@ -1,10 +1,10 @@
-"""Reads pages of metrics, of this server or of another."""
+"""Reads metrics pages of any server."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
 
 def by_label(page: str, name: str, label: str) -> dict[str, float]:
-    """A metric by the values of one of its labels, summed over the others."""
+    """Return a metric by the values of one of its labels, summed over the others."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -15,6 +15,6 @@ def by_label(page: str, name: str, label: str) -> dict[str, float]:
 
 
 def metric(page: str, name: str) -> float:
-    """The sum of a metric over its labels; 0 where it is not told."""
+    """Return the sum of a metric over its labels; 0 if the page lacks it."""
     families = text_string_to_metric_families(page)
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)

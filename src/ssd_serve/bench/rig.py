@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from msgspec import structs
 
-from ssd_serve.base.cost import CostTable, Reading, Timing
+from ssd_serve.base.cost import CostTable
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Growth, Hello
 from ssd_serve.base.engine_config import EngineConfig, Mode
@@ -89,16 +89,6 @@ class _LoadedDraft:
     step_s: float
 
 
-class _FreeRows(CostTable):
-    """A cost table in which more rows cost nothing."""
-
-    def __init__(self) -> None:
-        super().__init__([Timing(1, 0, 1.0)])
-
-    def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
-        """Ignore the measurement."""
-
-
 class QueuedModel(WrappedModel):
     """A model whose results count as ready at once: each forward is queued behind the one before."""
 
@@ -170,13 +160,11 @@ class Rig:
         mode: EngineMode,
         cost: CostTable | None = None,
         model: Model | None = None,
-        verified: int | None = None,
         draft_device: str = "",
     ) -> Engine:
         """Build an engine over the shared target. `ssd` still needs its drafter connected.
 
-        `verified` fixes the number of nodes of every round and disables waiting. `draft_device` is torch's
-        name of a synchronous draft's device; empty: the target's.
+        `draft_device` is torch's name of a synchronous draft's device; empty: the target's.
         """
         settings, target = self.settings, model or self.target
         policy: WaitPolicy = FixedSteps(1 if mode.mode == "sd-chain" else mode.steps)
@@ -184,10 +172,6 @@ class Rig:
             policy = CostBasedWait(mode.mode == "ssd")
         if mode.mode == "ar" or (mode.mode == "ssd" and not settings.grow_first):
             policy = NoWait()
-        if verified is not None:
-            policy, cost = NoWait(), _FreeRows()
-        budget = settings.budget if verified is None else verified
-        governed = mode.mode == "ssd" and verified is None
         engine = build_engine(
             EngineParts(
                 model=target,
@@ -199,12 +183,12 @@ class Rig:
                     max_waiting=1024,
                     prefill_chunk=settings.prefill_chunk,
                     prefix_cache=False,
-                    budget=0 if mode.mode == "ar" else budget,
+                    budget=0 if mode.mode == "ar" else settings.budget,
                     draft_width=settings.draft_width if mode.mode == "ssd" else mode.width,
                     tree_nodes=settings.tree_nodes,
                 ),
                 policy=policy,
-                mode_config=self._governing(policy, cost or self.cost) if governed else None,
+                mode_config=self._governing(policy, cost or self.cost) if mode.mode == "ssd" else None,
                 noise=self._noise,
                 native=self.native,
             )

@@ -22,7 +22,7 @@ from ssd_serve.verifier.engine import Engine
 class RigStage:
     """Runs entries on shares of these devices.
 
-    Baselines use the target's device, both devices (on CPUs), or a draft on cores beside a GPU. They draft in
+    Baselines use the target's device, both devices (on CPUs), or a draft on cores of the host. They draft in
     this process; the drafters of SSD are processes that live as long as `drafting`.
     """
 

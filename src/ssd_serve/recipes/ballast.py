@@ -157,7 +157,7 @@ class Enlarger:
         places = torch.tensor(slots)[:, None] * old.head + torch.arange(old.head)  # [heads, head]
         self.queries = places.flatten()  # where each query dimension of the source goes
 
-    def beside(self, count: int) -> Tensor:
+    def source_places(self, count: int) -> Tensor:
         """Return where the elements of `count` concatenated vectors of the source are in the copy.
 
         int64 [count * hidden].
@@ -207,7 +207,7 @@ class Enlarger:
             rows = self.queries if "q_proj" in name else None
             columns = self.queries if "o_proj" in name else None
             if name in _READING:
-                columns = self.beside(read)
+                columns = self.source_places(read)
             result[name] = self.padded(weight, shape, filled, rows, columns)
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             result[name] = self.norm(source.get(prefix + name, torch.ones(self.old.hidden)))
@@ -315,7 +315,7 @@ class HeadEnlarger(Enlarger):
         if last in _TOKEN_MAPS:
             return weight
         if last in ("fc.weight", "fusion_fc.weight"):
-            columns = self.beside(fused)
+            columns = self.source_places(fused)
             result = self.padded(weight, (width, fused * width), filled=True, columns=columns)
             result[self.old.hidden :, columns] = 0  # the rest of the stream stays zero
             return result

@@ -17,7 +17,7 @@ _HELD_OUT_TAIL = 0.05
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: its path relative to the corpus root, with `/`, and its text."""
+    """A file: its path relative to the corpus root, with `/`, and its text."""
 
     path: str
     text: str

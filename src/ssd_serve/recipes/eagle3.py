@@ -1,8 +1,8 @@
-"""An EAGLE-3 head for training, with the parameter names of published heads, and the loss of its training.
+"""An EAGLE-3 head for training, with the parameter names of published heads, and its loss.
 
-Training-time test (Li et al. 2025): the head first reads the target's features, then what it has said itself,
-for some steps; every step learns what the target says there. Written for whole sequences, as the decoder
-beside it is: the engine's head is another one, so that each checks the other.
+Training-time test (Li et al. 2025): the head first reads the target's features, then its own output for some
+steps; every step learns the target's distribution there. Written for whole sequences and independent of the
+engine's head, so that tests can compare the two.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from ssd_serve.recipes.decoder import Mlp, Norm, Shape, rotary_tables, rotate
 from ssd_serve.recipes.teacher import Lesson
 
 STEP_WEIGHT = 0.8
-"""Of each step beside the one before it."""
+"""Weight of each step relative to the one before it."""
 
 
 class HeadAttention(nn.Module):
-    """Projections of attention whose queries, keys and values read two vectors side by side."""
+    """Attention projections; queries, keys and values read two concatenated vectors."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class TrainedHead(nn.Module):
         self.lm_head = nn.Linear(shape.hidden, len(ids), bias=False)
 
     def forward(self, embedded: Sequence[Tensor], features: Tensor) -> list[Tensor]:
-        """The vectors that it says of itself at each step, [batch, rows, hidden] each.
+        """Return the output vectors of each step, [batch, rows, hidden] each.
 
         `embedded` [batch, rows, hidden] are the tokens of each step: those of step k stand k places further.
         `features` [batch, rows, features * hidden] are of the places before the first step's tokens.
@@ -66,7 +66,7 @@ class TrainedHead(nn.Module):
         rows = features.shape[1]
         cos, sin = rotary_tables(self.shape, rows + len(embedded), features.device)
         hidden, keys, values = self.fc(features), list[Tensor](), list[Tensor]()
-        said: list[Tensor] = []
+        outputs: list[Tensor] = []
         for step, token in enumerate(embedded):
             layer = self.midlayer
             both = torch.cat((layer.input_layernorm(token), layer.hidden_norm(hidden)), dim=-1)
@@ -75,12 +75,12 @@ class TrainedHead(nn.Module):
             values.append(self.split(layer.self_attn.v_proj(both)))
             hidden = hidden + layer.self_attn.o_proj(self.attend(query, keys, values))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            said.append(hidden)
-        return said
+            outputs.append(hidden)
+        return outputs
 
-    def logits(self, said: Tensor) -> Tensor:
-        """What a vector says of the next token: [..., hidden] to [..., proposed]."""
-        result: Tensor = self.lm_head(self.norm(said))
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Map output vectors [..., hidden] to logits [..., proposed]."""
+        result: Tensor = self.lm_head(self.norm(outputs))
         return result
 
     def split(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, step: int = 0) -> Tensor:
@@ -118,13 +118,13 @@ def steps_of(
     with torch.autocast(tokens.device.type, torch.bfloat16):
         embedded = functional.embedding(tokens, embedding)
         shifted = [embedded[:, 1 + step : 1 + step + rows] for step in range(steps)]
-        said = head(shifted, lesson.features[:, :rows].float())
+        outputs = head(shifted, lesson.features[:, :rows].float())
         truth = [lesson.logits[:, 1 + step : 1 + step + rows] for step in range(steps)]
-        return [(head.logits(own), true) for own, true in zip(said, truth, strict=True)]
+        return [(head.logits(own), true) for own, true in zip(outputs, truth, strict=True)]
 
 
 def head_loss(head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Lesson, steps: int) -> Tensor:
-    """Cross entropy against what the target says of the proposed tokens, over all steps: nats a token."""
+    """Return the cross entropy against the target over the proposed tokens and all steps, in nats a token."""
     total, weight = torch.zeros((), device=tokens.device), 1.0
     for guesses, truth in steps_of(head, embedding, tokens, lesson, steps):
         wanted = functional.softmax(truth.float()[..., head.ids], dim=-1)

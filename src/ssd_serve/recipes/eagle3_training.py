@@ -26,7 +26,7 @@ _WINDOWS, _LENGTH = 12, 512
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRecipe(Recipe):
-    """How a head is trained.
+    """The training of a head.
 
     `layers`: target layers whose outputs the head reads, from 0; `proposed`: number of the most frequent
     tokens that the head can propose; `steps`: steps of the training-time test.

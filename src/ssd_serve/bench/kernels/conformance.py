@@ -30,12 +30,12 @@ from ssd_serve.models.sizes import attention_dtype
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BATCHES: dict[str, tuple[RequestShape, ...]] = {
-    "trees beside a chunk": SMALL[0],
+    "trees and a chunk": SMALL[0],
     "single rows": SMALL[1],
     "more than is read at once": SMALL[2],
     "parts of a long prefix": (RequestShape(1100, 6), RequestShape(513, 1), RequestShape(512, 2)),
     "one row, nothing before it": (RequestShape(0, 1),),
-    "a root without nodes beside a deep tree": (RequestShape(300, 1), RequestShape(40, 17, depth=16)),
+    "a root without nodes and a deep tree": (RequestShape(300, 1), RequestShape(40, 17, depth=16)),
     "128 nodes": (RequestShape(200, 128, in_order=True),),
     "64 requests": tuple(RequestShape(7 * index, 1 + index % 4) for index in range(64)),
     "prompts": (
@@ -55,7 +55,7 @@ _FEW_HEADS = ((4, 1), (2, 2), (4, 2))
 
 @dataclass(frozen=True, slots=True)
 class ConformanceRow:
-    """One batch with one shape of heads."""
+    """The result of a batch with a shape of heads."""
 
     batch: str
     trial: Trial
@@ -136,7 +136,7 @@ def _conforms(
             rows.append({**kind, **found})
     except UserError as error:
         refused.add(str(error))
-    except Exception as error:  # whatever a foreign kernel or its compiler raises
+    except Exception as error:  # foreign kernels and compilers raise anything
         raised = in_a_line(error)
         say(f"{name}, {kind['dtype']}: {raised}")
         rows.append({**kind, "raised": raised, "right": False})

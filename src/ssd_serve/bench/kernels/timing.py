@@ -111,7 +111,7 @@ def _time_shape(
             continue
         try:
             backends[each.name] = each.make(cache, plan.heads)
-        except Exception as error:  # whatever a foreign kernel or its compiler raises
+        except Exception as error:  # foreign kernels and compilers raise anything
             skipped[each.name] = in_a_line(error)
     seconds = _interleaved(backends, batch, queries, plan.repeats, layers, skipped)
     least = min_seconds(plan, dtype, asked, batch, roof)
@@ -141,7 +141,7 @@ def _interleaved(
                 continue
             try:
                 taken = _forward(backend, batch, queries, layers)
-            except Exception as error:  # whatever a foreign kernel or its compiler raises
+            except Exception as error:  # foreign kernels and compilers raise anything
                 skipped[name] = in_a_line(error)
                 continue
             if turn:
