@@ -1,4 +1,4 @@
-"""What FlashInfer's kernels take for granted of index buffers, masks and tensors, for their doubles."""
+"""Requirements of FlashInfer's kernels on index buffers, masks and tensors, for their doubles."""
 
 from typing import Any
 
@@ -65,7 +65,6 @@ def summary_of(
 def allowed_places(
     planned: dict[str, Any], count: int, context: int, seen: torch.Tensor | None
 ) -> torch.Tensor:
-    """Which of the context each of a request's rows sees: [count, context]."""
     window = planned["window_left"]
     own = torch.arange(context - count, context)[:, None]  # a row's place in the context, if it is causal
     places = torch.arange(context)[None, :]
@@ -84,7 +83,6 @@ def allowed_places(
 def check_tensors(
     planned: dict[str, Any], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """What kernels assume, and do not all check."""
     kv_dtype = planned["kv_data_type"] or planned["q_data_type"]
     if queries.dtype != planned["q_data_type"] or keys.dtype != kv_dtype or values.dtype != kv_dtype:
         raise TypeError("dtypes are not those that were planned")

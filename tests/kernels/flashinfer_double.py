@@ -33,12 +33,8 @@ WORKSPACE = 64
 
 
 class Device(Protocol):
-    """What a wrapper launches its work on."""
-
     @property
-    def capturing(self) -> bool:
-        """Whether launches are recorded just now."""
-        ...
+    def capturing(self) -> bool: ...
 
     def launch(self, kernel: Callable[[], object]) -> None:
         """Run it, and again at every replay of what is recorded."""
@@ -83,13 +79,10 @@ class Doubles:
         )
 
     def planned(self, *, masked: bool) -> list[dict[str, Any]]:
-        """What the wrappers with a mask, or those without, were last planned with."""
         return [double.planned for double in self.made if (double.mask is not None) == masked]
 
 
 class WrapperDouble:
-    """One wrapper."""
-
     def __init__(self, recorded: Recorded, made_with: dict[str, Any], device: Device) -> None:
         if made_with["kv_layout"] != "NHD" or made_with["backend"] != "fa2":
             raise NotImplementedError("the double computes NHD pages as fa2 does")
@@ -167,7 +160,6 @@ class WrapperDouble:
             raise TypeError("the mask must be bool, flat, and on the device")
 
     def _fill(self, fixed: dict[str, torch.Tensor], planned: dict[str, Any]) -> None:
-        """In graph mode: what launches were told must stay, all else goes into the buffers."""
         requests = len(planned["qo_indptr"]) - 1
         if requests != len(fixed["qo_indptr_buf"]) - 1:
             raise ValueError(f"the buffers are not made for {requests} requests")

@@ -1,4 +1,4 @@
-"""What `BatchPrefillWithPagedKVCacheWrapper` takes in each FlashInfer that was read: names and defaults."""
+"""Signatures of `BatchPrefillWithPagedKVCacheWrapper` in each FlashInfer that was read."""
 
 import inspect
 from dataclasses import dataclass
@@ -29,8 +29,6 @@ RESET = "self, float_workspace_buffer, int_workspace_buffer"
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One package's signatures, as Python writes them."""
-
     name: str
     version: str
     init: str

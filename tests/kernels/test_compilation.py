@@ -29,7 +29,6 @@ LISTING = """
 
 
 def told(compiled: Compiled) -> str:
-    """With 160 KiB of shared memory."""
     return complaint(compiled, 160 << 10)
 
 
@@ -68,7 +67,6 @@ def test_an_argument_that_nothing_is_known_of_is_an_error() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [target.name for target in TARGETS])
 def test_every_configuration_compiles_for_every_gpu_without_spills(tmp_path: Path, gpu: str) -> None:
-    """In a process of its own: here kernels are interpreted."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     del environment["TRITON_INTERPRET"]
     words = [sys.executable, "-m", "tests.kernels.triton_compilation", gpu]

@@ -149,7 +149,6 @@ def test_a_layout_with_heads_first_is_refused() -> None:
 def test_the_self_test_tries_masks_pages_and_what_is_recorded(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the backend serves: with wrappers of every way, and none is wrong."""
     doubles = Doubles(recorded)
     monkeypatch.setattr(self_test, "layout_order", lambda device: "slots")
 

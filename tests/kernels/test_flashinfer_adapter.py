@@ -27,7 +27,6 @@ def test_what_each_package_can(recorded: Recorded) -> None:
 
 
 def test_recorded_differences() -> None:
-    """What the adapter is written around; a new recording that changes this makes some of it unnecessary."""
     plans = {recorded: set(signature(recorded.plan).parameters) for recorded in ALL}
     only_upstream = {"o_data_type", "fixed_split_size", "disable_split_kv", "uniform_q_len"}
     assert plans[UPSTREAM] - plans[PORT] == only_upstream

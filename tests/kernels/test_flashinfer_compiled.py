@@ -1,4 +1,4 @@
-"""Where FlashInfer compiles: a folder for each combination, nothing stale in it, chosen before the import."""
+"""FlashInfer compiles into a folder for each combination, without stale kernels, chosen before the import."""
 
 import os
 import sys
@@ -20,7 +20,6 @@ VARIABLES = ("FLASHINFER_WORKSPACE_BASE", "FLASHINFER_ROCM_ARCH_LIST", "FLASHINF
 
 @pytest.fixture(autouse=True)
 def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test writes is gone after it."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "of somebody else")
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""One call finds, checks and imports FlashInfer, in the order that its import needs."""
+"""Loading finds, checks and imports FlashInfer, in the order that its import needs."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Which requests need no mask, against what they see; and that tables and masks say just that."""
+"""Causal requests are found, and tables and masks hold the slots that rows see."""
 
 import random
 from typing import NamedTuple
@@ -34,8 +34,6 @@ def random_chain(rng: random.Random, slots: list[int]) -> RequestRows:
 
 
 class Seen(NamedTuple):
-    """What a request's rows see of its context, as the batch says it."""
-
     context: list[int]
     rows: list[list[int]]
 
@@ -74,7 +72,6 @@ def test_positions_with_a_gap_are_not_causal() -> None:
 
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 6), window=st.sampled_from([None, 1, 5, 200]))
 def test_masks_say_what_rows_see(seed: int, requests: int, window: int | None) -> None:
-    """Of any choice of requests, causal ones too."""
     batch = random_batch(seed, requests)
     chosen = np.flatnonzero(np.random.default_rng(seed).random(requests) < 0.7)
     chosen = chosen if len(chosen) else np.arange(requests)

@@ -1,4 +1,4 @@
-"""Which FlashInfer to use, and which to refuse by name."""
+"""The right FlashInfer is chosen, and wrong versions are refused by name."""
 
 import importlib.metadata
 

@@ -14,7 +14,6 @@ BYTES = torch.arange(256).to(torch.uint8)
 
 
 def meaning(byte: int, bias: int) -> float:
-    """What a byte of sign, four bits of exponent and three of mantissa means, NaNs apart."""
     sign, exponent, mantissa = (-1.0 if byte & 0x80 else 1.0), (byte >> 3) & 15, byte & 7
     if exponent == 0:
         return sign * mantissa / 8 * 2.0 ** (1 - bias)
@@ -22,7 +21,6 @@ def meaning(byte: int, bias: int) -> float:
 
 
 def exact_product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What `torch._scaled_mm` should give."""
     scales: torch.Tensor = options["scale_a"] * options["scale_b"]
     dtype: torch.dtype = options["out_dtype"]
     return (a.double() @ b.double() * scales).to(dtype)

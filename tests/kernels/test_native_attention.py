@@ -38,8 +38,6 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 class Model:
-    """One layer's attention over a cache of random keys and values, and a query for every token."""
-
     def __init__(
         self,
         library: NativeLibrary,

@@ -73,7 +73,6 @@ def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> list[str]:
-    """One that is fast, and leaves files open to all."""
     script = tmp_path / "fast-cc"
     script.write_text(
         '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nrm "$2"; umask 0; echo compiled > "$2"\n'
@@ -84,7 +83,6 @@ def compiler(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("planted", ["link", "open to all"])
 def test_a_planted_library_is_compiled_over(tmp_path: Path, compiler: list[str], planted: str) -> None:
-    """Whoever can compute the name can put a file there; its code never runs."""
     folder, evil = tmp_path / "cache", tmp_path / "evil.so"
     path = build(folder, compiler)
     evil.write_text("evil")

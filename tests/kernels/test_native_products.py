@@ -21,7 +21,6 @@ def library(native: NativeLibrary) -> NativeLibrary:
 
 @pytest.fixture(params=[False, True])
 def tiles(library: NativeLibrary, request: pytest.FixtureRequest) -> bool:
-    """Without the processor's tiles, and with them where it has some."""
     wanted = bool(request.param)
     return wanted and products.has_tiles(library)
 

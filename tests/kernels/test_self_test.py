@@ -42,8 +42,6 @@ class WrongHead(SdpaAttention):
 
 
 class NotANumber(SdpaAttention):
-    """One output is no number, which compares false with everything."""
-
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
         out = super().run(layer, queries, plan)
         out[-1, -1] = torch.nan

@@ -98,7 +98,6 @@ def test_a_batch_that_is_too_large_for_fixed_memory_gets_its_own() -> None:
 
 @pytest.mark.parametrize("heads", [4, 6, 16])
 def test_a_tree_of_any_size_has_the_shape_of_its_row_count(heads: int) -> None:
-    """So that a server captures them all when it starts."""
     rng, cache = random.Random(heads), KVCache(KVLayout((LayerKV(2, 16),), torch.bfloat16), 2600, "cpu")
     attention, slots = TritonAttention(cache, heads), list(range(2600))
     for rows in (*range(1, 65), 100, 128, 200, 256):

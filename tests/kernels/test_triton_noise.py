@@ -30,7 +30,6 @@ def rows(seeds: list[int], positions: list[int], vocabulary: int, stream: int = 
 @given(WORD_64, WORD_32, st.integers(1, 1100), st.integers(0, 3))
 @settings(max_examples=30)
 def test_any_row_is_the_definition(seed: int, position: int, vocabulary: int, stream: int) -> None:
-    """One wrong integer would be off by far more than one step."""
     ours = rows([seed], [position], vocabulary, stream)
     assert steps_apart(ours, log_exponential([seed], [position], vocabulary, stream)).max() <= 1
 
@@ -43,8 +42,6 @@ def test_many_rows_differ_from_numpys_in_hardly_any_last_bit() -> None:
 
 
 class NoCompiler:
-    """As Triton where no C compiler is installed."""
-
     def fill(self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
         raise RuntimeError("Failed to find C compiler")
 

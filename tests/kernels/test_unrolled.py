@@ -76,7 +76,6 @@ def test_a_gap_between_prefix_and_ancestors_is_refused() -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_the_compiled_kernel_needs_no_unrolling(native: NativeLibrary, seed: int) -> None:
-    """It gives a row of any batch, to the bit, what it gives the row unrolled."""
     batch = some_batch(seed)
     layers = [LayerKV(2, 16), LayerKV(2, 16, 7)]
     cache = filled_cache(layers, torch.float32, torch.Generator().manual_seed(3))

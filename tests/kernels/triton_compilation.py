@@ -56,7 +56,6 @@ class Target:
 
     @property
     def name(self) -> str:
-        """As its makers call it."""
         return f"sm{self.gpu.arch}" if self.gpu.backend == "cuda" else str(self.gpu.arch)
 
 
@@ -69,8 +68,6 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """What a thread uses, and what does not fit."""
-
     used: int
     spilled: int
     """Vector registers that live elsewhere."""
@@ -82,8 +79,6 @@ class Registers:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What one configuration would use on one GPU. `tile`: rows of a program; `head_dim` 0: no heads."""
-
     kernel: str
     target: str
     head_dim: int
@@ -184,7 +179,6 @@ def complaint(compiled: Compiled, shared_bytes: int) -> str:
 
 
 def amd_registers(listing: str) -> Registers:
-    """From the metadata at the end of an AMD listing."""
     names = r"(?:vgpr|vgpr_spill|sgpr_spill)_count|private_segment_fixed_size"
     count = {name: int(value) for name, value in re.findall(rf"\.({names}):\s+(\d+)", listing)}
     return Registers(

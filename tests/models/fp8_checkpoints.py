@@ -129,8 +129,6 @@ Shape = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to write an fp8 checkpoint."""
-
     config: dict[str, Any]
     kind: Callable[[str], str]
     shape: Shape = field(default=lambda scale: scale)

@@ -180,7 +180,6 @@ class FirstOracle(nn.Module):
         randomise(self)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """What the target has computed is what the head reads."""
         return features
 
     @torch.no_grad()

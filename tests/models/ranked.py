@@ -22,7 +22,6 @@ SLOTS = 256
 def in_ranks(
     store: Path, size: int, work: Callable[[Group], T], *, ordered: bool = False, patience_s: float = 30.0
 ) -> list[T]:
-    """What `work` gives on every rank."""
 
     def run(rank: int) -> T:
         torch.set_num_threads(1)

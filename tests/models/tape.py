@@ -20,7 +20,6 @@ Step = Callable[[], object]
 
 
 def _is_view(operator: Any) -> bool:
-    """Whether its result is another look at its argument's memory, which a replay need not take again."""
     returned = operator._schema.returns  # there is no public way to ask
     return any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
 
@@ -60,7 +59,6 @@ class Tape:
 
     @property
     def capturing(self) -> bool:
-        """Whether what is started just now is captured."""
         return self._steps is not None
 
     def warm_up(self, work: Callable[[], object]) -> None:

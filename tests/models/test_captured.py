@@ -51,7 +51,6 @@ def unrolled_attention(cache: KVCache, heads: int) -> Any:
 def decoder(
     folder: Path, make_attention: Callable[[KVCache, int], Any], order: Literal["heads", "slots"] = "heads"
 ) -> tuple[CapturableModel, Any]:
-    """With one slot more than requests may have, and features of a layer and behind the last norm."""
     description = load_description(folder)
     architecture, config, sizes = description.architecture, description.config, description.sizes(Parallel())
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
@@ -102,7 +101,6 @@ class Pair:
 
 @pytest.fixture
 def make_attention() -> Callable[[KVCache, int], Any]:
-    """What is captured."""
     return triton_attention
 
 
@@ -215,7 +213,6 @@ class Contradicted(SingleRank):
 
 
 def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> None:
-    """Its batches would be padded and this one's not, or the other way round."""
     plain, _ = decoder(folder, triton_attention)
     second, attention = decoder(folder, triton_attention)
     tape = Tape()
@@ -251,7 +248,6 @@ def test_what_one_tree_and_single_rows_need_can_be_captured_ahead(pair: Pair) ->
 
 
 def test_what_cannot_be_captured_ahead_is_tried_again_when_it_is_met(pair: Pair) -> None:
-    """As where the memory for the most rows is short, which may never come."""
     pair.tape.refuses = "out of memory"
     pair.captured.capture_ahead(2)
     assert pair.captured.graphs == 0

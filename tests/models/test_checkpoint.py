@@ -34,7 +34,6 @@ def load(folder: Path, *, allow_pickle: bool = False) -> Model:
 
 
 def logits(model: Model) -> torch.Tensor:
-    """Of every position of a prompt."""
     rows = RequestRows(
         tokens=[3, 141, 59, 26],
         positions=range(4),
@@ -46,7 +45,6 @@ def logits(model: Model) -> torch.Tensor:
 
 
 def write(folder: Path, layout: str) -> Path:
-    """One tensor in each of the layouts."""
     folder.mkdir(exist_ok=True)
     if layout.endswith(".safetensors"):
         save_file({"a.weight": WEIGHT}, folder / layout)

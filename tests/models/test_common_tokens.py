@@ -1,4 +1,4 @@
-"""Which tokens of two tokenizers mean the same, and a draft that speaks its target's."""
+"""Tokens of two tokenizers are mapped by meaning; a mapped draft uses its target's tokens."""
 
 import random
 from pathlib import Path

@@ -167,7 +167,6 @@ def test_layouts_and_formats_agree(
 
 
 def test_hidden_states_on_request(tmp_path: Path) -> None:
-    """Of all rows, whichever logits are wanted; the final one is what the head reads."""
     theirs = checkpoints.make("llama")
     folder = checkpoints.save(theirs, tmp_path)
     options = ModelOptions(device="cpu", dtype="fp32", slots=32, context=None, features=(0, 2, FINAL))

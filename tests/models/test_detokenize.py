@@ -46,7 +46,6 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def pushed(stream: DetokenizeStream, ids: Sequence[int]) -> list[str]:
-    """What each push returns, and what is left at the end."""
     return [*(stream.push(token) for token in ids), stream.flush()]
 
 

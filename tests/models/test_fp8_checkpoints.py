@@ -153,7 +153,6 @@ def round_inputs(model: Any, form: Form, native: torch.dtype) -> None:
 def test_devices_that_multiply_fp8(
     form: Form, native: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU computes, with an exact product in the place of its own."""
 
     def product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
         assert a.dtype is b.dtype is native

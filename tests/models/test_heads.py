@@ -161,7 +161,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 def kind_of(folder: Path, config: dict[str, object], *names: str) -> HeadKind | None:
-    """Of a folder with this configuration and tensors of these names."""
     shutil.rmtree(folder, ignore_errors=True)
     return head_kind(write(folder, {name: torch.zeros(2, 2) for name in names}, config))
 
@@ -267,7 +266,6 @@ def test_heads_in_fp8(make: type[AnyOracle], form: str, tmp_path: Path) -> None:
 
 
 def test_a_head_in_a_bin_file_is_read_where_that_is_allowed(tmp_path: Path) -> None:
-    """As the first ones were published."""
     theirs = target(tmp_path / "target")
     head = FirstOracle().save(tmp_path / "head", FLAT)
     torch.save(load_file(head / "model.safetensors"), head / "pytorch_model.bin")

@@ -168,7 +168,6 @@ def test_a_product_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: py
 def test_compiled_kernels_are_not_even_tried(
     native: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That they need no blocks is shown in tests/kernels; here that they get none."""
     if not has_bf16_products(native):
         pytest.skip("this processor has neither AVX-512 BF16 nor AVX2: its bf16 products are torch's")
 

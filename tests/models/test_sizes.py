@@ -1,4 +1,4 @@
-"""What an architecture counts before loading is what its checkpoint holds."""
+"""Counts of an architecture before loading are those of its checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -9,7 +9,7 @@ from enum import Enum
 AUTO = "auto"
 """Not a backend: the fastest that works."""
 VARIABLE = "SSD_TREE_DECODE_BACKEND"
-"""Where a backend is asked for."""
+"""Setting that names a backend."""
 
 
 class Where(Enum):
@@ -26,10 +26,10 @@ class RegisteredBackend:
 
     where: Where
     factory: str
-    """Its `AttentionFactory`, as `module:name`. The module is imported wherever torch is: what may be missing
-    is imported when a backend is made."""
+    """Path of its `AttentionFactory`, `module:name`. The module is imported wherever torch is: what may be
+    missing is imported when a backend is made."""
     what: str
-    """What it is, for the documents."""
+    """Description for the documents."""
     package: str = ""
     """The Python package that it needs, and the extra of this project that installs it."""
 
@@ -52,7 +52,7 @@ BACKENDS = {
     ),
     "sdpa": RegisteredBackend(Where.ANY, "ssd_serve.kernels.attention.sdpa:FACTORY", "PyTorch"),
 }
-"""By their names, the fastest first."""
+"""Backends by name, the fastest first."""
 
 
 def names(*where: Where) -> tuple[str, ...]:
@@ -60,12 +60,12 @@ def names(*where: Where) -> tuple[str, ...]:
     return tuple(name for name, each in BACKENDS.items() if not where or each.where in where)
 
 
-def told() -> str:
-    """All of them in words, with where they run."""
+def described() -> str:
+    """Describe all backends, with the devices on which they run."""
     return ", ".join(f"{name} ({each.where.value})" for name, each in BACKENDS.items())
 
 
 def choices(where: Where) -> str:
-    """What to ask for on such devices, in words."""
+    """List the values of the setting that work on such devices."""
     *others, last = AUTO, *names(where, Where.ANY)
     return f"{', '.join(others)} or {last}"

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from ssd_serve.base.attention_backends import AUTO, told
+from ssd_serve.base.attention_backends import AUTO, described
 from ssd_serve.base.engine_config import EMBEDDED, EngineConfig, Mode
 from ssd_serve.base.setting_values import LOOKUPS, NGRAM, NO_DRAFT, Drafts, DType, Layers, TreeAttention
 
@@ -74,7 +74,7 @@ class EngineSettings(BaseSettings):
     )
     tree_decode_backend: TreeAttention = Field(
         default=EngineConfig.tree_decode_backend,
-        description=f"tree attention: {told()} or {AUTO}, the fastest that works",
+        description=f"tree attention: {described()} or {AUTO}, the fastest that works",
     )
     tree_decode_check: Literal["", "sdpa"] = Field(
         default=EngineConfig.tree_decode_check,

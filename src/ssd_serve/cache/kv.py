@@ -16,7 +16,7 @@ KVKind = Literal["kv", "latent", "state"]
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """What one layer stores, and how its attention reads it.
+    """Describes what one layer stores, and how its attention reads it.
 
     `kv`: a key and a value for each of `heads`. `latent`: one vector of `head_dim` numbers that all query
     heads share (`heads` is 1); it is the key, and its first `value_dim` numbers are the value. `state`: a
@@ -70,7 +70,7 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What all layers store of a token."""
+    """Layers of a model, and how their KV is stored."""
 
     layers: tuple[LayerKV, ...]
     dtype: torch.dtype

@@ -34,7 +34,7 @@ class Batch:
     position from 0, are `prefix_slots[prefix_offsets[r]:prefix_offsets[r + 1]]`; every row of the request
     attends to all of them. Its tree slots are `tree_slots[tree_offsets[r]:tree_offsets[r + 1]]`, at the
     positions `tree_positions` says: they include every row written by this forward and may include slots
-    written by earlier ones. Bit j of `ancestry[row]` (word j // 64, bit j % 64) says that the row attends to
+    written by earlier ones. Bit j of `ancestry[row]` (word j // 64, bit j % 64) means that the row attends to
     the request's j-th tree slot; a row's own bit is always set. A request may have any number of rows >= 1
     and an empty prefix.
 
@@ -56,12 +56,12 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """How many rows the batch has."""
+        """Number of rows."""
         return len(self.tokens)
 
     @property
     def requests(self) -> int:
-        """How many requests the batch has."""
+        """Number of requests."""
         return len(self.request_offsets) - 1
 
     def ancestry_bits(self) -> BoolArray:
@@ -71,9 +71,9 @@ class Batch:
 
 
 class RequestRows(NamedTuple):
-    """One request's part of a batch.
+    """Rows of one request in a batch.
 
-    Bit j of `ancestry[i]` says that row i attends to the request's j-th tree slot; a row attends to itself.
+    Bit j of `ancestry[i]` means that row i attends to the request's j-th tree slot; a row attends to itself.
     Where `tree_slots` is None the rows' own write slots are the tree slots, in order. Where `ancestry` is
     None the rows are a causal chunk: row i attends to rows 0..i.
     """
@@ -161,7 +161,7 @@ def _extended(values: npt.NDArray[IntegerT], more: int, value: int) -> npt.NDArr
 
 
 def offsets_of(lengths: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:
-    """Where each of some pieces of these lengths begins, and the end: int32 [pieces + 1]."""
+    """Return the start of each piece of these lengths, and the end: int32 [pieces + 1]."""
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 

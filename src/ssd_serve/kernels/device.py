@@ -119,11 +119,11 @@ class GraphCapture(Protocol):
     """Captures work that is started on one device."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run `work` eagerly until nothing more is compiled or chosen. Raises whatever `work` raises."""
+        """Run `work` eagerly until nothing more is compiled or chosen. Raises the errors of `work`."""
         ...
 
     def capture(self, work: Callable[[], T]) -> tuple[CapturedGraph, T]:
-        """Capture `work`, which was warmed up; each replay writes its result anew.
+        """Capture `work`, which was warmed up; each replay overwrites its result.
 
         Raises `CaptureError` where something in it cannot be captured.
         """

@@ -23,14 +23,14 @@ from ssd_serve.models.wrapped import WrappedModel
 
 MAX_GRAPHS = 256
 _FEW_ROWS = 64
-"""So many rows all have their logits computed where one is wanted: less than launching kernels one by one."""
+"""Largest number of rows whose logits are all computed where few are wanted: still faster than no capture."""
 _AHEAD = (2048, 1)
 """Contexts for which forwards are captured before they are wanted: most requests' are like one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A captured forward and its features, which every replay writes anew."""
+    """A captured forward and its features, which every replay overwrites."""
 
     graph: CapturedGraph
     features: Mapping[str, torch.Tensor]
@@ -69,7 +69,7 @@ class CapturedModel(WrappedModel):
 
     @property
     def graphs(self) -> int:
-        """How many forwards are captured."""
+        """Number of captured forwards."""
         return len(self._forwards)
 
     @property
@@ -149,7 +149,7 @@ class CapturedModel(WrappedModel):
         return Inputs(tokens, positions, self._capturable.plan_to_capture(batch))
 
     def _key(self, inputs: Inputs) -> tuple[int, Hashable] | None:
-        """What forwards have in common that one graph serves; None: these cannot be captured."""
+        """Return the key of the graph that serves these inputs; None: they cannot be captured."""
         shape = None if inputs.plan is None else self._capturable.captured_as(inputs.plan)
         return None if shape is None else (len(inputs.tokens), shape)
 

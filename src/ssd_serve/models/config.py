@@ -15,7 +15,8 @@ Json = Mapping[str, Any]
 
 
 def model_name(folder: Path) -> str:
-    """What people call a model: its hub id where the folder is a hub download, else the folder's name."""
+    """Return the displayed name of a model: its hub id if the folder is a hub download, else the folder's
+    name."""
     parent = folder.parent
     if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
         return parent.parent.name.removeprefix("models--").replace("--", "/", 1)

@@ -1,4 +1,4 @@
-"""Where a model's files are: the embedded pair, a local folder, or a download from the Hugging Face hub.
+"""Finds a model's files: the embedded pair, a local path, or a download from the Hugging Face hub.
 
 Before anything is downloaded its size is compared with the free disk and memory. Free of torch. Knows the
 names of files that matter; knows nothing of what is in them.
@@ -42,7 +42,7 @@ _TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a download would fetch."""
+    """Files that a download would fetch."""
 
     revision: str
     files: list[str]
@@ -204,12 +204,11 @@ def _check_space(model: HubId, plan: _Plan, free_memory: int | None) -> None:
 
 
 def _snapshot(model: HubId) -> Path:
-    """Where the hub client keeps a commit."""
     return Path(HF_HUB_CACHE) / f"models--{model.name.replace('/', '--')}" / "snapshots" / f"{model.revision}"
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a download of this commit seems to have come to its end."""
+    """Return True if a download of this commit seems to have come to its end."""
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set[str]()
     weights = {"model.safetensors"} if "model.safetensors" in names else {"pytorch_model.bin"}
     for index in names & {"model.safetensors.index.json", "pytorch_model.bin.index.json"}:
@@ -226,7 +225,6 @@ def _listed(index: Path) -> list[str]:
 
 
 def _cached(model: HubId, error: Exception) -> Path:
-    """Without a network, an earlier download will do."""
     try:
         return Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
     except Exception:

@@ -1,4 +1,4 @@
-"""What a model is to the rest of the code: sizes, and one forward.
+"""Contract of a model: sizes, and one forward.
 
 The verifier, the drafter and the benchmarks see models only through this module; it knows no architecture,
 no checkpoint format and no request.
@@ -16,7 +16,7 @@ from ssd_serve.kernels.device import Done, ForwardEnd
 
 
 def feature_name(layer: int) -> str:
-    """What the output of a layer, or `FINAL`, is called among a forward's features."""
+    """Return the name of the output of a layer, or of `FINAL`, among a forward's features."""
     return "final" if layer == FINAL else f"layer.{layer}"
 
 
@@ -27,7 +27,7 @@ def listed(layers: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes that other rooms may know."""
+    """Sizes and names of a model."""
 
     name: str
     vocabulary: int
@@ -41,13 +41,13 @@ class ModelFacts:
     device: str
     dtype: str
     kernels: str = "torch"
-    """Who computes: torch, or the name of the compiled kernels."""
+    """Kernels in use: torch, or the name of the compiled library."""
     attention: str = ""
     """The tree attention backend."""
     batch_invariant: bool = False
-    """Whether a row's result is the same to the bit in any batch, tree or chunk."""
+    """True if a row's result is the same to the bit in any batch, tree or chunk."""
     ranks: int = 1
-    """How many share the model; weights and KV are what each of them holds."""
+    """Number of ranks; weights and KV are counted for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ForwardResult:
     features: Mapping[str, torch.Tensor] = field(default_factory=dict)
     completion: ForwardEnd = field(default_factory=Done)
     includes_capture: bool = False
-    """Whether it was recorded first, so that its time says nothing of later ones like it."""
+    """True if the forward was captured in this call: its time is not representative of later ones."""
 
 
 class Model(Protocol):
@@ -88,7 +88,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One forward's rows, on the device."""
+    """Rows of a forward, on the device."""
 
     tokens: torch.Tensor  # [rows], int64
     positions: torch.Tensor  # [rows], int64

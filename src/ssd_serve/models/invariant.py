@@ -1,7 +1,7 @@
 """A model whose rows do not depend on their batch, to the bit: its products and row operations made so.
 
-Kernels are chosen by shape, so one trial stands for all layers. Compiled kernels compute a row alone whatever
-the batch is, and stay as they are. Knows shapes and how matrices are made; no model, batch or attention.
+Kernels are chosen by shape, so one trial stands for all layers. Compiled kernels compute each
+row alone and stay as they are. Knows shapes and how matrices are made; no model, batch or attention.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class FixedRowOperations:
 
     def norm(self, hidden: torch.Tensor, added: torch.Tensor | None, norm: RmsNorm) -> torch.Tensor:
         if added is not None:
-            hidden.add_(added)  # each sum is rounded once, whoever computes it
+            hidden.add_(added)  # each sum is rounded once, by any operator
         return self.way.run(lambda rows: self.operations.norm(rows, None, norm), hidden)
 
     def rotate(

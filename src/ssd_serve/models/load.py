@@ -1,4 +1,4 @@
-"""From a folder to a running model: sizes first, then memory, then weights.
+"""Loads models: sizes first, then memory, then weights.
 
 Knows how the pieces are put together; the pieces know nothing of each other.
 """
@@ -52,8 +52,8 @@ _PADDING_SLOTS = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What is asked of a model. `context` limits the positions (None: the checkpoint's). `native` are the
-    kernels compiled for this CPU, without them torch's are used; `attention` says which tree attention.
+    """Options of a model. `context` limits the positions (None: the checkpoint's). `native` are the
+    kernels compiled for this CPU, without them torch's are used; `attention` chooses the tree attention.
     `batch_invariant`: a row's result is the same to the bit in any batch, at some cost; `layers`: only so
     many, the first ones, before the last norm and the head; `features` are layers, or `FINAL`, whose outputs
     every forward returns; `graphs` captures forwards on GPUs, where the attention can be captured;
@@ -103,7 +103,7 @@ def load_sized(
 
 
 class _Loading:
-    """One rank's share of a model on its way into memory."""
+    """Loads one rank's share of a model."""
 
     def __init__(
         self, path: Path, options: ModelOptions, sizes: ModelSizes, group: Group, log: Logger | None
@@ -154,7 +154,6 @@ class _Loading:
         require_memory(model_name(self._path), need, available_memory(self._place))
 
     def _weights(self) -> Any:
-        """What the architecture reads."""
         partly = self._options.layers is not None
         with Checkpoint(self._path, allow_pickle=self._options.allow_pickle, partly=partly) as checkpoint:
             linears: Linears = LinearFactory(
@@ -233,7 +232,7 @@ class _Loading:
         captured = CapturedModel(
             model, attention.backend, capture, padding_slot=options.slots, group=self._group, log=log
         )
-        if self._group.parallel.size == 1:  # ranks forward when the first one says so
+        if self._group.parallel.size == 1:  # other ranks run forwards only when rank 0 sends one
             captured.capture_ahead()
         return captured
 
@@ -270,7 +269,7 @@ def served_options(
     native: NativeLibrary | None,
     report: Callable[[Difference], None] | None = None,
 ) -> ModelOptions:
-    """What the settings ask of any model."""
+    """Return the options that the settings give for any model."""
     return ModelOptions(
         device=device,
         dtype=config.dtype,

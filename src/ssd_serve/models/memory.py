@@ -1,4 +1,4 @@
-"""How much memory is free, and the refusal that is raised before anything is loaded."""
+"""Free memory, and the check before anything is loaded."""
 
 import gc
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def require_memory(name: str, need: int, free: int) -> None:
 
 
 def within_memory(compute: Callable[[], T]) -> T:
-    """What `compute` returns. Where its device has too little memory, all that it had made is let go before
+    """Return the result of `compute`. If its device has too little memory, all that it made is freed before
     `DeviceMemoryError` is raised."""
     try:
         return compute()
@@ -54,7 +54,6 @@ def release_memory() -> None:
 
 
 def _container_free() -> int | None:
-    """What a version 2 control group leaves, where there is one with a limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

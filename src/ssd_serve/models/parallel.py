@@ -1,4 +1,4 @@
-"""Splitting one model over ranks: which part of it is whose, and what ranks say to each other in a forward.
+"""Tensor parallelism: each rank's share of a model, and the collective operations of a forward.
 
 Every rank has whole layers with fewer heads and a narrower feed-forward part; sums over ranks make a block's
 result whole again. Vocabulary and embedding are split by tokens. Where there are fewer key-value heads than
@@ -47,7 +47,7 @@ class Group(Protocol):
 
     @property
     def parallel(self) -> Parallel:
-        """Which rank this is, of how many."""
+        """This rank, and the number of ranks."""
         ...
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Group(Protocol):
         ...
 
     def agree(self, yes: bool) -> bool:
-        """Whether all ranks say yes."""
+        """Return True if all ranks say yes."""
         ...
 
     def meet(self) -> None:
@@ -68,8 +68,8 @@ class Group(Protocol):
         ...
 
     def quiesce(self) -> None:
-        """Return when nobody looks at what earlier calls have put into a GPU's queue. While work is captured
-        nobody may: ROCm then ends the process."""
+        """Return when no thread polls work of earlier calls. During a capture such polling makes ROCm end the
+        process."""
         ...
 
 
@@ -82,19 +82,19 @@ class SingleRank:
         return Parallel()
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:
-        """They are the sum."""
+        """Return `rows`."""
         return rows
 
     def gather(self, share: torch.Tensor, whole: int) -> torch.Tensor:  # noqa: ARG002 of the protocol
-        """It is everything."""
+        """Return `share`."""
         return share
 
     def agree(self, yes: bool) -> bool:
-        """Nobody contradicts."""
+        """Return `yes`."""
         return yes
 
     def meet(self) -> None:
-        """Nobody else comes."""
+        """Return at once."""
 
     def quiesce(self) -> None:
-        """Nobody else looks."""
+        """Return at once."""

@@ -92,7 +92,7 @@ def rope_parameters(raw: Json) -> tuple[Json, str]:
 
 
 def parse_rope(raw: Json) -> RopeConfig:
-    """What `config.json` says of rotations, under its old and new key names."""
+    """Parse the rope of `config.json`, under its old and new key names."""
     parameters, kind = rope_parameters(raw)
     if float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
         raise CheckpointError("partial rotary embeddings are not supported")

@@ -1,4 +1,4 @@
-"""How many bytes a model will take, before its weights are read, and in which dtype.
+"""Counts the bytes that a model will take, before its weights are read, and chooses its dtype.
 
 Knows counts and dtypes; what there is to count the architectures know.
 """
@@ -24,12 +24,12 @@ from ssd_serve.models.weights.quantization import Fp8Scheme
 
 INT8 = "int8"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, INT8: torch.bfloat16}
-"""What is computed in; weights of int8 are wider only where this machine has no product for them."""
+"""Dtypes of activations; int8 weights are wider only where this machine has no product for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What each rank will need, before weights are read. `description` is the whole model's."""
+    """Memory that each rank will need. `description` is the whole model's."""
 
     description: Description[Any]
     context: int
@@ -59,7 +59,7 @@ def resolve_dtype(dtype: str, device: str, native: NativeLibrary | None = None) 
 def attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache and of attention.
 
-    float32 on CPUs, whatever the weights are: torch's attention in half precision is slower there, for single
+    float32 on CPUs for weights of any dtype: torch's attention in half precision is slower there, for single
     rows more than twice.
     """
     return torch.float32 if torch_device(device) == "cpu" else dtype
@@ -98,7 +98,7 @@ def sizes_of(
     allow_pickle: bool = False,
     native: NativeLibrary | None = None,
 ) -> ModelSizes:
-    """The same of what `folder` is said to hold."""
+    """Return the sizes of a description of what is in `folder`."""
     own = description.sizes(Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
     name, place, fp8 = resolve_dtype(dtype, device, native), torch_device(device), description.config.fp8
     kind = DTYPES[name]

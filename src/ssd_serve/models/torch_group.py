@@ -18,7 +18,7 @@ from ssd_serve.models.parallel import Parallel
 PATIENCE_S = 30.0
 """Ranks do the same work at the same time: one that comes this much later than the others hangs."""
 _LOADING = timedelta(days=1)
-"""However long: whoever started the ranks ends all of them when one dies."""
+"""Practically unlimited: the launcher ends all ranks when one dies."""
 
 
 class TorchGroup:
@@ -43,7 +43,7 @@ class TorchGroup:
 
     @property
     def parallel(self) -> Parallel:
-        """Which rank this is, of how many."""
+        """This rank, and the number of ranks."""
         return self._parallel
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class TorchGroup:
         return total
 
     def gather(self, share: torch.Tensor, whole: int) -> torch.Tensor:
-        """All shares travel as wide as the widest."""
+        """Pad all shares to the widest for the transfer."""
         size = self._parallel.size
         widths = [_length(Parallel(rank, size).nearly_even(whole)) for rank in range(size)]
         sent = share.new_zeros((len(share), max(widths)))
@@ -90,7 +90,6 @@ class TorchGroup:
             self._processes._wait_for_pending_works()
 
     def _wait(self, start: Callable[[], Any]) -> None:
-        """Until the result is there, on a GPU: until later work of its queue will find it."""
         try:
             work = start()
             if work is not None:

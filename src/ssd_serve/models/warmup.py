@@ -60,7 +60,7 @@ def one_tree(rows: int, context: int = 1) -> Batch:
 
 
 def single_rows(rows: int, context: int = 1) -> Batch:
-    """As many requests that decode without drafts, one of them after so many tokens."""
+    """Return requests of one row each, the first after `context` tokens."""
     lengths = [context, *[1] * (rows - 1)]
     return build_batch(
         [

@@ -1,4 +1,4 @@
-"""Models that stand before others: what they have in common, and the seam by which whoever starts a process
+"""Wrappers of models, and the setting by which the launcher of a process
 puts one before each model that it loads."""
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class WrappedModel:
 
 
 def wrap_model(model: Model, role: Literal["target", "draft"], wrapper: str | None) -> Model:
-    """What `wrapper`, a function's import path as in the settings, puts before a model that was loaded for
+    """Wrap a model by `wrapper`, a function's import path as in the settings, for
     this role; None: the model itself. Raises `SettingsError` where there is no such function.
 
     `package.module:function:argument` is called with the model, its role and the argument, '' where it has
@@ -54,7 +54,7 @@ def wrap_model(model: Model, role: Literal["target", "draft"], wrapper: str | No
 
 
 class MappedModel(WrappedModel):
-    """Its vocabulary and the tokens that end a text are the target's; what the draft does not have it never
+    """Model with the target's vocabulary and end tokens; a token that the draft lacks is never
     proposes."""
 
     def __init__(self, model: Model, tokens: CommonTokens, ends: tuple[int, ...]) -> None:
@@ -77,21 +77,21 @@ class MappedModel(WrappedModel):
 
 
 class LeaderModel(WrappedModel):
-    """The whole model as rank 0 has it: `model` is its own share, `tell` sends a message to all others."""
+    """The whole model as rank 0 has it: `model` is its own share, `send` sends a message to all others."""
 
-    def __init__(self, model: Model, tell: Callable[[bytes], None]) -> None:
+    def __init__(self, model: Model, send: Callable[[bytes], None]) -> None:
         super().__init__(model)
-        self._tell = tell
+        self._send = send
 
     def forward(self, batch: Batch) -> ForwardResult:
-        self._tell(pack(batch))
+        self._send(pack(batch))
         return self._model.forward(batch)
 
 
-def follow(model: Model, hear: Callable[[], bytearray | None]) -> None:
-    """Run the forwards of rank 0 with another rank's share, until `hear` says that there will be none.
+def follow(model: Model, receive: Callable[[], bytearray | None]) -> None:
+    """Run the forwards of rank 0 with another rank's share, until `receive` returns None.
 
-    Each is waited for: who only listened would not notice that its GPU has failed.
+    Each forward is waited for: otherwise a failed GPU would not be noticed.
     """
-    while (message := hear()) is not None:
+    while (message := receive()) is not None:
         model.forward(unpack(message)).completion.wait()

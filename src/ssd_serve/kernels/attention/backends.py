@@ -31,7 +31,7 @@ from ssd_serve.kernels.attention.self_test import Heads, attention_seconds, fail
 from ssd_serve.kernels.native.library import NativeLibrary
 
 DEVICE_SCRATCH_BYTES = 1536 << 20
-"""GPU memory beside weights and cache: a backend's workspace, captured forwards, and a large batch's logits.
+"""GPU memory besides weights and cache: a backend's workspace, captured forwards, and a large batch's logits.
 """
 
 
@@ -41,10 +41,10 @@ class Candidate:
 
     name: str
     missing: str
-    """What it lacks here, and what to do about it; empty: nothing."""
+    """Missing requirement, and what to do about it; empty: none."""
     make: Maker
     invariant: bool = False
-    """Its results must not depend on the batch."""
+    """True if results must not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ChosenAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Which tree attention to use, and how."""
+    """Options of the tree attention."""
 
     backend: str = AUTO
     folder: Path = Path("~/.cache/ssd-serve")

@@ -1,7 +1,7 @@
 """Tree attention that is watched while it serves: some live batches are computed on a second backend too.
 
-Both read the same cache, so that whatever differs is the kernel's doing. Knows backends and batches; not what
-becomes of a difference: it is told to whoever listens.
+Both read the same cache, so that every difference is caused by the kernel. Knows backends and batches; a
+callback receives the differences.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ssd_serve.kernels.attention.self_test import ALLOWED
 from ssd_serve.kernels.batch import Batch
 
 EVERY = 64
-"""One forward of so many is checked: its attention is computed twice."""
+"""Interval of checked forwards, whose attention is computed twice."""
 _LOGGED = 8
 _LEAST = 1e-3
 """Below this largest output of a row and head, rounding of what was averaged may be all that differs."""
@@ -53,7 +53,6 @@ class DifferenceLog:
         self._log = log
 
     def __call__(self, difference: Difference) -> None:
-        """One more."""
         self.count += 1
         if self.count <= _LOGGED:
             self._log.warning("tree attention differs from the second backend's", **asdict(difference))

@@ -73,7 +73,8 @@ class Capturable(Protocol):
         ...
 
     def captured_as(self, plan: Any) -> Hashable | None:
-        """Return what a graph fixes beside the number of rows: it serves every later plan of the same value.
+        """Return the capture key besides the number of rows: a graph serves every later plan of the same
+        value.
 
         None: a forward of this plan cannot be captured.
         """
@@ -86,7 +87,7 @@ Maker = Callable[[KVCache, int], AttentionBackend[Any]]
 
 @dataclass(frozen=True, slots=True)
 class BackendContext:
-    """What a backend is made with, beside the cache and the heads."""
+    """Inputs of a backend besides the cache and the heads."""
 
     native: NativeLibrary | None
     """Kernels compiled for this CPU."""
@@ -103,19 +104,19 @@ def _nothing(_cache: KVCache, _context: BackendContext) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFactory:
-    """How a backend is made; `base/attention_backends.py` names it."""
+    """Makes a backend; `base/attention_backends.py` names it."""
 
     maker: Callable[[BackendContext], Maker]
     missing: Callable[[KVCache, BackendContext], str] = _nothing
-    """Reports what the backend lacks here beside device and package, and what to do about it; empty: nothing.
-    """
+    """Reports what the backend lacks here besides device and package, and what to do about it; empty:
+    nothing."""
     rows_alone: bool = False
     """A row's result never depends on its batch. Other backends get rows one by one where that is required.
     """
     kinds: frozenset[KVKind] = frozenset({"kv"})
     """Kinds of layers that it serves."""
     any_shape: bool = False
-    """It serves layers whose values are narrower than keys, or whose scale is not head_dim ** -0.5."""
+    """True if it serves values narrower than keys, and scales other than head_dim ** -0.5."""
 
     def refuses(self, cache: KVCache) -> str:
         """Return the reason why a layer of this cache cannot be served; empty: all can."""

@@ -1,4 +1,4 @@
-"""Whether an attention backend gives a row the same bits alone, in a tree and in any batch.
+"""True if an attention backend gives a row the same bits alone, in a tree and in any batch.
 
 Tried before it serves, on this device: what a foreign kernel chooses by the shape of a batch is seen nowhere
 else. Knows backends by how they are made; no model.
@@ -24,7 +24,7 @@ _BATCHES = ((*SMALL[0], RequestShape(1, 1)), (RequestShape(530, 20), RequestShap
 
 
 def depends_on_batch(make: Maker, form: Heads, device: str) -> bool:
-    """Whether some row of trees, chunks and single rows changes when it is computed alone."""
+    """Return True if some row of trees, chunks and single rows changes when it is computed alone."""
     return any(_depends(make, form, device, asked) for asked in _BATCHES)
 
 
@@ -85,7 +85,7 @@ def unrolled(batch: Batch) -> Batch:
 
 
 def single(batch: Batch, row: int) -> Batch:
-    """One row of an unrolled batch, alone."""
+    """Return one row of an unrolled batch as a batch."""
     prefix = batch.prefix_slots[batch.prefix_offsets[row] : batch.prefix_offsets[row + 1]]
     own = slice(row, row + 1)
     return replace(
@@ -141,14 +141,14 @@ class UnrolledAttention(Generic[PlanT]):
         return self._inner.plan(unrolled(batch))
 
     def plan_to_capture(self, batch: Batch) -> PlanT | None:
-        """As `inner` does it, if it does."""
+        """Plan a capture if `inner` can."""
         plan: PlanT | None = None
         if isinstance(self._inner, Capturable):
             plan = self._inner.plan_to_capture(unrolled(batch))
         return plan
 
     def captured_as(self, plan: PlanT) -> Hashable | None:
-        """As `inner` does it, if it does."""
+        """Plan a capture if `inner` can."""
         return self._inner.captured_as(plan) if isinstance(self._inner, Capturable) else None
 
     def write(self, layer: int, keys_values: torch.Tensor, plan: PlanT) -> None:

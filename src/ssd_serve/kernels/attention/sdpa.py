@@ -21,7 +21,7 @@ _FOLD_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One request's part of one window's plan: where its context lies, and who may read what."""
+    """Request's part of a plan for one window: its context, and what each row may read."""
 
     rows: slice
     slots: slice | torch.Tensor
@@ -33,11 +33,11 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    """One forward: write slots on the device, and one list of pieces for each distinct window."""
+    """Plan of a forward: write slots on the device, and the pieces for each distinct window."""
 
     write_slots: torch.Tensor  # [rows], int64
     pieces: dict[tuple[int | None, int], list[_Piece]]
-    """By window and number of KV heads."""
+    """Pieces by window and number of KV heads."""
 
 
 class SdpaAttention:

@@ -31,7 +31,7 @@ class _Context:
 
 @dataclass(frozen=True, slots=True)
 class SdpaRowsPlan:
-    """One forward: write slots on the device, and the contexts for each distinct window."""
+    """Plan of a forward: write slots on the device, and the contexts for each distinct window."""
 
     write_slots: torch.Tensor  # [rows], int64
     contexts: dict[int | None, list[_Context]]
@@ -117,7 +117,6 @@ class SdpaRows:
         yield longest, rows
 
     def _context(self, batch: Batch, slots: Int64Array, rows: list[int], window: int | None) -> _Context:
-        """What of `slots` these rows see through a window."""
         ends = [int(batch.prefix_offsets[row + 1] - batch.prefix_offsets[row]) + 1 for row in rows]
         firsts = [0] * len(rows)
         if window is not None:

@@ -1,4 +1,4 @@
-"""Whether a tree attention backend computes what the contract says, tried before it serves anybody.
+"""Self-test of tree attention backends: compared with the reference before they serve.
 
 Wrong kernels have existed that looked right at first: a softmax denominator read in the wrong format, masks
 applied to the wrong head of a group. So random trees in scattered slots, chunks, single rows and windows are
@@ -32,8 +32,9 @@ to the obvious reference below that, stands in for it."""
 
 
 class RequestShape(NamedTuple):
-    """One request of a batch: `prefix` committed tokens, `rows` rows, a random tree no deeper than `depth`;
-    depth 0: a causal chunk. `in_order`: the prefix lies in slots one after the other, as prompts do."""
+    """Request of a random batch: `prefix` committed tokens, `rows` rows, a random tree no deeper than
+    `depth`; depth 0: a causal chunk. `in_order`: the prefix lies in slots one after the other, as prompts do.
+    """
 
     prefix: int
     rows: int
@@ -46,13 +47,13 @@ SMALL = (
     (RequestShape(0, 1), RequestShape(5, 1), RequestShape(64, 1)),
     (RequestShape(1100, 1, in_order=True), RequestShape(3, 70)),
 )
-"""Trees beside a chunk; single rows, as in plain decoding; more context than a kernel reads at once, and more
+"""Trees and a chunk; single rows, as in plain decoding; more context than a kernel reads at once, and more
 nodes than a word has bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What a backend is tried with."""
+    """Shape of the heads that a backend is tried with."""
 
     heads: int
     kv_heads: int
@@ -73,14 +74,14 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was tried, and the largest difference."""
+    """Outcome of a trial: the largest difference."""
 
     heads: Heads
     error: float
 
     @property
     def right(self) -> bool:
-        """Whether the difference is rounding."""
+        """Return True if the difference is rounding."""
         return self.error <= ALLOWED[self.heads.dtype]
 
     def __str__(self) -> str:
@@ -90,12 +91,12 @@ class Trial:
 def self_test(
     make: Maker, dtype: torch.dtype, head_dim: int, device: str, ratios: Sequence[tuple[int, int]] = RATIOS
 ) -> list[Trial]:
-    """Try a backend with every ratio of heads. Raises whatever the backend raises."""
+    """Try a backend with every ratio of heads. Raises the backend's errors."""
     return try_forms(make, [Heads(heads, kv_heads, head_dim, dtype) for heads, kv_heads in ratios], device)
 
 
 def try_forms(make: Maker, forms: Sequence[Heads], device: str) -> list[Trial]:
-    """Try a backend with these heads. Raises whatever the backend raises."""
+    """Try a backend with these heads. Raises the backend's errors."""
     return [Trial(form, max(largest_error(make, form, asked, device) for asked in SMALL)) for form in forms]
 
 
@@ -151,14 +152,13 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[RequestShape], devic
         found = tried.run_with_lse(layer, queries.to(device), plans[0])
         expected = right.run_with_lse(layer, queries.float(), plans[1])
         found = (tried.run(layer, queries.to(device), plans[0]), found[1])  # what serves is what is tried
-        # Padding rows share a slot: whose keys stay there is chance on a GPU, and nobody reads their results.
+        # Padding rows share a slot: the last write wins by chance on a GPU, and their results are unused.
         pairs = zip(found, expected, strict=True)
         worst = max(worst, *(_difference(each[:real], wanted[:real]) for each, wanted in pairs))
     return worst
 
 
 def _plan_of(backend: AttentionBackend[Any], batch: Batch) -> Any:
-    """As it is planned to be captured, where it can be."""
     fixed = backend.plan_to_capture(batch) if isinstance(backend, Capturable) else None
     return backend.plan(batch) if fixed is None else fixed
 

@@ -31,7 +31,7 @@ _PLAN_ARGUMENTS = frozenset(
 
 
 class Wrapper(Protocol):
-    """What both packages' `BatchPrefillWithPagedKVCacheWrapper` can do, as far as it is used here."""
+    """Methods of both packages' `BatchPrefillWithPagedKVCacheWrapper` that are used here."""
 
     def plan(
         self,
@@ -61,7 +61,7 @@ class Wrapper(Protocol):
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, and the logarithm to base 2 of the sum of weights: float32 [rows, heads]."""
+        """Attend, and return the base-2 logarithm of the sum of weights: float32 [rows, heads]."""
         ...
 
 
@@ -77,7 +77,7 @@ class MakeWrapper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Which rows attend to which pages, on the host: what one plan is made of."""
+    """Index tables of a plan on the host: the pages to which rows attend."""
 
     query_offsets: Int32Array  # [requests + 1]
     page_offsets: Int32Array  # [requests + 1]
@@ -86,14 +86,14 @@ class Tables:
     mask: npt.NDArray[np.bool_] | None
     """Flat, a request's [rows, context] after another's, true where a row attends."""
     causal: bool = False
-    """Whether rows are the newest of their context, and see what is before them; else, where there is no
+    """True if rows are the newest of their context, and see what is before them; else, where there is no
     mask, they see all of it."""
     page_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class FixedBuffers:
-    """Where a wrapper that can be captured keeps its plan, on the device; int32 where nothing else is said.
+    """Device buffers of the plan of a wrapper that can be captured; int32 unless noted.
 
     Its number of requests never changes, nor whether it has a mask.
     """
@@ -118,10 +118,10 @@ class Package:
     version: str
     make: MakeWrapper
     indices_on_device: bool
-    """Whether `plan` wants index buffers on the GPU already. The port computes the offsets of packed masks
+    """True if `plan` wants index buffers on the GPU already. The port computes the offsets of packed masks
     from them there (so do all versions read); upstream 0.7.2.post1 reads them on the host, and moves them."""
     can_fix_splits: bool
-    """Whether `plan` takes `fixed_split_size`. The port 0.5.3+amd.2 lacks it (and `o_data_type`,
+    """True if `plan` takes `fixed_split_size`. The port 0.5.3+amd.2 lacks it (and `o_data_type`,
     `disable_split_kv`, `uniform_q_len`, and `lse_base` of `run`); its main branch names three of them, and
     refuses any value but the default. So none is ever sent to the port."""
     dtypes: frozenset[torch.dtype] = frozenset({torch.float16, torch.bfloat16})
@@ -139,7 +139,7 @@ class Package:
         """A wrapper whose `run` reads no other indices than these buffers, which `plan` fills.
 
         Its first plan fixes the number of rows that it can have at most; all its plans must agree in heads,
-        causality, window and page size, which launches are told.
+        causality, window and page size, which launches fix.
         """
         wrapper = self.make(
             workspace,
@@ -170,7 +170,7 @@ class Package:
     ) -> None:
         """Plan one forward of all layers like `layer`.
 
-        A mask says everything itself; causal rows see a window. Every row must see something: the port
+        A mask holds ancestry and window; causal rows see a window. Every row must see something: the port
         weighs masked scores with -50000 instead of minus infinity, so that a row that saw nothing would get
         an average of foreign values (upstream 0.7.2.post1 has minus infinity).
         """
@@ -206,7 +206,7 @@ def natural(lse: torch.Tensor) -> torch.Tensor:
 
 
 def describe(name: str, version: str, make: MakeWrapper) -> Package:
-    """What a package with this wrapper can do. Raises UserError where it lacks an argument that is needed."""
+    """Describe a package with this wrapper. Raises UserError where it lacks an argument that is needed."""
     known = inspect.signature(cast(Any, make).plan).parameters
     missing = sorted(_PLAN_ARGUMENTS - known.keys())
     if missing:

@@ -32,7 +32,7 @@ from ssd_serve.kernels.flashinfer.tables import (
 
 
 class _Key(NamedTuple):
-    """What tells one wrapper from another."""
+    """Key of a wrapper."""
 
     layer: LayerKV
     sees: Literal["causal", "mask", "pages"]
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """One forward. The wrappers hold the rest, so that a plan is good until the next one is made."""
+    """Plan of a forward. The wrappers hold the rest, so a plan is valid until the next one is made."""
 
     number: int
     write_slots: torch.Tensor  # [rows], int64
@@ -58,7 +58,7 @@ class FlashInferPlan:
     paged: Part | None
     """Rows whose context has more, in pages; only in layers without a window."""
     captured_as: Hashable | None = None
-    """What a graph fixes beside the number of rows; None: a forward of this plan cannot be captured."""
+    """Capture key besides the number of rows; None: a forward of this plan cannot be captured."""
 
 
 class FlashInferAttention:
@@ -70,9 +70,9 @@ class FlashInferAttention:
     so many slots, so that a row's result does not depend on the rest of the batch; upstream's package alone
     offers it (UserError). Pages then have one slot: where a prefix lies would show in a row's result.
 
-    Allocates `workspace_bytes` once (what `workspace_for` says, where none are named) and 8 MiB, and 8 MiB of
+    Allocates `workspace_bytes` once (by default what `workspace_for` computes) and 8 MiB, and 8 MiB of
     pinned memory, for each wrapper: up to three for each kind of layer. Forwards can be captured, unless
-    splits are fixed: what that takes is told in `captured.py`, where a page is one slot.
+    splits are fixed; `captured.py` does it, with pages of one slot.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class FlashInferAttention:
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: FlashInferPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, and the natural logarithm of each row's sum of weights: float32 [rows, heads]."""
+        """Attend, and return the natural logarithm of each row's sum of weights: float32 [rows, heads]."""
         self._check_newest(plan)
         if plan.paged is not None and self._layers[layer].window is None:
             result, sums = self._merged(layer, queries, plan, plan.paged)
@@ -167,7 +167,6 @@ class FlashInferAttention:
     def _attend(
         self, layer: int, queries: torch.Tensor, plan: FlashInferPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All but the pages, with logarithms to base 2."""
         if plan.parts[0].rows is None:
             return self._wrapper(layer, plan.parts[0]).run_return_lse(queries, self._slots[layer])
         result = torch.empty_like(queries, memory_format=torch.contiguous_format)
@@ -180,7 +179,6 @@ class FlashInferAttention:
     def _merged(
         self, layer: int, queries: torch.Tensor, plan: FlashInferPlan, paged: Part
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All, with logarithms to base 2."""
         result, sums = self._attend(layer, queries, plan)
         wrapper, rows = self._wrapper(layer, paged), paged.rows
         if rows is None:
@@ -190,7 +188,7 @@ class FlashInferAttention:
         return result, sums
 
     def _count_pages(self, batch: Batch) -> Int64Array:
-        """How many pages of each request are read as such: [requests]."""
+        """Return the number of pages of each request that are read as pages: [requests]."""
         if self._page_size == 1 or all(kind.window is not None for kind in self._kinds):
             return np.zeros(batch.requests, dtype=np.int64)
         return leading_pages(batch, self._page_size)
@@ -278,7 +276,7 @@ def _listed(sizes: set[int] | frozenset[int]) -> str:
 
 _LEAST = 128 << 20
 _TILE_ROWS = 128
-"""Of the largest tiles."""
+"""Rows of the largest tiles."""
 _TILES_AT_ONCE = 2
 """On each of a GPU's processors."""
 _SUMS = torch.float32.itemsize

@@ -3,7 +3,7 @@
 Such a wrapper reads fixed buffers, has a fixed number of requests and keeps to one way of masking. So there
 is one for each number of rows and way, with as many requests as rows, of which those that a batch lacks are
 empty. Batches with a tree go through a mask wholly. A page is one slot: prefixes in longer pages would need a
-second wrapper, whose requests and whose rows to merge change from batch to batch.
+second wrapper: its requests, and the rows to merge, change from batch to batch.
 
 The port has not run yet. Knows no capture: plans fill the buffers, and must not be made during a capture.
 """
@@ -23,15 +23,15 @@ from ssd_serve.kernels.flashinfer.tables import causal_requests, make_tables, wi
 MAX_CAPTURED_ROWS = 64
 """Work is cut into tiles for requests of one row, which serves larger ones worse and worse."""
 _SHARED = 4
-"""How often a slot may be in the contexts of a batch, on average."""
+"""Average number of contexts of a batch that may share a slot."""
 _MASK_BYTES = 512 << 10
-"""What makes and packs a larger mask takes longer than launching kernels one by one, and pages avoid it."""
+"""Limit of masks: larger ones take longer to pack than launching kernels one by one."""
 _SCHEDULE_BYTES = 1 << 20
 """Far more than what FlashInfer schedules for so few rows."""
 
 
 class _Key(NamedTuple):
-    """What tells one wrapper from another."""
+    """Key of a wrapper."""
 
     layer: LayerKV
     rows: int
@@ -50,7 +50,7 @@ class CapturedWrappers:
     """Makes wrappers, and plans batches of as many rows as forwards are captured with.
 
     Memory is taken at the first plan. All row counts share one set of buffers for each kind of layer, which
-    every plan fills anew: 1 MiB for schedules, 16 bytes for each slot of the cache, and masks of 8 bytes for
+    every plan overwrites: 1 MiB for schedules, 16 bytes for each slot of the cache, and masks of 8 bytes for
     each slot, at most 512 KiB. Each wrapper adds 128 KiB, and 1 MiB of pinned memory; there are at most 11
     row counts with two wrappers for each kind of layer.
     """

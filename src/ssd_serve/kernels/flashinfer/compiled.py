@@ -32,18 +32,18 @@ _SOURCES = (*_HEADERS, "csrc", "csrc_rocm", "data/csrc", "jit")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What compiled kernels depend on."""
+    """Inputs of a compilation."""
 
     name: str
     """The package."""
     version: str
     torch: str
     architecture: str
-    """As `architecture` says it, e.g. gfx942 or 9.0."""
+    """Name from `architecture`, e.g. gfx942 or 9.0."""
 
     @property
     def folder_name(self) -> str:
-        """One folder name for each combination."""
+        """Folder name, one for each combination."""
         parts = (self.name, self.version, f"torch-{self.torch}", self.architecture)
         return "-".join(re.sub(r"[^0-9A-Za-z._]+", "_", part) for part in parts)
 
@@ -57,7 +57,7 @@ def architecture(device: torch.device) -> str:
 
 
 def package_folder() -> Path | None:
-    """Where the package `flashinfer` lies, found without importing it."""
+    """Return the folder of the package `flashinfer` without importing it."""
     found = importlib.util.find_spec("flashinfer")
     places = None if found is None else found.submodule_search_locations
     return Path(places[0]) if places else None
@@ -87,14 +87,14 @@ def use_folder(base: Path, build: Build, package: Path | None) -> list[str]:
             f"cannot write compiled kernels to {folder}: {error.strerror}"
         ) from error
     os.environ["FLASHINFER_WORKSPACE_BASE"] = str(folder)
-    # Unless told, the port prepares flags for gfx942 (all versions read), upstream for all GPUs in sight.
+    # By default the port prepares flags for gfx942 (all versions read), upstream for all GPUs in sight.
     variable = "FLASHINFER_ROCM_ARCH_LIST" if build.name == PORT else "FLASHINFER_CUDA_ARCH_LIST"
     os.environ[variable] = build.architecture
     return cleared
 
 
 def _close(folder: Path) -> list[str]:
-    """Let nobody else into the folder: a umask of 002 would let a group write below it. What is in it is
+    """Close the folder to other users: a umask of 002 would let a group write below it. What is in it is
     cleared, and returned, if others could have written it before."""
     facts = folder.stat()
     if not facts.st_mode & 0o077 or facts.st_uid != os.getuid():
@@ -111,7 +111,8 @@ def clear_stale(folder: Path, package: Path | None) -> list[str]:
     """Remove the kernels under `folder` that were not compiled from the package as it is now; their names.
 
     Stale is a kernel without `build.ninja`, one whose `build.ninja` is older than a source of the package,
-    and one whose `build.ninja` takes headers from another installation. All else ninja keeps new by itself.
+    and one whose `build.ninja` takes headers from another installation. Ninja keeps everything else up to
+    date.
     """
     newest = _newest(package)
     headers = [str(path.resolve()) for path in _existing(package, _HEADERS)]
@@ -136,13 +137,12 @@ def _is_stale(kernel: Path, newest: float, headers: Sequence[str]) -> bool:
 
 
 def _newest(package: Path | None) -> float:
-    """When the youngest source of the package was written, in seconds; 0 where there is none."""
+    """Return the time at which the youngest source was written, in seconds; 0 without sources."""
     files = (file for folder in _existing(package, _SOURCES) for file in folder.rglob("*"))
     return max((file.stat().st_mtime for file in files if file.suffix not in ("", ".pyc")), default=0.0)
 
 
 def _existing(package: Path | None, names: Sequence[str]) -> list[Path]:
-    """Those folders of the package that exist."""
     return [] if package is None else [package / name for name in names if (package / name).is_dir()]
 
 
@@ -155,7 +155,7 @@ def _refuse_unsupported(build: Build) -> None:
 
 
 def _refuse_prebuilt(build: Build, version: str | None) -> None:
-    """Prebuilt kernels are used before any that would be compiled, whatever stands in the sources.
+    """Prebuilt kernels are used before any that would be compiled, even if the sources have changed.
 
     The port checks this too unless a variable of its users switches the check off; upstream 0.7.2.post1
     passes over prebuilt kernels of other versions.

@@ -17,7 +17,7 @@ _ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def causal_requests(batch: Batch) -> BoolArray:
-    """Which requests need no mask: [requests].
+    """Return a mask of the requests that are causal: [requests].
 
     A request is causal where its tree slots follow the prefix without a gap or a branch, and its rows are the
     newest of them, each seeing all before it: plain decoding, prompt chunks, chains of drafted tokens.
@@ -42,7 +42,7 @@ def rows_of(batch: Batch, requests: Int64Array) -> Int64Array:
 
 
 def leading_pages(batch: Batch, page_size: int) -> Int64Array:
-    """With how many whole pages each prefix begins, slots k * page_size and on in order: [requests]."""
+    """Count the leading pages of each prefix whose slots are in order from k * page_size: [requests]."""
     slots, places = batch.prefix_slots, _places(batch.prefix_offsets)
     fits = slots % page_size == places % page_size
     fits[1:] &= (slots[1:] == slots[:-1] + 1) | (places[1:] % page_size == 0)

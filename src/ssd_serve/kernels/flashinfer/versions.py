@@ -1,4 +1,4 @@
-"""Which FlashInfer is installed, and whether it is the right one: upstream's package or AMD's port.
+"""Checks which FlashInfer is installed: upstream's package on CUDA, AMD's port on ROCm.
 
 Both are imported as `flashinfer`, and overwrite each other's files. Knows names and versions, not what the
 packages compute.
@@ -18,7 +18,7 @@ _OLDEST_PORT = (0, 5, 3, 2)  # 0.5.3+amd.2, the first with both corrections (AMD
 
 
 def installed_versions() -> dict[str, str]:
-    """Those of the two packages that are installed, by name, and their versions."""
+    """Return the versions of the installed packages, by name."""
     found = {name: installed_version(name) for name in (UPSTREAM, PORT)}
     return {name: version for name, version in found.items() if version is not None}
 

@@ -43,7 +43,7 @@ class _Batch(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """One forward, as the kernel reads it."""
+    """Plan of a forward, as the kernel reads it."""
 
     at: int
     """Address of the struct."""
@@ -51,7 +51,7 @@ class NativePlan:
     """Address of int64 [rows]."""
     rows: int
     kept: tuple[object, ...]
-    """Whatever the struct points into, and the struct."""
+    """Objects that must live as long as the struct."""
 
 
 class NativeAttention:

@@ -56,7 +56,7 @@ class NativeError(SsdError):
 
 
 class NativeLibrary:
-    """One loaded library. Functions run without the interpreter's lock."""
+    """Loaded library. Functions run without the interpreter's lock."""
 
     def __init__(self, path: Path, log: Logger | None = None) -> None:
         self.path = path
@@ -92,7 +92,7 @@ def native_library(config: EngineConfig, log: Logger | None = None) -> NativeLib
 def load_native(
     folder: Path, log: Logger | None = None, compilers: Sequence[str] = COMPILERS
 ) -> NativeLibrary | None:
-    """Compile (once) and load; None where that is not possible, which is said in the log."""
+    """Compile (once) and load; None where that is not possible; the reason is logged."""
     warn = log.warning if log is not None else lambda _line: None
     try:
         return NativeLibrary(build(cache_folder(folder, warn), compilers), log)
@@ -161,7 +161,6 @@ def _digest(sources: Sequence[Path], compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What the processor can do: the same folder may be used by several machines."""
     try:
         lines = _CPU.read_text().splitlines()
     except OSError:

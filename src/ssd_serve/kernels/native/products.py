@@ -65,18 +65,18 @@ class NativeMatrix:
 
 
 def has_tiles(library: NativeLibrary) -> bool:
-    """Whether this processor multiplies bf16 by tiles, and this process may use them."""
+    """Return True if this processor multiplies bf16 by tiles, and this process may use them."""
     return bool(library.function("ssd_tiles_multiply_bf16", result=INT)())
 
 
 def has_bf16_products(library: NativeLibrary) -> bool:
-    """Whether this processor has the instructions."""
+    """Return True if this processor has the instructions."""
     return bool(library.function("ssd_can_multiply_bf16", result=INT)())
 
 
 def can_multiply_bf16(library: NativeLibrary) -> bool:
-    """Whether this processor has the instructions, and the products are right, and alike for few rows and
-    many."""
+    """Return True if this processor has the instructions, and the products are right, and alike for few rows
+    and many."""
     if not has_bf16_products(library):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -155,12 +155,12 @@ class NativeInt8Matrix:
 
 
 def has_int8_products(library: NativeLibrary) -> bool:
-    """Whether this processor has the instructions."""
+    """Return True if this processor has the instructions."""
     return bool(library.function("ssd_can_multiply_int8", result=INT)())
 
 
 def can_multiply_int8(library: NativeLibrary) -> bool:
-    """Whether this processor has the instructions, and the products are right."""
+    """Return True if this processor has the instructions, and the products are right."""
     if not has_int8_products(library):
         return False
     generator = torch.Generator().manual_seed(0)

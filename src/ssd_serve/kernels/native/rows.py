@@ -73,7 +73,7 @@ class NativeRows:
 
 
 def can_operate(library: NativeLibrary, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for `dtype`, and they agree with torch's.
+    """Return True if there are kernels for `dtype`, and they agree with torch's.
 
     They write over NaN: memory that torch hands out may hold the right values of an earlier look.
     """

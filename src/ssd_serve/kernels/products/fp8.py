@@ -17,7 +17,7 @@ _SMALLEST_TOP = 1e-30
 _AT_ONCE = 1024
 """Rows that are widened together, so that float32 copies stay small."""
 _TOLERANCE = 2.0**-9
-"""Of a sum of magnitudes: matrix units may add eight-bit products in fewer bits than float32 has."""
+"""Tolerance as a share of the sum of magnitudes: matrix units add products in fewer bits than float32 has."""
 
 
 def to_fnuz(numbers: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def to_fnuz(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def holds_nan(numbers: torch.Tensor) -> bool:
-    """Whether a number of either format is none."""
+    """Return True if a number of either format is none."""
     data = numbers.view(torch.uint8)
     found = (data & 0x7F) == 0x7F if numbers.dtype is torch.float8_e4m3fn else data == 0x80
     return bool(found.any())
@@ -80,7 +80,7 @@ class Fp8Matrix:
 
 
 def can_multiply(outputs: int, inputs: int) -> bool:
-    """Whether scaled products are built for a weight of this shape."""
+    """Return True if scaled products are built for a weight of this shape."""
     return outputs % _MULTIPLE == 0 and inputs % _MULTIPLE == 0
 
 
@@ -90,7 +90,7 @@ def native_format(device: str) -> torch.dtype | None:
 
 
 def multiplies(form: torch.dtype, device: str) -> bool:
-    """Whether products of this e4m3 format work on this device, and are near enough to exact ones."""
+    """Return True if products of this e4m3 format work on this device, and are near enough to exact ones."""
     generator = torch.Generator().manual_seed(0)
     largest = torch.finfo(form).max
     # Numbers that the format holds, with its largest in each row: rounding leaves them as they are.

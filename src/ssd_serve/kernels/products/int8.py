@@ -18,7 +18,7 @@ from ssd_serve.kernels.products.packed import PackedInt8, can_pack_int8
 
 _LARGEST = 127
 _LARGEST_ELEMENT = 32639
-"""Of the numbers that an element becomes: two bytes less 128 each span -32,896 to 32,639."""
+"""Largest number of an element: two bytes less 128 each span -32,896 to 32,639."""
 _ROUNDING = float(3 << 22)
 """Added to a float32 below 2^22, leaves it rounded to an integer in the lowest bits of the sum."""
 _SMALLEST_TOP = 1e-30
@@ -96,5 +96,5 @@ class WidenedMatrix:
 
 
 def can_multiply_int8() -> bool:
-    """Whether `Int8Matrix` works on this machine; it reads an element's bytes with the lowest first."""
+    """Return True if `Int8Matrix` works on this machine; it needs a little-endian CPU."""
     return sys.byteorder == "little" and can_pack_int8()

@@ -48,7 +48,7 @@ class PackedInt8:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine and this torch multiply packed matrices of `dtype`, and rightly."""
+    """Return True if this machine and this torch multiply packed matrices of `dtype`, and rightly."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def can_pack_int8() -> bool:
-    """Whether this machine and this torch multiply packed int8 matrices rightly and in hardware (VNNI)."""
+    """Return True if this machine and this torch multiply packed int8 matrices rightly and in hardware
+    (VNNI)."""
     has_vnni = getattr(cast(Any, torch.cpu), "_is_vnni_supported", lambda: False)
     if not torch.backends.mkldnn.is_available() or not has_vnni():  # type: ignore[no-untyped-call]
         return False
@@ -85,7 +86,7 @@ def can_pack_int8() -> bool:
 
 
 def cpu_has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware (AVX-512 BF16 or AMX)."""
+    """Return True if this CPU multiplies bf16 matrices in hardware (AVX-512 BF16 or AMX)."""
     cpu = cast(Any, torch.cpu)
     tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(cpu, test, lambda: False)()) for test in tests)

@@ -1,4 +1,4 @@
-"""Running a function of rows so that a row's result does not depend on the rows beside it, to the bit.
+"""Running a function of rows so that a row's result does not depend on other rows, to the bit.
 
 Kernels are chosen by the number of rows, and with the kernel the order of additions. So rows are computed in
 blocks of one fixed number, the last one padded; where every smaller number proves to give the same bits the
@@ -27,7 +27,7 @@ _DISTINCT = 512
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """In blocks of `rows`, the last one padded or not, on a single thread or all."""
+    """Runs functions in blocks of `rows`, the last one padded or not, on a single thread or all."""
 
     rows: int
     padded: bool = True
@@ -57,7 +57,7 @@ def rows_of_block(device: str) -> int:
 
 
 def product_ways(device: str) -> list[BlockForm]:
-    """How products may be run, the cheapest way first."""
+    """Return the ways to run products, the cheapest first."""
     rows = rows_of_block(device)
     if device != "cpu":
         return [BlockForm(rows)]
@@ -65,7 +65,7 @@ def product_ways(device: str) -> list[BlockForm]:
 
 
 def operation_way(device: str) -> BlockForm:
-    """How norms, rotations and gates are run. Threads would cut rows where their number says."""
+    """Return the way to run norms, rotations and gates. Several threads would split rows by their number."""
     return BlockForm(rows_of_block(device), single=device == "cpu")
 
 
@@ -122,7 +122,7 @@ def threads(number: int) -> Generator[None]:
 
 
 def _holds(way: BlockForm, function: Function, samples: tuple[torch.Tensor, ...]) -> bool:
-    """Whether this way gives every row the bits that it has in the full block on one thread."""
+    """Return True if this way gives every row the bits that it has in the full block on one thread."""
     rows = len(samples[0])
     with threads(1):
         right = way.run(function, *(each.clone() for each in samples))
@@ -140,7 +140,6 @@ def _holds(way: BlockForm, function: Function, samples: tuple[torch.Tensor, ...]
 
 
 def _thread_counts(device: str) -> list[int]:
-    """Those that a server on this machine may use: powers of two stand for what lies between."""
     most = (os.cpu_count() or 1) if device == "cpu" else 1
     return sorted({1, most, *(1 << power for power in range(most.bit_length()))})
 

@@ -1,4 +1,4 @@
-"""What happens to rows between two products of a layer: norms, rotations, gates.
+"""Operations on rows between two products of a layer: norms, rotations, gates.
 
 One contract with two implementations: torch's operators on every device (here), and compiled ones on CPUs
 (`kernels/native/rows`). Knows rows and heads, no layers and no cache.
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 
 class RmsNorm:
-    """One norm. `weight` is [..., size]; its leading dimensions broadcast against the rows'.
+    """Root-mean-square norm. `weight` is [..., size]; its leading dimensions broadcast against the rows'.
 
     `scaled` is the weight times sqrt(size), `floor` is sqrt(epsilon * size).
     """
@@ -67,7 +67,7 @@ class TorchRows:
     def rotate(
         self, qkv: torch.Tensor, rotations: torch.Tensor, rotated: int, norm: RmsNorm | None
     ) -> torch.Tensor:
-        """Rotates in float32 whatever the dtype."""
+        """Rotates in float32 for every dtype."""
         qkv = qkv.to(self._dtype)
         qk = qkv[:, :rotated]
         if norm is not None:

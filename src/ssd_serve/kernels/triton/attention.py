@@ -38,7 +38,7 @@ _FIXED_ROWS = 256
 _FIXED_WORDS = 128
 """Ancestry words of 32 bits a row: trees of 4,096 nodes."""
 _SHARED = 4
-"""How often a slot may be in the prefixes of a batch, on average, that fits into fixed memory."""
+"""Average number of prefixes that may share a slot in a batch that fits into fixed memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What launches are told beside addresses; a captured forward repeats it for batches of this shape."""
+    """Launch parameters besides addresses; a captured forward repeats them for batches of this shape."""
 
     rows: int
     tile: int
@@ -66,18 +66,18 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """One forward: how it is launched, and where the batch lies. Good until the next plan is made."""
+    """Plan of a forward: launches, and the memory of the batch. Valid until the next plan is made."""
 
     shape: _Shape
     memory: BatchMemory
     write_slots: torch.Tensor  # [rows], int64
     fixed: bool
-    """Whether it lies where every plan of this shape does."""
+    """True if it lies where every plan of this shape does."""
 
 
 class TritonAttention:
     """`AttentionBackend` by Triton kernels, which can be captured. `heads` is the number of query heads;
-    `widen` computes in float32 whatever the cache holds, as the interpreter must."""
+    `widen` computes in float32 for every dtype of the cache, as the interpreter must."""
 
     def __init__(
         self, cache: KVCache, heads: int, widen: bool = False, scratch_bytes: int = SCRATCH_BYTES
@@ -140,7 +140,7 @@ class TritonAttention:
         return TritonPlan(shape, memory, write_slots.long(), fixed and len(launches) == 1)
 
     def plan_to_capture(self, batch: Batch) -> TritonPlan | None:
-        """All plans that fit lie in fixed memory."""
+        """Plan in fixed memory; None where the batch does not fit."""
         plan = self.plan(batch)
         return plan if plan.fixed else None
 
@@ -225,7 +225,6 @@ class TritonAttention:
         )
 
     def _launches(self, tiles: Int32Array, programs: int, parts: int, rows: int) -> tuple[_Launch, ...]:
-        """As many tiles together as scratch memory allows; `programs` where that is all of them."""
         row_bytes = 4 * parts * self._heads * (self._largest_head + 1)
         most = max(1, self._scratch_bytes // row_bytes)
         if rows <= most:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-# What differs from batch to batch and decides no layout: nothing is compiled anew for another number of rows.
+# Arguments that differ between batches: another number of rows must not cause a compilation.
 @triton.jit(do_not_specialize=["first_tile", "first_row", "rows", "words"])
 def attend_parts(
     queries,
@@ -56,7 +56,7 @@ def attend_parts(
     `queries` [rows, heads, HEAD_DIM], `keys` and `values` [kv_heads, slots, HEAD_DIM] with the given strides;
     `partial` float32 [parts, rows, heads, HEAD_DIM] and `partial_lse` float32
     [parts, rows, heads] (natural logarithm; -inf where a row sees nothing of a part). `ancestry` int32 [rows,
-    words]; `window` counts where WINDOWED. WIDEN computes in float32 whatever the cache holds.
+    words]; `window` counts where WINDOWED. WIDEN computes in float32 for every dtype of the cache.
     """
     tile, kv_head, part = first_tile + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = tl.load(tile_requests + tile)

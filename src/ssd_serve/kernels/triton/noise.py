@@ -43,7 +43,7 @@ class TritonNoise:
 
 @triton.jit
 def philox_round(word_0, word_1, word_2, word_3, key_0, key_1):
-    """One of the ten rounds of Philox4x32-10 (Salmon et al., SC 2011)."""
+    """Compute one of the ten rounds of Philox4x32-10 (Salmon et al., SC 2011)."""
     high_0, high_2 = tl.umulhi(word_0, 0xD2511F53), tl.umulhi(word_2, 0xCD9E8D57)
     low_0, low_2 = word_0 * 0xD2511F53, word_2 * 0xCD9E8D57
     return high_2 ^ word_1 ^ key_0, low_2, high_0 ^ word_3 ^ key_1, low_0

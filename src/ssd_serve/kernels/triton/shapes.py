@@ -1,4 +1,4 @@
-"""How batches are cut for the Triton kernels: tiles of rows, parts of contexts, words of ancestry.
+"""Shapes and memory of batches for the Triton kernels: tiles of rows, parts of contexts, words of ancestry.
 
 Numbers chosen on devices, and numpy: knows no kernel and no memory.
 """
@@ -25,7 +25,7 @@ TILES = (16, 32, 64)
 """Stacked rows of a program in half precision."""
 WARPS = 4
 FEW_PARTS, _FEW_WORDS = 4, 4
-"""So many parts of a prefix, and words a row, are launched for those that have fewer: programs that find no
+"""Least parts of a prefix, and words a row, that are launched: programs that find no
 part end at once, and trees up to 128 nodes after up to 1,024 tokens are one shape."""
 
 
@@ -66,12 +66,12 @@ def tiles_of(dtype: torch.dtype) -> tuple[int, ...]:
 
 def block_n(dtype: torch.dtype, head_dim: int) -> int:
     """Entries that are scored together: as many as spill no registers. One number for all tiles, so that a
-    row's sums have one order whatever else is in the batch."""
+    row's sums have one order in every batch."""
     return _BLOCK_N_HALF if dtype.itemsize == 2 and head_dim <= _HALF_HEADS else _BLOCK_N
 
 
 def merged(head_dim: int) -> int:
-    """Parts of a row that are read at once where they are merged, likewise."""
+    """Parts of a row that are read at once where they are merged, for the same reason."""
     return _MERGED if head_dim <= _HALF_HEADS else _MERGED_WIDE
 
 
@@ -90,7 +90,7 @@ _LONG = ("tree_slots", "tree_positions", "prefix_slots")
 
 @dataclass(frozen=True, slots=True)
 class BatchCapacity:
-    """How much a block of memory holds."""
+    """Sizes of a block of memory for batches."""
 
     rows: int
     words: int
@@ -99,7 +99,7 @@ class BatchCapacity:
     prefix: int
 
     def holds(self, other: "BatchCapacity") -> bool:
-        """Whether a batch of this size fits."""
+        """Return True if a batch of this size fits."""
         return (
             other.rows <= self.rows
             and other.words <= self.words

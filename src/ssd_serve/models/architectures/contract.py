@@ -1,4 +1,4 @@
-"""What an architecture is to the rest of the code: how its configuration is read, what its models hold, and
+"""Contract of an architecture: how its configuration is read, what its models hold, and
 how they are built.
 
 Knows no architecture; those that there are stand in `registry`.
@@ -22,7 +22,7 @@ from ssd_serve.models.weights.quantization import Fp8Scheme
 
 
 class ModelConfig(Protocol):
-    """What every architecture's configuration tells; what else it has only the architecture knows."""
+    """Fields that every architecture's configuration has."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -38,7 +38,7 @@ class ModelConfig(Protocol):
 
     @property
     def fp8(self) -> Fp8Scheme | None:
-        """How weights are scaled that lie in the file in fp8; None: none may."""
+        """Scaling of fp8 weights in the file; None: there may be none."""
         ...
 
 
@@ -51,7 +51,7 @@ class Matrices:
     inputs: int
     count: int = 1
     active: int | None = None
-    """How many of them a forward of one row reads (mixtures of experts); None: all."""
+    """Number of them that a forward of one row reads (mixtures of experts); None: all."""
 
     @property
     def size(self) -> int:
@@ -71,7 +71,7 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class RowShapes:
-    """What `RowOperations` get a row of: a norm [hidden], a rotation of heads, a gate [2 * gate]."""
+    """Sizes of a row in `RowOperations`: norm [hidden], rotation of heads, gate [2 * gate]."""
 
     hidden: int
     heads: int
@@ -79,25 +79,25 @@ class RowShapes:
     head_dim: int
     gate: int
     head_norm: bool
-    """Whether heads are normed before they are rotated."""
+    """True if heads are normed before they are rotated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What one rank of a model holds, in numbers; how many bytes those take follows from the dtype."""
+    """Counts of the numbers that one rank of a model holds; bytes follow from the dtype."""
 
     matrices: tuple[Matrices, ...]
-    """All matrices but the head."""
+    """Matrices except the head."""
     head: Matrices
     embedding: int
     """Numbers of the embedding."""
     tied: bool
     """The head is the embedding too, where its format allows that."""
     kv: tuple[LayerKV, ...]
-    """What each layer remembers of a token."""
+    """KV of each layer."""
     rows: RowShapes
     ranks: tuple[int, ...]
-    """How many ranks can share the model."""
+    """Numbers of ranks that can share the model."""
 
     @property
     def read(self) -> int:
@@ -126,8 +126,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """What a model of any architecture is built on. `features` are the layers whose outputs every forward
-    returns for all rows, `FINAL` among them where it is asked for; `feature_name` names them."""
+    """Parts on which a model of any architecture is built. `features` are the layers whose outputs every
+    forward returns for all rows, `FINAL` among them where it is asked for; `feature_name` names them."""
 
     attention: AttentionBackend[Any]
     operations: RowOperations
@@ -147,7 +147,7 @@ def _as_they_are(operations: RowOperations) -> RowOperations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture(Generic[C, W]):
-    """One architecture, or one of a family. C is its configuration, W are its weights."""
+    """Architecture, or a member of a family. C is its configuration, W are its weights."""
 
     models: str
     """Models that have it, for people."""
@@ -155,13 +155,14 @@ class Architecture(Generic[C, W]):
     """The configuration, from `config.json` and `generation_config.json` (empty where there is none). What
     cannot be computed exactly is a `CheckpointError`."""
     sizes: Callable[[C, Parallel], Sizes]
-    """What this rank of a model holds. Raises `UserError` where that many ranks cannot share it."""
+    """Counts this rank's share. Raises `UserError` where that many ranks cannot share the model."""
     read_weights: Callable[[C, Checkpoint, Linears], W]
-    """One rank's share of all weights. Missing, misshapen and unexpected tensors are a `CheckpointError`."""
+    """Reads one rank's share of all weights. Missing, misshapen and unexpected tensors are a
+    `CheckpointError`."""
     build: Callable[[C, W, ModelParts], CapturableModel]
     """The model of one rank; the configuration is the whole model's."""
     operations: Callable[[RowOperations], RowOperations] = _as_they_are
-    """What computes rows between products, given what usually does."""
+    """Replaces the usual row operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +173,5 @@ class Description(Generic[C]):
     config: C
 
     def sizes(self, parallel: Parallel) -> Sizes:
-        """What one rank holds; see `Architecture.sizes`."""
+        """Count one rank's share; see `Architecture.sizes`."""
         return self.architecture.sizes(self.config, parallel)

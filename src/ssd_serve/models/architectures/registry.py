@@ -1,4 +1,4 @@
-"""Which architectures there are, one line each; each is imported when a model of it is met.
+"""Registry of architectures, one line each; an architecture is imported with its first model.
 
 Knows how a `config.json` names its architecture, and nothing of what that is.
 """
@@ -18,7 +18,7 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen2ForCausalLM": "ssd_serve.models.architectures.qwen2:QWEN2",
     "Qwen3ForCausalLM": "ssd_serve.models.architectures.qwen3:QWEN3",
 }
-"""Where an `Architecture` is, as `module:name`, by its entry in `architectures` of `config.json`."""
+"""Path of each `Architecture`, `module:name`, by its entry in `architectures` of `config.json`."""
 
 
 def architecture(name: str) -> Architecture[Any, Any]:
@@ -29,7 +29,7 @@ def architecture(name: str) -> Architecture[Any, Any]:
 
 
 def describe(raw: Json, generation: Json | None = None) -> Description[Any]:
-    """What a `config.json` describes. Raises `CheckpointError`."""
+    """Return the model that a `config.json` describes. Raises `CheckpointError`."""
     names = raw.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
@@ -41,7 +41,7 @@ def describe(raw: Json, generation: Json | None = None) -> Description[Any]:
 
 
 def load_description(folder: Path, layers: int | None = None) -> Description[Any]:
-    """What `config.json` of a model folder describes, with the EOS ids of its `generation_config.json`; with
+    """Return the model that a folder describes, with the EOS ids of `generation_config.json`; with
     `layers`, of the model that has only so many, the first ones."""
     raw, generation = format_of(folder).config(folder)
     if layers is not None:

@@ -1,4 +1,4 @@
-"""What the `config.json` of an EAGLE head says, in the layouts in which heads are published.
+"""Configuration of EAGLE heads, in the layouts of `config.json` in which heads are published.
 
 Flat (SafeAILab, SpecForge, SGLang, vLLM) or nested (speculators). Knows key names; no tensors. Sources: Li et
 al. 2024 (EAGLE), Li et al. 2025 (EAGLE-3), and the loaders of those projects.
@@ -17,12 +17,12 @@ from ssd_serve.models.weights.quantization import Fp8Scheme
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _FAMILIES_OF_EAGLE1 = {**_FAMILIES, "mistral": "LlamaForCausalLM", "qwen2": "LlamaForCausalLM"}
-"""Whatever the target is, the layer is Llama's, with biases where `qkv_bias` says so."""
+"""Families of EAGLE-1: the layer is Llama's for every target, with biases if `qkv_bias` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """Everything that decides the computation of one head.
+    """Configuration that decides the computation of a head.
 
     `layer` is the decoder layer as if its input were [hidden]; its vocabulary is the target's, of which the
     head proposes `draft_vocabulary` tokens. `features` are the target's layers whose outputs it reads, by
@@ -35,17 +35,17 @@ class EagleConfig:
     target_hidden: int
     features: tuple[int, ...] | None
     residual_is_normed: bool = False
-    """Whether the normed features are what the layer adds to."""
+    """True if the normed features are what the layer adds to."""
     one_norm: bool = False
     """The features are normed together before they are fused (`norm_before_fc`)."""
     norm_each: bool = False
     """Each layer's features are normed before they are fused (`fc_norm`, EAGLE-3.1)."""
     feed_normed: bool = False
-    """What the head says of itself for the next token is normed (`norm_output`, EAGLE-3.1)."""
+    """The head's own vector for the next token is normed (`norm_output`, EAGLE-3.1)."""
     fuse_bias: bool = False
     """`fc` must have a bias."""
     layer_norms: bool = False
-    """Of EAGLE-1: the embedding, what the layer reads and what the head reads are normed (`layernorms`)."""
+    """EAGLE-1: the inputs of layer and head, and the embedding, are normed (`layernorms`)."""
 
     @property
     def hidden(self) -> int:
@@ -69,18 +69,18 @@ class EagleConfig:
 
     @property
     def fp8(self) -> Fp8Scheme | None:
-        """How weights are scaled that lie in the file in fp8."""
+        """Scaling of fp8 weights in the file."""
         return self.layer.fp8
 
     @property
     def fused(self) -> int:
-        """How many layers' features it reads at once."""
+        """Number of layers whose features it reads."""
         return 3 if self.features is None else len(self.features)
 
     @property
     def joins(self) -> bool:
-        """Whether `fc` makes one row of a token and the vector before it (EAGLE-1), instead of one vector of
-        several layers' features (EAGLE-3)."""
+        """Return True if `fc` makes one row of a token and the vector before it (EAGLE-1), instead of one
+        vector of several layers' features (EAGLE-3)."""
         return self.kind is HeadKind.EAGLE1
 
     @property
@@ -122,7 +122,7 @@ def parse_eagle3(raw: Json, generation: Json) -> EagleConfig:
 
 
 PARSERS = {HeadKind.EAGLE1: parse_eagle1, HeadKind.EAGLE3: parse_eagle3}
-"""What reads `config.json` of each kind."""
+"""Parser of `config.json` for each kind."""
 
 
 def _layer(kind: HeadKind, families: Mapping[str, str], raw: Json, generation: Json) -> DecoderConfig:

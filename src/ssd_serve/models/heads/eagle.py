@@ -1,6 +1,6 @@
 """An EAGLE head in one forward: from a token and a vector of the place before it to the next token.
 
-The vector [hidden] is what the target has computed there, or what the head itself has said there. EAGLE-3
+The vector [hidden] is what the target has computed there, or what the head itself has computed there. EAGLE-3
 puts token and vector side by side into the attention of its layer; EAGLE-1 makes one row of them first. Knows
 batches, weights and attention backends; no trees and no target.
 """
@@ -68,8 +68,8 @@ class EagleHead:
 
     @torch.inference_mode()
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """What rows of the target's features, side by side [rows, fused * target_hidden], are to the head:
-        [rows, hidden]. Of EAGLE-1 they are what they were."""
+        """Fuse rows of the target's features, side by side [rows, fused * target_hidden], into the head's
+        vectors: [rows, hidden]. EAGLE-1 uses them unchanged."""
         norms = self._weights.feature_norms
         features = features.to(self._device, self._embedding.dtype)
         if self._config.joins:
@@ -112,8 +112,8 @@ class EagleHead:
         added = self._attend(rows if joins else torch.cat((token, rows), dim=-1), rotations, inputs.plan)
         rows = operations.norm(hidden, added, blocks.mlp_norm)
         own = (hidden + blocks.down(operations.gate(blocks.gate_up(rows)))).index_select(0, inputs.wanted)
-        said = self._normed(own, self._weights.norm)
-        return self._logits(said), {OWN: said if self._config.feed_normed else own}
+        normed = self._normed(own, self._weights.norm)
+        return self._logits(normed), {OWN: normed if self._config.feed_normed else own}
 
     def _normed(self, rows: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
         """Rows as they are where there is no norm."""
@@ -128,10 +128,10 @@ class EagleHead:
         attended = self._attention.run(0, heads[:, : c.heads], plan)
         return blocks.output(attended.to(rows.dtype))
 
-    def _logits(self, said: torch.Tensor) -> torch.Tensor:
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Normed rows to logits of the target's vocabulary, float32 [wanted, vocabulary]."""
-        logits = self._head(said).float()
+        logits = self._head(normed).float()
         if self._proposed is None:
             return logits
-        whole = torch.full((len(said), self._config.vocabulary), -torch.inf, device=self._device)
+        whole = torch.full((len(normed), self._config.vocabulary), -torch.inf, device=self._device)
         return whole.index_copy_(1, self._proposed, logits)

@@ -1,4 +1,4 @@
-"""Which kind of head a draft's folder holds, from its `config.json` and the names of its tensors.
+"""Detects the kind of head in a draft's folder, from its `config.json` and the names of its tensors.
 
 EAGLE-1 heads are published with the `config.json` of a Llama of one layer: only their tensors tell them from
 a draft model. Free of torch; reads no weights. Sources: the loaders of SafeAILab's EAGLE, SpecForge, SGLang,
@@ -26,7 +26,7 @@ class HeadKind(StrEnum):
 
 
 _ALGORITHMS = {"eagle": HeadKind.EAGLE1, "eagle3": HeadKind.EAGLE3}
-"""By `speculators_model_type`."""
+"""Kinds by `speculators_model_type`."""
 _ARCHITECTURES = {
     "EagleLlamaForCausalLM": HeadKind.EAGLE1,
     "EagleSpeculator": HeadKind.EAGLE1,
@@ -37,9 +37,9 @@ _ARCHITECTURES = {
     "LlamaForCausalLMEagle3": HeadKind.EAGLE3,
 }
 _OTHERS = ("eagle", "medusa", "hydra", "mtp", "dflash", "dspark", "speculator")
-"""What names of other heads' architectures hold."""
+"""Words in the names of other heads' architectures."""
 _OTHER_KEYS = ("medusa_", "hydra_", "dflash_", "dspark_")
-"""How keys begin that only other heads have."""
+"""Prefixes of keys that only other heads have."""
 _FUSIONS = frozenset({"fc.weight", "fusion_fc.weight"})
 _KNOWN = (
     "heads that can draft are EAGLE-1 (EAGLE-2 and HASS are alike), EAGLE-3 and EAGLE-3.1, as SafeAILab, "
@@ -51,11 +51,11 @@ _KNOWN = (
 def head_kind(folder: Path) -> HeadKind | None:
     """The kind of the head in a folder; None: a whole model. Raises `CheckpointError` for other heads."""
     raw = read_config(folder)
-    told = _told(raw)
-    if isinstance(told, HeadKind):
-        return told
-    if told:
-        raise CheckpointError(f"the draft {folder} is a head of another kind ({told}); {_KNOWN}")
+    declared = _declared(raw)
+    if isinstance(declared, HeadKind):
+        return declared
+    if declared:
+        raise CheckpointError(f"the draft {folder} is a head of another kind ({declared}); {_KNOWN}")
     names = {name.removeprefix("model.") for name in _tensor_names(folder)}
     if not _FUSIONS & names:
         return None
@@ -66,8 +66,7 @@ def head_kind(folder: Path) -> HeadKind | None:
     return HeadKind.EAGLE1
 
 
-def _told(raw: Json) -> HeadKind | str:
-    """What `config.json` says: a kind that can draft, the name of another one, or nothing."""
+def _declared(raw: Json) -> HeadKind | str:
     algorithm, architectures = raw.get("speculators_model_type"), raw.get("architectures") or []
     if algorithm is not None:
         return _ALGORITHMS.get(algorithm, str(algorithm))
@@ -76,14 +75,14 @@ def _told(raw: Json) -> HeadKind | str:
             return _ARCHITECTURES[name]
     if "draft_vocab_size" in raw:
         return HeadKind.EAGLE3
-    if told := next((key for key in raw if key.startswith(_OTHER_KEYS)), ""):
-        return told
+    if declared := next((key for key in raw if key.startswith(_OTHER_KEYS)), ""):
+        return declared
     spoken = (*architectures, str(raw.get("model_type", "")))
     return next((each for each in spoken if any(word in each.lower() for word in _OTHERS)), "")
 
 
 def _tensor_names(folder: Path) -> set[str]:
-    """The names of all tensors; none where the files cannot be listed: who loads them says why."""
+    """The names of all tensors; none where the files cannot be listed: loading them reports the reason."""
     try:
         for file in ("model.safetensors", "pytorch_model.bin"):
             if (index := folder / f"{file}.index.json").is_file():

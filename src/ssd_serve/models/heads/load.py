@@ -1,4 +1,4 @@
-"""From a folder to a running EAGLE head. What it leaves to its target is read from the target's folder."""
+"""Loads EAGLE heads. Weights that a head shares with its target are read from the target's folder."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,7 +118,6 @@ def target_head(target: Path, vocabulary: int, hidden: int, *, allow_pickle: boo
 
 
 def _sizes(config: EagleConfig, parallel: Parallel) -> Sizes:
-    """Those of its layer, whose first product may read twice as much, and of `fc`."""
     usual = dense_sizes(config.layer, parallel)
     qkv, *rest = usual.matrices
     return replace(

@@ -18,7 +18,7 @@ from ssd_serve.models.weights.checkpoint import Checkpoint, shorten
 from ssd_serve.models.weights.linear import DenseLinear, Linear, Linears, MatrixShare
 
 _LAYERS = ("midlayer", "layers.0", "transformer", "model.midlayer", "model.layers.0")
-"""What the layer is called."""
+"""Names of the layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,6 @@ class _HeadReader:
         )
 
     def _norms(self) -> tuple[str | None, str | None, str | None]:
-        """Those of embeddings, of what the layer adds to, and of what the head reads."""
         if not self._config.joins:
             return f"{self._layer}.input_layernorm", f"{self._layer}.hidden_norm", f"{self._outside}norm"
         if self._config.layer_norms:
@@ -111,11 +110,11 @@ class _HeadReader:
 def _read_proposed(config: EagleConfig, checkpoint: Checkpoint) -> torch.Tensor | None:
     """The target's ids of the tokens that the head knows: id + d2t[id]."""
     count = config.draft_vocabulary
-    checkpoint.ignore("t2d")  # says the same
+    checkpoint.ignore("t2d")  # the inverse of d2t
     if "d2t" not in checkpoint:
         if count != config.vocabulary:
             raise CheckpointError(
-                f"{checkpoint.folder} proposes {count} of {config.vocabulary} tokens, and no d2t tells which"
+                f"{checkpoint.folder} proposes {count} of {config.vocabulary} tokens, and has no d2t"
             )
         return None
     ids = checkpoint.read("d2t", (count,)).to(torch.int64) + torch.arange(count)
@@ -177,8 +176,8 @@ class TensorCheck:
             for name in file.unread()
             if name not in asked and name.rpartition(".")[0] not in parents
         ]
-        told = {"lacks": missing, "has misshapen": misshapen, "has unknown": others}
-        if problems := [f"{what} {shorten(names)}" for what, names in told.items() if names]:
+        problems_of = {"lacks": missing, "has misshapen": misshapen, "has unknown": others}
+        if problems := [f"{what} {shorten(names)}" for what, names in problems_of.items() if names]:
             raise CheckpointError(
                 f"{file.folder} does not hold what its config.json describes: it {', it '.join(problems)}"
             )

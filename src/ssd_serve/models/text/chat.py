@@ -20,11 +20,11 @@ from ssd_serve.models.text.sandbox import BoundedEnvironment
 _MAX_SECONDS = 5.0
 _MAX_CHARACTERS = 16 * 2**20
 """Twice what a request may hold."""
-_MAX_SAID = 500
+_MAX_REASON = 500
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here its body is rendered as it is."""
+    """`{% generation %}` marks the assistant's text for training; here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class says what it is)
 
@@ -34,7 +34,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. `variables` are those that every rendering sees (`bos_token`, ...)."""
+    """Compiled chat template. `variables` are those that every rendering sees (`bos_token`, ...)."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class ChatTemplate:
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._environment.rendered(self._code, values)
-        except Exception as error:  # whatever the model's author wrote, with whatever a client sent
-            said = str(error) or type(error).__name__
-            message = f"the model's chat template does not accept these messages: {said[:_MAX_SAID]}"
+        except Exception as error:  # a template may raise anything
+            reason = str(error) or type(error).__name__
+            message = f"the model's chat template does not accept these messages: {reason[:_MAX_REASON]}"
             raise RequestError(message, "messages") from error
 
 

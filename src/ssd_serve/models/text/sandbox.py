@@ -22,11 +22,11 @@ _MAX_NUMBER = 100_000
 """The largest number that a function may be given, such as a width."""
 _MAX_INDENT = 256
 _WIDE = re.compile(r"[0-9]{5}|\*")
-"""In a format: a width that takes no measure, or takes it from elsewhere."""
+"""Matches widths in a format that are too large, or that are read from an argument."""
 
 
 class Budget:
-    """What one rendering may still take."""
+    """Remaining time and characters of one rendering."""
 
     def __init__(self, seconds: float, characters: int) -> None:
         self._until = time.monotonic() + seconds
@@ -72,7 +72,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.compile(source)
 
     def rendered(self, code: Any, values: Mapping[str, object]) -> str:
-        """One rendering, within a budget of its own; any number may run at a time, in different threads."""
+        """Render once, within a budget of its own; several threads may render at a time."""
         mine = self.overlay()
         mine._allow()
         template = Template.from_code(mine, code, mine.make_globals(None))
@@ -89,11 +89,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(found)
 
     def joined(self, *parts: object) -> str:
-        """What the operator `~` gives."""
+        """Join texts as the operator `~` does."""
         return self.concat(map(str, parts))
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        """What a loop goes over."""
+        """Yield the items of a loop, checking the time."""
         for item in items:
             self.budget.tick()
             yield item
@@ -132,7 +132,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._weigh_join(value, given)
 
     def _weigh_join(self, value: object, given: list[Any]) -> None:
-        """Of a separator and a list, or as a filter the other way round."""
         items, separator = (given[:1], value) if isinstance(value, str) else ([value], (given or [""])[0])
         for many in items:
             if isinstance(many, list | tuple):
@@ -158,7 +157,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _product(operator: str, left: Any, right: Any) -> int:
-    """How long the result of an operation is; numbers of very many digits raise."""
     if isinstance(left, int) and isinstance(right, int):
         bits = {"**": left.bit_length() * abs(right), "*": left.bit_length() + right.bit_length()}
         if bits.get(operator, 0) > _MAX_BITS:
@@ -173,7 +171,6 @@ def _product(operator: str, left: Any, right: Any) -> int:
 
 
 def _formatted(text: str, values: Iterable[Any]) -> int:
-    """How long a format can make a text; each placeholder may name the longest value."""
     if _WIDE.search(text):
         raise TemplateRuntimeError("a format asks for too much")
     values = [
@@ -184,7 +181,6 @@ def _formatted(text: str, values: Iterable[Any]) -> int:
 
 
 def _length(value: object) -> int:
-    """In characters; each element of a list counts as what it takes."""
     if isinstance(value, str):
         return len(value)
     return 8 * len(value) if isinstance(value, list | tuple) else 0

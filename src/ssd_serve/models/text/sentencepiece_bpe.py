@@ -68,7 +68,6 @@ def convert(path: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
 
 
 def _merges(ranks: dict[str, float]) -> list[tuple[str, str]]:
-    """All pairs of pieces whose concatenation is a piece, best rank first."""
     found: list[tuple[float, str, str]] = []
     for piece, rank in ranks.items():
         for cut in range(1, len(piece)):

@@ -78,7 +78,7 @@ class DetokenizeStream:
         return ""
 
     def flush(self) -> str:
-        """What was held back, broken characters included, at the end of the text."""
+        """Return the text that was held back, broken characters included, at the end of the output."""
         known = len(self._decode(self._before)) if self._before else 0
         text = self._decode([*self._before, *self._held])
         self._before, self._held = self._held, []
@@ -109,7 +109,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether chat requests are possible."""
+        """Return True if chat requests are possible."""
         return self._template is not None
 
     @property
@@ -149,11 +149,11 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **allowed)
 
     def to_json(self) -> str:
-        """All of it, as tokenizer.json has it."""
+        """Return the content of tokenizer.json."""
         return self._backend.to_str()
 
     def meanings(self) -> dict[int, bytes]:
-        """What each id stands for: the bytes of its text, or for a special token its name."""
+        """Return the bytes of each id's text, or the name of a special token."""
         added = self._backend.get_added_tokens_decoder()
         special = {token for token, each in added.items() if each.special}
         decoder = json.loads(self._backend.to_str())["decoder"]
@@ -196,9 +196,9 @@ _MISSING = -1
 
 @dataclass(frozen=True, slots=True)
 class CommonTokens:
-    """What a target's tokens are to a draft. `ids` int64 [target's vocabulary]: the draft's ids, -1 where it
-    has no such token; `read` likewise, with something close in those places. `share`: of the target's tokens,
-    how many the draft has."""
+    """Mapping of a target's tokens to a draft's. `ids` int64 [target's vocabulary]: the draft's ids, -1 where
+    it has no such token; `read` is the same with a similar token in those places. `share`: of the target's
+    tokens, how many the draft has."""
 
     ids: npt.NDArray[np.int64]
     read: npt.NDArray[np.int64]

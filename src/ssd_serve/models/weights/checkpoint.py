@@ -62,8 +62,6 @@ class _TorchShard:
 
 
 def _plain_tensors(path: Path, data: object) -> dict[str, torch.Tensor]:
-    """What a `.bin` file holds, if it is named dense tensors. Others pass torch's unpickler unchecked: the
-    indices of a sparse one may point anywhere."""
     found = cast(dict[object, object], data) if isinstance(data, dict) else {None: data}
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor) or not _is_dense(value):
@@ -77,7 +75,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Checkpoint:
-    """All tensors of a model folder, by name. Use as a context manager; tensors read outlive it."""
+    """Tensors of a model, by name. A context manager; tensors that were read outlive it."""
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False, partly: bool = False) -> None:
         """`allow_pickle`: weights may be `.bin` files; `partly`: not all of them are wanted."""
@@ -105,7 +103,7 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Of all tensors and slices that were read so far."""
+        """Bytes of all tensors and slices that were read so far."""
         return self._bytes_read
 
     def names(self) -> list[str]:
@@ -138,12 +136,12 @@ class Checkpoint:
         self._read.add(name)
 
     def unread(self) -> list[str]:
-        """The names of all tensors that nobody read."""
+        """The names of all tensors that were not read."""
         # Old checkpoints carry this buffer; it follows from config.json.
         return [name for name in self._files if name not in self._read and not name.endswith(".inv_freq")]
 
     def finish(self) -> None:
-        """Raise an error that lists every tensor that nobody read, unless only a part was to be read."""
+        """Raise an error that lists every tensor that was not read, unless only a part was to be read."""
         if not self._partly and (unread := self.unread()):
             raise CheckpointError(
                 f"{self.folder} holds {len(unread)} tensors that its architecture does not have: "
@@ -172,7 +170,7 @@ def _open(path: Path, stack: ExitStack, allow_pickle: bool) -> Tensors:
     try:
         if path.suffix == ".safetensors":
             return _SafetensorsShard(path, stack)
-        if not allow_pickle:  # whatever an index calls it
+        if not allow_pickle:  # even if an index names it
             raise CheckpointError(f"{path} is not safetensors; {PICKLES}")
         return _TorchShard(path)
     except CheckpointError:

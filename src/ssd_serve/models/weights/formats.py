@@ -26,12 +26,12 @@ FORMATS: dict[str, str] = {
     "safetensors": "ssd_serve.models.weights.huggingface:SAFETENSORS",
     "pickle": "ssd_serve.models.weights.huggingface:PICKLE",
 }
-"""Where a `WeightFormat` is, as `module:name`. The first one that recognises a path reads it."""
+"""Path of each `WeightFormat`, `module:name`. The first one that recognises a path reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a format stores of a tokenizer."""
+    """Tokenizer as a format stores it."""
 
     backend: "Backend"
     special: Mapping[str, str]
@@ -91,7 +91,7 @@ class Matrices(Protocol):
 
 
 class WeightFormat(Protocol):
-    """One way to store a model."""
+    """Contract of a weight format."""
 
     def recognises(self, path: Path) -> bool:
         """Return True if this format can read the file or folder."""
@@ -110,7 +110,7 @@ class WeightFormat(Protocol):
         ...
 
     def matrices(self, checkpoint: "Checkpoint", scheme: "Fp8Scheme | None") -> Matrices:
-        """Return the reader of matrices; `scheme` is what the configuration tells of fp8 scales."""
+        """Return the reader of matrices; `scheme` is the configuration of fp8 scales."""
         ...
 
     def multiplies(self, scheme: "Fp8Scheme | None", device: str) -> bool:

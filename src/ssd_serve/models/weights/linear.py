@@ -1,4 +1,4 @@
-"""Linear layers: who owns which part of a matrix, and in which format it lies.
+"""Linear layers: each rank's part of a matrix, and its layout in memory.
 
 A model asks the factory for its matrices by checkpoint names and never touches weights itself. The factory
 reads this rank's slices, fuses matrices that share their input, and packs them where that is faster. Formats
@@ -60,7 +60,7 @@ MatrixKind = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 def matrix_kind(dtype: torch.dtype, device: str, native: NativeLibrary | None) -> MatrixKind:
-    """What multiplies rows of `dtype` fastest on this device: the compiled kernel, oneDNN or torch."""
+    """Return the fastest product for rows of `dtype` on this device: the compiled kernel, oneDNN or torch."""
     if device != "cpu":
         return DenseLinear
     other: MatrixKind = PackedMatrix if can_pack(dtype) else DenseLinear
@@ -75,16 +75,16 @@ def matrix_kind(dtype: torch.dtype, device: str, native: NativeLibrary | None) -
 
 
 def multiplies_int8(native: NativeLibrary | None) -> bool:
-    """Whether int8 weights stay int8 on this machine: by oneDNN, or by the compiled kernels."""
+    """Return True if int8 weights stay int8 on this machine: by oneDNN, or by the compiled kernels."""
     return can_multiply_int8() or (native is not None and native_multiplies_int8(native))
 
 
 class Linears(Protocol):
-    """Where an architecture gets its weights from, by their names in the checkpoint."""
+    """Source of an architecture's weights, by their names in the checkpoint."""
 
     @property
     def parallel(self) -> Parallel:
-        """Whose share they are."""
+        """Rank whose share is read."""
         ...
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -141,7 +141,7 @@ class LinearFactory:
         quantised = int8 and packed
         self._int8_products = quantised and can_multiply_int8()
         self._native_int8 = native if quantised and native and native_multiplies_int8(native) else None
-        # Numbers are rounded once, from what the file says, to int8.
+        # Numbers are rounded once, from the file's dtype to int8.
         self._read_dtype = torch.float32 if int8 else dtype
 
     @property

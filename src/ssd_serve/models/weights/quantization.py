@@ -1,4 +1,4 @@
-"""What `quantization_config` in a checkpoint's `config.json` says about fp8 weights.
+"""Parses `quantization_config` of a checkpoint's `config.json`: the scales of fp8 weights.
 
 AMD Quark, compressed-tensors and the plain `fp8` method write the same few facts under different names.
 Fields that only remember how the export was made are skipped by name; every other field must have a value
@@ -20,14 +20,14 @@ ScaleKind = Literal["tensor", "channel", "block"]
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """How the fp8 weights of a checkpoint are scaled: a weight is its number times its scale."""
+    """Scaling of the fp8 weights of a checkpoint: a weight is its number times its scale."""
 
     kinds: frozenset[ScaleKind]
-    """One scale for a tensor, for each output (channel), for each block."""
+    """Scales for a tensor, for each output (channel), for each block."""
     block: tuple[int, int] | None = None
     """Outputs and inputs of a block."""
     rounds_inputs: bool = False
-    """Whether all matrices are made for activations in fp8; wide ones only bring the results nearer."""
+    """True if all matrices are made for activations in fp8; wide ones only bring the results nearer."""
 
 
 _Fields = Mapping[str, tuple[object, ...] | None]
@@ -58,7 +58,7 @@ _OBSERVED: _Fields = {
     "enable_buffer_reuse": None,
     "max_input_numel": None,
 }
-"""How an export found its scales. What they are, their tensors say."""
+"""Fields about how an export found its scales, which are in tensors."""
 
 _FP8: _Fields = {
     "quant_method": None,
@@ -147,7 +147,7 @@ _QUARK_WEIGHT: _Fields = {
 }
 _QUARK_INPUTS: _Fields = {**_QUARK_WEIGHT, "is_dynamic": (True, False)}
 _QUARK_ALGORITHMS = ("awq", "gptq", "smooth", "smoothquant", "autosmoothquant")
-"""Those that change weights before they are exported, and nothing after that."""
+"""Algorithms that only change weights before they are exported."""
 
 
 def parse_quantization(raw: object) -> Fp8Scheme | None:
@@ -239,7 +239,6 @@ def _quark_outputs(raw: object, path: str) -> None:
 
 
 def _fp8_cache(raw: object, path: str, fields: Mapping[str, tuple[object, ...]]) -> None:
-    """These fields must say fp8. How keys and values are scaled does not matter: they are kept wide."""
     found = _object(raw, path)
     for name, allowed in fields.items():
         if found.get(name) not in allowed:

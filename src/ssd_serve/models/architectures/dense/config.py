@@ -18,7 +18,7 @@ from ssd_serve.models.weights.quantization import Fp8Scheme, parse_quantization
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Everything that decides the computation of one dense decoder."""
+    """Configuration that decides the computation of a dense decoder."""
 
     vocabulary: int
     hidden: int
@@ -103,7 +103,7 @@ def dense_sizes(config: DecoderConfig, parallel: Parallel) -> Sizes:
 
 
 def rank_config(config: DecoderConfig, parallel: Parallel) -> DecoderConfig:
-    """What one rank computes: the same layers with its share of heads, feed-forward part and vocabulary.
+    """Return one rank's configuration: its share of heads, feed-forward columns and vocabulary.
 
     Raises `UserError` where that many ranks cannot share the model.
     """
@@ -125,7 +125,7 @@ def rank_config(config: DecoderConfig, parallel: Parallel) -> DecoderConfig:
 
 
 def possible_ranks(config: DecoderConfig) -> tuple[int, ...]:
-    """How many ranks can share a model."""
+    """Return the numbers of ranks that can share a model."""
     return tuple(size for size in range(1, MAX_RANKS + 1) if _fits(config, size))
 
 

@@ -153,5 +153,5 @@ def dense_architecture(
 
 
 def is_dense(architecture: Architecture[Any, Any]) -> bool:
-    """Whether an architecture is a member, rather than one that only borrows from the family."""
+    """Return True if an architecture is a member, rather than one that only borrows from the family."""
     return architecture == dense_architecture(architecture.models, architecture.parse)

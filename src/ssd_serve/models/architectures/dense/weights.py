@@ -88,7 +88,6 @@ def read_dense(config: DecoderConfig, checkpoint: Checkpoint, make: Linears) -> 
 
 
 def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLayer:
-    """One layer."""
     norm = make.tensor(f"{prefix}.input_layernorm.weight", (config.hidden,))
     blocks = read_blocks(config, make, prefix, config.hidden)
     return DecoderLayer(
