@@ -1,4 +1,4 @@
-"""The prefix cache: after any sequence of operations, whoever holds a slot finds there what was written."""
+"""The prefix cache: after any sequence of operations, a slot still has the content of its holder."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,8 @@ class Running:
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Requests as the verifier runs them. `content` says with which prefix a slot was last written, and for
-    which salt: nobody may ever read what was written for another one."""
+    """Requests as in the verifier. `content` has the salt and prefix that a slot was last written for,
+    which no other request may read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 9))
     def compute(self, data: st.DataObject, count: int) -> None:
-        """Write the next slots, as a forward would, where there is room for them."""
+        """Write the next slots, as a forward would, if they are free."""
         request = data.draw(st.sampled_from(self.running))
         first = len(request.slots)
         slots = self._allocate(max(0, min(count, len(request.tokens) - 1 - first)))
@@ -78,7 +78,7 @@ class PrefixMachine(RuleBasedStateMachine):
         request.tokens = request.tokens + more
 
     def _draw_caught_up(self, data: st.DataObject) -> Running:
-        """A request all of whose slots are behind its handle."""
+        """A request with all slots after its handle."""
         request = data.draw(st.sampled_from(self.running))
         self._share(request, len(request.slots))
         return request

@@ -1,4 +1,4 @@
-"""A drafter's core with scripted guesses, and the messages that it is told."""
+"""A drafter's core with scripted guesses, and its messages."""
 
 from ssd_serve.base.draft_messages import DrafterMessage, Open, Outcome
 from ssd_serve.base.messages import SamplingParameters

@@ -1,4 +1,4 @@
-"""A draft model's KV: exactly the expanded nodes', never a lost slot, whatever happens in which order."""
+"""A draft model has KV of exactly the expanded nodes and loses no slot, in any order of operations."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -36,7 +36,7 @@ class DraftRequest:
         self.fed = 0
 
     def open_nodes(self) -> list[Node]:
-        """Unexpanded nodes whose ancestors are all expanded."""
+        """Unexpanded nodes with expanded ancestors."""
         if not self.tree.root.expanded:
             return [self.tree.root]
         return [node for node in ranked_nodes(self.tree)[:30] if not node.expanded]

@@ -24,7 +24,8 @@ FAN_OUT, SLOTS = 3, 128
 
 
 class Told:
-    """A source and the oracle, told the same of one request. `vectors` are those of committed places."""
+    """A source and a reference with the same inputs of one request; `vectors` are those of committed
+    tokens."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ def test_eagle_uses_target_features_after_a_miss(told: Told) -> None:
 
 
 def test_eagle_uses_its_own_outputs_below_a_hit(told: Told) -> None:
-    """The committed token is read with its true vector; what was said there before stays."""
+    """The committed token is computed with its true vector; the draft output stays."""
     (first,) = told.expand(told.tree.root)
     told.check(told.tree.root, first)
     child = told.tree.child_at(told.tree.root, 0)

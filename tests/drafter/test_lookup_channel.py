@@ -1,4 +1,4 @@
-"""A lookup in the verifier's process: it has answered when it is heard, and nobody waits for it."""
+"""Lookup in the verifier's process replies on receive, without a wait."""
 
 from typing import Any
 

@@ -102,7 +102,7 @@ def framed(body: bytes) -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """A Heartbeat with a field that nobody knows, so many lists deep."""
+    """A Heartbeat with an unknown field of nested lists."""
     return b"\x82\xa4type\xa9Heartbeat\xa7unknown" + b"\x91" * depth + b"\x00"
 
 

@@ -48,7 +48,7 @@ def test_a_silent_peer_is_disconnected_after_the_timeout() -> None:
 
 @pytest.fixture
 def crowded() -> Iterator[tuple[KeyGate, tuple[str, int], list[str]]]:
-    """A gate on all of loopback, where it listens, and whom it has refused."""
+    """A gate on loopback, its address and its refusals."""
     refused: list[str] = []
     with closing(socket.create_server(("0.0.0.0", 0), backlog=200)) as server:
         server.setblocking(False)

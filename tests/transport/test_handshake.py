@@ -71,7 +71,7 @@ def test_tcp_requires_a_strong_key(guarded: Guarded, key: str) -> None:
 
 
 def answering(answer: Callable[[socket.socket], None]) -> "tuple[socket.socket, threading.Thread]":
-    """Something that listens on loopback, and does this to the first who comes."""
+    """A loopback server that runs `answer` on its first connection."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -118,7 +118,7 @@ def test_reflected_handshake_bytes_are_rejected() -> None:
 
 
 def test_a_replayed_handshake_is_refused(guarded: Guarded) -> None:
-    """Every word that a connector said, said again by somebody else."""
+    """Replay all bytes of a valid connector."""
     said = Heard()
     with closing(socket.create_server(("127.0.0.1", 0))) as between:
 
@@ -176,7 +176,7 @@ def test_a_frame_that_is_too_large_closes_the_channel() -> None:
 
 
 def shaken(first: socket.socket, second: socket.socket) -> tuple[TlsStream, SocketChannel]:
-    """An end that says what it likes, and a channel that listens to it."""
+    """A raw TLS end and the channel connected to it."""
     liar, honest = (TlsStream(identity(KEY), listening=listening) for listening in (False, True))
     received = b""
     while not (done := liar.handshake(received, first.sendall)):

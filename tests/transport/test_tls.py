@@ -1,4 +1,4 @@
-"""TLS as functions of bytes: what one end seals the other opens, however it is cut up, and nobody else."""
+"""TLS as functions of bytes: only the peer can decrypt, in portions of any size."""
 
 import hashlib
 import ssl

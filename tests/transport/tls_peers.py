@@ -12,7 +12,7 @@ KEY = "a key of the tests"
 
 
 class Guarded:
-    """A listener that remembers whom it refused."""
+    """A listener that records refusals."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []

@@ -7,9 +7,8 @@ from pathlib import Path
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.base.names import without_revision
-from ssd_serve.base.names import as_label
 from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.base.names import as_label, without_revision
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
