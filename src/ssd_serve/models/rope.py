@@ -1,7 +1,7 @@
 """Rotary position embedding as one complex product.
 
 transformers rotates element i of a head with element i + head_dim / 2. Here the rows of the query and key
-matrices are reordered once, at loading, so that the two stand side by side and form a complex number; scores
+matrices are reordered once, at loading, so that the two stand side by side and form a complex number. Scores
 do not change, because queries and keys are reordered alike. A rotation is then one product with a table of
 cos + i sin. What cannot be computed exactly is refused.
 """

@@ -1,7 +1,7 @@
 """The contract of tree attention, which every backend fulfils.
 
 A backend is built for one model's cache. Once a forward it turns a batch into a *plan* (on the host, shared
-by all layers); then, for every layer, the keys and values of all rows are written and the rows attend.
+by all layers). Then, for every layer, the keys and values of all rows are written and the rows attend.
 `Batch` in `kernels/batch.py` defines which slots a row may read; `kernels/attention/reference.py` spells it
 out. Knows no request, no architecture and no weights.
 """

@@ -2,7 +2,7 @@
 
 The operator's order of additions depends on the number of rows, on the length and, on CPUs, on the number of
 threads. So it gets one row, exactly the context that the row sees, in order of position, and one thread. A
-context is read in place or from a copy that several rows share; on GPUs, where the kernel may depend on how
+context is read in place or from a copy that several rows share. On GPUs, where the kernel may depend on how
 the context lies, it is always a copy of its own. Takes unrolled batches only (`kernels.unrolled`).
 """
 

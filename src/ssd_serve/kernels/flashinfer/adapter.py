@@ -170,7 +170,7 @@ class Package:
     ) -> None:
         """Plan one forward of all layers like `layer`.
 
-        A mask holds ancestry and window; causal rows see a window. Every row must see something: the port
+        A mask holds ancestry and window; causal rows see a window. Every row must see something. The port
         weighs masked scores with -50000 instead of minus infinity, so that a row that saw nothing would get
         an average of foreign values (upstream 0.7.2.post1 has minus infinity).
         """

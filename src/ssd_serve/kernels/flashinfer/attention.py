@@ -67,7 +67,7 @@ class FlashInferAttention:
     Needs a cache whose layout has slots first (ValueError), and a dtype and head sizes that the package's
     kernels have (UserError). `page_size`: prefixes are read in pages of so many slots as far as they lie so;
     `page_size.py` measures which is fastest. `split_pages`: the work on a long context is always split after
-    so many slots, so that a row's result does not depend on the rest of the batch; upstream's package alone
+    so many slots, so that a row's result does not depend on the rest of the batch. Upstream's package alone
     offers it (UserError). Pages then have one slot: where a prefix lies would show in a row's result.
 
     Allocates `workspace_bytes` once (by default what `workspace_for` computes) and 8 MiB, and 8 MiB of
@@ -285,7 +285,7 @@ _SUMS = torch.float32.itemsize
 def workspace_for(kinds: Iterable[LayerKV], heads: int, processors: int) -> int:
     """Bytes for layers of these kinds with `heads` query heads, on a GPU of so many `processors`.
 
-    A long context is divided until every processor has work: each part keeps a result in float32 and a sum
+    A long context is divided until every processor has work. Each part keeps a result in float32 and a sum
     for every head of each row of its tile (upstream's PrefillPlan). What does not fit makes a plan fail, in
     the first long prompt.
     """

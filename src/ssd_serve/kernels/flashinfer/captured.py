@@ -50,9 +50,9 @@ class CapturedWrappers:
     """Makes wrappers, and plans batches of as many rows as forwards are captured with.
 
     Memory is taken at the first plan. All row counts share one set of buffers for each kind of layer, which
-    every plan overwrites: 1 MiB for schedules, 16 bytes for each slot of the cache, and masks of 8 bytes for
-    each slot, at most 512 KiB. Each wrapper adds 128 KiB, and 1 MiB of pinned memory; there are at most 11
-    row counts with two wrappers for each kind of layer.
+    every plan overwrites. They take 1 MiB for schedules, 16 bytes for each slot of the cache, and masks of 8
+    bytes for each slot, at most 512 KiB. Each wrapper adds 128 KiB, and 1 MiB of pinned memory; there are at
+    most 11 row counts with two wrappers for each kind of layer.
     """
 
     def __init__(self, cache: KVCache, heads: int, package: Package, workspace: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """The folder where FlashInfer compiles kernels: its name, what in it is stale, what of it cannot be trusted.
 
 FlashInfer compiles on first use and keeps what it made. Its own folder names tell its version and the GPU
-apart, not torch, whose libraries the objects are linked with; and the port 0.5.3+amd.2 writes `build.ninja`
+apart, not torch, whose libraries the objects are linked with. And the port 0.5.3+amd.2 writes `build.ninja`
 only once, so that new flags or a moved installation change nothing (upstream 0.7.2.post1 and the port's main
 branch write it anew). So each combination has a folder here, and what is older than the package is cleared.
 
@@ -70,8 +70,8 @@ def use_folder(base: Path, build: Build, package: Path | None) -> list[str]:
     variables, and names folders, while it is imported. This is the one place that writes them.
 
     Raises UserError where FlashInfer is imported already and compiles elsewhere, for GPUs that the port has
-    no kernels for, and for prebuilt kernels of another version; PermissionProblemError where the folder
-    cannot be made.
+    no kernels for, and for prebuilt kernels of another version. Raises PermissionProblemError where the
+    folder cannot be made.
     """
     _refuse_unsupported(build)
     _refuse_prebuilt(build, installed_version(_PREBUILT_PORT))

@@ -20,7 +20,8 @@ def causal_requests(batch: Batch) -> BoolArray:
     """Return a mask of the requests that are causal: [requests].
 
     A request is causal where its tree slots follow the prefix without a gap or a branch, and its rows are the
-    newest of them, each seeing all before it: plain decoding, prompt chunks, chains of drafted tokens.
+    newest of them, each seeing all before it. Examples are plain decoding, prompt chunks, chains of drafted
+    tokens.
     """
     rows, trees = np.diff(batch.request_offsets), np.diff(batch.tree_offsets)
     prefixes = np.diff(batch.prefix_offsets)

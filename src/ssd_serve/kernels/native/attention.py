@@ -1,7 +1,8 @@
 """Tree attention on CPUs in float32, by the compiled kernel: one call a layer for all requests of a batch.
 
-A row's result is the same to the bit alone and in any batch, with any number of threads, and whether its
-ancestors are tree slots or part of the prefix. Knows how a batch is handed to C; knows no model, no request.
+A row's result is the same to the bit alone and in any batch, with any number of threads. It does not matter
+whether its ancestors are tree slots or part of the prefix. Knows how a batch is handed to C; knows no model,
+no request.
 """
 
 import ctypes

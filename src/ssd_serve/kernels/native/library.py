@@ -31,7 +31,7 @@ _SHARED = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-tra
 
 _FUSED = "--param=avoid-fma-max-bits=0"
 """GCC fuses multiplications with additions, but for some processors (Zen) not in every loop, as it takes that
-to be slower there: the same sum would be rounded otherwise in another tile."""
+to be slower there. The same sum would be rounded otherwise in another tile."""
 
 
 _FLAGS = (

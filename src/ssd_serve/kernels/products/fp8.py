@@ -3,7 +3,7 @@
 Checkpoints hold `e4m3fn`, which NVIDIA's GPUs and the MI350 multiply; `e4m3fnuz` is the MI300's own. A byte
 means half as much in fnuz, except that 0x80 is NaN there instead of -0, and that 0x7F and 0xFF, which are NaN
 in fn, are numbers. A scaled product rounds each activation row to e4m3 with a scale of its own, so that a
-row's result does not depend on the others; sums are scaled in float32. `torch._scaled_mm` is a private
+row's result does not depend on the others. Sums are scaled in float32. `torch._scaled_mm` is a private
 operator: it is tried against exact products before it is used. Knows no checkpoint and no model.
 """
 

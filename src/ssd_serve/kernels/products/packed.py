@@ -1,7 +1,7 @@
 """Products of few rows with a fixed matrix on CPUs, the matrix pre-packed by oneDNN.
 
 The private torch operators for CPUs are called here alone; the one for GPUs is in `fp8`. Each kind is tried
-once against exact products before it is used; where the operators are absent, have another signature or
+once against exact products before it is used. Where the operators are absent, have another signature or
 disagree, nothing is packed and callers keep the public `F.linear`.
 """
 

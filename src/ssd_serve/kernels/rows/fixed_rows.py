@@ -1,7 +1,7 @@
 """Running a function of rows so that a row's result does not depend on other rows, to the bit.
 
 Kernels are chosen by the number of rows, and with the kernel the order of additions. So rows are computed in
-blocks of one fixed number, the last one padded; where every smaller number proves to give the same bits the
+blocks of one fixed number, the last one padded. Where every smaller number proves to give the same bits the
 last block stays as small as it is. On CPUs the number of threads must not matter either. Knows functions of
 tensors; no model.
 """

@@ -103,7 +103,7 @@ class TritonAttention:
     def plan(self, batch: Batch) -> TritonPlan:
         """Cut every request's rows into tiles and copy the indices.
 
-        What a graph may be captured of has a tile for each row; words are rounded up to powers of two, and
+        What a graph may be captured of has a tile for each row. Words are rounded up to powers of two, and
         parts to powers of four: so few shapes are met.
         """
         counts = np.diff(batch.request_offsets)  # [requests]

@@ -53,7 +53,7 @@ def attend_parts(
     Tiles from `first_tile` on, whose rows are `rows` from `first_row` on. A tile of no rows, and a part that
     its request does not have, are left out.
 
-    `queries` [rows, heads, HEAD_DIM], `keys` and `values` [kv_heads, slots, HEAD_DIM] with the given strides;
+    `queries` [rows, heads, HEAD_DIM], `keys` and `values` [kv_heads, slots, HEAD_DIM] with the given strides.
     `partial` float32 [parts, rows, heads, HEAD_DIM] and `partial_lse` float32
     [parts, rows, heads] (natural logarithm; -inf where a row sees nothing of a part). `ancestry` int32 [rows,
     words]; `window` counts where WINDOWED. WIDEN computes in float32 for every dtype of the cache.

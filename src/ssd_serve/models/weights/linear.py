@@ -3,7 +3,7 @@
 A model asks the factory for its matrices by checkpoint names and never touches weights itself. The factory
 reads this rank's slices, fuses matrices that share their input, and packs them where that is faster. Formats
 today: dense, packed and int8 (the latter two on CPUs, by a compiled kernel or by oneDNN), and fp8 on GPUs
-that multiply it; elsewhere weights that lie in the file in fp8 are widened to the model's dtype when they are
+that multiply it. Elsewhere weights that lie in the file in fp8 are widened to the model's dtype when they are
 read. Knows no architecture.
 """
 

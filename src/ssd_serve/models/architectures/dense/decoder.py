@@ -1,7 +1,7 @@
 """The dense decoders (Llama, Mistral, Qwen 2, Qwen 3) in one lean forward.
 
 The same code runs a target of many layers and a drafter of two, so a layer is as few torch operators as
-possible: query, key and value are one product, gate and up another, a rotation is one complex product, and
+possible. Query, key and value are one product, gate and up another, a rotation is one complex product, and
 keys and values are stored together. Knows batches, weights and attention backends; knows no request, no
 file format and no page size.
 """
