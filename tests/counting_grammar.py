@@ -14,7 +14,6 @@ TIRED = "tired"
 
 
 def may_come(output: Sequence[int]) -> set[int]:
-    """Behind an output: about a third of the tokens, and later an end."""
     some = {token for token in range(1, VOCABULARY) if (5 * token + sum(output)) % 3 == 0}
     return some | ({EOS} if len(output) > 6 else set())
 
@@ -54,8 +53,6 @@ class Counting(GrammarState):
 
 
 class CountingGrammars(Grammars):
-    """There are two grammars, and one that cannot be compiled: 'wrong'."""
-
     def __init__(self) -> None:
         super().__init__(str, VOCABULARY, (EOS,))
 

@@ -49,12 +49,6 @@ class FakeClock:
 
 
 class FakeModel:
-    """Logits depend on the last `memory` tokens of exactly the context that a row attends to.
-
-    A row whose context is not a gapless text 0..n (a wrong slot, a missing ancestor) raises: slot errors
-    cannot hide. `blur` mixes in other logits, so that a draft built with it guesses well but not always.
-    """
-
     def __init__(self, slots: int, blur: float = 0.0, memory: int = 3) -> None:
         self.slots = slots
         self._blur = blur
@@ -270,8 +264,6 @@ def mixed_requests(count: int, max_tokens: int = 40) -> list[Submit]:
 
 
 class StillCores(Cores):
-    """Says that all cores are more than a few, keeps where it was told to compute, and moves no thread."""
-
     def __init__(self) -> None:
         super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
         self.entered: list[tuple[SpeculationMode, bool]] = []

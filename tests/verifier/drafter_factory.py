@@ -2,10 +2,10 @@
 
 from msgspec.structs import replace
 
-from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.base.draft_messages import Growth, Hello, Message
 from ssd_serve.base.messages import SamplingParameters, Submit
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.request import Request, create_request, shared_state
 from tests.fakes import HELLO, VOCABULARY, FakeClock

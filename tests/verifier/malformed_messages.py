@@ -7,8 +7,6 @@ import hypothesis.strategies as st
 import msgspec
 from msgspec.structs import replace
 
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
-from ssd_serve.transport.framing import FrameWriter
 from ssd_serve.base.draft_messages import (
     Close,
     Heartbeat,
@@ -21,6 +19,8 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.base.messages import Abort, SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+from ssd_serve.transport.framing import FrameWriter
 from tests.fakes import HELLO, VOCABULARY
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 2**31, 2**53, 2**63 - 1, 2**64 - 1])
@@ -33,8 +33,6 @@ FIGURES = st.sampled_from([0.0, 1.0, -1.0, 1e-300, 1e300, float("inf"), float("n
 
 @dataclass
 class Heard:
-    """What the engine has told it: where its requests stand."""
-
     epochs: dict[int, int] = field(default_factory=dict[int, int])
     roots: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -43,7 +41,6 @@ class Heard:
             self.epochs[message.request], self.roots[message.request] = message.epoch, message.root
 
     def stand(self, request: int) -> tuple[int, int]:
-        """Epoch and root, invented where nothing was heard."""
         return self.epochs.get(request, 1), self.roots.get(request, 12345)
 
 
@@ -61,7 +58,6 @@ def raw(body: bytes) -> bytes:
 
 
 def _deep(kind: str, depth: int, lists: bool) -> bytes:
-    """A message of a known kind with a field that nobody knows, so deep."""
     opening = b"\x91" if lists else b"\x81\xa1k"
     fields = msgspec.msgpack.encode({"type": kind, "protocol": HELLO.protocol})
     return raw(b"\x83" + fields[1:] + b"\xa7unknown" + opening * depth + b"\x00")

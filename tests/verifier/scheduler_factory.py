@@ -1,8 +1,8 @@
 """A scheduler over few slots, requests for it, and what an engine does with its rounds."""
 
+from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.verifier.request import Request, create_request, shared_state
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 
@@ -30,7 +30,6 @@ def make_scheduler(
 
 
 def commit(scheduler: Scheduler, chunk: ScheduledChunk, tree: list[int], accepted: int, token: int) -> None:
-    """What the engine does after a round: keep some tree slots, free the rest, extend the text."""
     request, final = chunk.request, chunk.final
     request.slots.extend([*chunk.slots, *tree[:accepted]])
     scheduler.pool.free(tree[accepted:])
@@ -48,7 +47,6 @@ def read_and_remove(scheduler: Scheduler, request: Request) -> None:
 
 
 def until_memory_is_short(scheduler: Scheduler) -> list[Request]:
-    """Rounds until somebody makes room; who does."""
     preempted: list[Request] = []
     while not preempted:
         chunks, preempted = scheduler.plan()

@@ -61,14 +61,13 @@ def test_what_is_named_while_it_is_verified_was_proposed_too() -> None:
     }
 
 
-def test_sources_of_one_name_are_told_together() -> None:
+def test_acceptance_of_sources_with_one_name_is_summed() -> None:
     rounds = Acceptance()
     rounds.count(grown((MODEL, [root(1)]), (NGRAM, [root(2)])), [1, 2], [-1, -1], [1, 1], accepted=(0,))
     assert rounds.add_to(Figures(), ("others", "same", "same")).sources == {"same": SourceFigures(2, 1)}
 
 
 def check(figures: Figures) -> None:
-    """What holds of any rounds."""
     assert sum(figures.verified_depths) == sum(figures.accepted_depths) == figures.rounds
     assert sum(by_position(figures.accepted_depths)) == figures.accepted
     assert sum(by_position(figures.verified_depths)) <= figures.drafted

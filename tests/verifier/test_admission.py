@@ -2,12 +2,8 @@
 
 from collections import Counter
 from typing import cast
-
 import pytest
 from msgspec.structs import replace
-
-from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.transport.channel import Channel
 from ssd_serve.base.draft_messages import (
     Growth,
     Heartbeat,
@@ -18,11 +14,15 @@ from ssd_serve.base.draft_messages import (
     Resync,
 )
 from ssd_serve.base.errors import PairMismatchError, ProtocolError
-from ssd_serve.base.names import LONGEST_LABEL, as_label, is_label
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.verifier.drafters.admission import OTHERS, DrafterAuthorizer, BanList
+from ssd_serve.base.names import LONGEST_LABEL, as_label, is_label
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.transport.channel import Channel
+from ssd_serve.verifier.drafters.admission import OTHERS, BanList, DrafterAuthorizer
 from tests.fakes import HELLO, FakeClock
 from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
+from ssd_serve.verifier.drafters.admission import OTHERS, OTHERS_BIT, SourceBits
+
 
 ELSEWHERE = "10.0.0.7"
 
@@ -161,7 +161,7 @@ STRANGE = replace(HELLO, name="strange", source="another model")
         Open(0, 1, (1,), (), SamplingParameters(), 1, 1),
     ],
 )
-def test_who_breaks_a_rule_is_told_why_and_kept_out_for_a_while(offence: Message) -> None:
+def test_drafter_that_breaks_a_rule_is_banned_with_a_reason(offence: Message) -> None:
     harness = Hostile()
     its = harness.strange(STRANGE, offence)
     assert len(of(Refusal, its.receive())) == 1
@@ -173,7 +173,7 @@ def test_who_breaks_a_rule_is_told_why_and_kept_out_for_a_while(offence: Message
     assert harness.drafters.num_joined == 2
 
 
-def test_one_of_this_server_is_kept_out_by_its_name_and_told_nothing_more() -> None:
+def test_local_drafter_is_banned_by_name() -> None:
     harness = DrafterHarness()
     harness.join(HELLO).send(Heartbeat(step_ms=-1.0))
     harness.drain()
@@ -204,7 +204,7 @@ def test_good_behaviour_is_rewarded() -> None:
     assert harness.drafters.num_joined == 1
 
 
-def test_who_does_not_say_who_it_is_is_hung_up_on() -> None:
+def test_connection_without_hello_is_closed() -> None:
     harness = Hostile()
     silent = harness.strange()
     harness.clock.now += 9.0
@@ -239,8 +239,6 @@ def test_a_stranger_cannot_have_the_name_of_an_own_drafter() -> None:
 
 
 class Failing:
-    """A channel of which something fails in a way that nobody has thought of."""
-
     def __init__(self, inner: MemoryChannel, what: str, error: BaseException) -> None:
         self._inner, self._what, self._error = inner, what, error
         self.broken = False
@@ -276,7 +274,7 @@ def test_whatever_fails_about_a_link_ends_that_link_alone(what: str, error: Exce
     harness.drafters.close(harness.requests[0])
 
 
-def test_a_flood_is_taken_in_portions_and_holds_nobody_up() -> None:
+def test_flood_of_messages_is_drained_in_portions() -> None:
     harness = Hostile()
     request = harness.requests[0]
     its = harness.strange(STRANGE)
@@ -294,7 +292,7 @@ def test_a_flood_is_taken_in_portions_and_holds_nobody_up() -> None:
     assert harness.drafters.num_joined == 2
 
 
-def test_who_talks_without_end_about_nothing_is_banned() -> None:
+def test_drafter_with_too_many_ignored_messages_is_banned() -> None:
     harness = Hostile()
     its = harness.strange(STRANGE)
     for number in range(30_000):
@@ -327,3 +325,27 @@ def test_a_resync_of_a_request_that_is_not_its_own_changes_nothing() -> None:
     harness.drain()
     assert its.receive() == []
     assert harness.honest.receive() == []
+
+
+def named(bits: SourceBits, bit: int) -> str:
+    return bits.names[bit.bit_length() - 1]
+
+
+def test_a_source_keeps_its_bit_and_its_name() -> None:
+    bits = SourceBits()
+    one, two = bits.bit("one"), bits.bit("two", remote=True)
+    assert (named(bits, one), named(bits, two)) == ("one", "two")
+    assert (bits.bit("one", remote=True), bits.bit("two")) == (one, two)
+    assert one & two == 0
+    assert named(bits, bits.bit("")) == "unnamed"
+
+
+def test_strangers_never_take_all_the_room() -> None:
+    bits = SourceBits()
+    theirs = {bits.bit(f"stranger {number}", remote=True) for number in range(1000)}
+    assert OTHERS_BIT in theirs
+    assert named(bits, OTHERS_BIT) == OTHERS
+    assert named(bits, bits.bit("own")) == "own"
+    ours = [bits.bit(f"own {number}") for number in range(1000)]
+    assert len(bits.names) == 17
+    assert ours[-1] == OTHERS_BIT

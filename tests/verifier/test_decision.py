@@ -1,34 +1,30 @@
 """Why does it not speculate now? Every reason has a scenario, and what is told is what was launched."""
 
-import math
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.base.devices import Device
-from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.messages import (
     CostEstimate,
+    DecisionReason,
     SamplingParameters,
     Submit,
-    DecisionReason,
 )
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.control.budget import FixedSteps, NoWait, WaitPolicy
+from ssd_serve.verifier.control.decision import Decision, SpeculationMode
+from ssd_serve.verifier.control.execution import Cores, ModeConfig
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.base.cost import CostTable, Reading, Timing
-from ssd_serve.verifier.control.decision import Decision
-from ssd_serve.verifier.control.mode_controller import ModeController
-from ssd_serve.verifier.control.budget import FixedSteps, WaitPolicy, NoWait
-from ssd_serve.verifier.control.decision import SpeculationMode
-from ssd_serve.verifier.control.execution import Cores
-from ssd_serve.verifier.control.execution import ModeConfig
-from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
-from ssd_serve.verifier.scheduler import SchedulerLimits
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests
 
 WAYS: tuple[SpeculationMode, ...] = (SpeculationMode.SYNC, SpeculationMode.PLAIN)
@@ -69,14 +65,12 @@ class Unlearning(RoundPlanner):
 
 
 def inline(engine: Engine) -> Engine:
-    """With a drafter that guesses well."""
     case = Case(blur=0.0)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
     return engine
 
 
 def silent(engine: Engine) -> Engine:
-    """With a drafter that never says more than its name."""
     mine, its = memory_pair()
     its.send(HELLO)
     engine.drafters.connect(mine)
@@ -106,7 +100,6 @@ def governed(controller: ModeController[SpeculationMode]) -> Engine:
 
 
 def dear(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
-    """Where nodes are dear, and rounds gave so many tokens a second until now."""
     chunks = EngineParts(
         model=FakeModel(4096),
         drafters=DrafterPool(HELLO, clock=lambda: 0.0),
@@ -130,7 +123,6 @@ def submit(number: int, prompt: int, max_tokens: int) -> Submit:
 
 
 def decisions(engine: Engine, *submits: Submit) -> Iterator[Decision]:
-    """Of the rounds that these requests take."""
     for each in submits or (submit(1, 3, 30),):
         assert engine.submit(each) is None
     while engine.busy:
@@ -140,7 +132,6 @@ def decisions(engine: Engine, *submits: Submit) -> Iterator[Decision]:
 
 
 def best(gain: float) -> ModeController[SpeculationMode]:
-    """A governor that knows what drafting gives with one request."""
     controller = ModeController(WAYS)
     controller.load_prior({1: {SpeculationMode.SYNC: gain, SpeculationMode.PLAIN: 1.0}})
     return controller
@@ -198,19 +189,19 @@ def test_a_drafter_that_was_silent_for_too_long_is_none(monkeypatch: pytest.Monk
     assert DecisionReason.NO_DRAFTER in {each.why for each in decisions(engine)}
 
 
-def test_a_layout_that_is_tried_may_draft() -> None:
+def test_mode_on_trial_may_draft() -> None:
     found = [each for each in decisions(governed(Fixed(SpeculationMode.SYNC, exploring=True))) if each.nodes]
     assert {each.why for each in found} == {DecisionReason.TRYING}
 
 
-def test_layouts_are_told_with_and_without_a_governor() -> None:
+def test_decision_has_the_mode_with_and_without_a_controller() -> None:
     assert {each.mode for each in SCENARIOS[DecisionReason.PAYS]()} == {SpeculationMode.SYNC}
     assert {each.mode for each in SCENARIOS[DecisionReason.NOTHING_DRAFTED]()} == {SpeculationMode.ASYNC}
     assert {each.mode for each in SCENARIOS[DecisionReason.NO_DRAFTER]()} == {SpeculationMode.PLAIN}
     assert {each.mode for each in SCENARIOS[DecisionReason.SLOWER]()} == {SpeculationMode.PLAIN}
 
 
-def test_a_round_with_nodes_is_priced_beside_the_one_without() -> None:
+def test_decision_compares_nodes_with_no_nodes() -> None:
     found = [each for each in SCENARIOS[DecisionReason.PAYS]() if each.nodes]
     for each in found:
         assert each.chosen is not None
@@ -233,8 +224,7 @@ def test_nodes_that_are_not_worth_it_are_priced_too() -> None:
     assert each.other.rate < each.chosen.rate
 
 
-def test_plain_decoding_is_priced_beside_what_drafting_gave() -> None:
-    """Half as many tokens a second, as was remembered."""
+def test_decision_compares_plain_decoding_with_measured_drafting() -> None:
     each = list(SCENARIOS[DecisionReason.SLOWER]())[5]
     assert each.chosen is not None
     assert each.other is not None
@@ -243,8 +233,6 @@ def test_plain_decoding_is_priced_beside_what_drafting_gave() -> None:
 
 
 class Restless(ModeController[SpeculationMode]):
-    """Chooses what it is told, over and over."""
-
     def __init__(self, ways: list[SpeculationMode]) -> None:
         super().__init__(WAYS)
         self._ways_told = ways
@@ -262,7 +250,7 @@ class Restless(ModeController[SpeculationMode]):
     slots=st.sampled_from([60, 4096]),
     shortages=st.sets(st.integers(0, 40), max_size=2),
 )
-def test_what_is_told_is_what_was_launched(
+def test_decision_equals_the_launched_round(
     ways: list[SpeculationMode], budget: int | None, slots: int, shortages: set[int]
 ) -> None:
     case = Case(slots=slots, budget=budget, policy=lambda: FixedSteps(2), blur=0.3)

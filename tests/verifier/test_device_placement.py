@@ -11,20 +11,19 @@ import torch
 from msgspec import structs
 
 from ssd_serve.base.engine_config import Mode
+from ssd_serve.base.messages import SamplingParameters, Submit
+from ssd_serve.base.settings import Settings
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.models import load
 from ssd_serve.models.architectures.dense.decoder import DenseDecoder
 from ssd_serve.models.interface import Inputs, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.base.settings import Settings
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.control import timing as startup_benchmark
-from ssd_serve.verifier.request import Request
+from ssd_serve.verifier.request import Request, TokenSequence
 from ssd_serve.verifier.round import RequestStep, Rounds
 from ssd_serve.verifier.scheduler import ScheduledChunk
-from ssd_serve.verifier.request import TokenSequence
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import EOS, VOCABULARY, FakeModel, Output, run
 from tests.models.tape import Tape, recording_kernels
@@ -85,7 +84,6 @@ def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch
 def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In forwards of target and draft; what torch keeps for later is given back before the next try."""
     monkeypatch.setattr(backends, "failure_of", lambda *_: "")
     emptied: list[bool] = []
     forwards, run_decoder, short = 0, DenseDecoder.run, 0

@@ -13,7 +13,7 @@ from tests.fakes import HELLO
 from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
 
 
-def test_who_joins_late_hears_where_a_request_stands_and_nobody_else_does() -> None:
+def test_late_drafter_alone_receives_the_current_tokens() -> None:
     harness = DrafterHarness()
     first = harness.join()
     harness.commit(0, 4)
@@ -111,7 +111,7 @@ def test_a_drafter_that_hangs_is_there_and_does_not_answer() -> None:
     assert harness.drafters.num_responsive == 1
 
 
-def test_another_drafter_of_the_same_name_is_refused_until_the_first_one_falls_silent() -> None:
+def test_second_drafter_of_a_name_is_refused_until_the_first_is_silent() -> None:
     harness = DrafterHarness()
     first = harness.join()
     first.receive()

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.draft_messages import Open, Outcome
-from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.kernels.batch import Batch
 from ssd_serve.base.messages import (
     Committed,
     Finished,
@@ -19,9 +15,13 @@ from ssd_serve.base.messages import (
     Submit,
     VerifierReport,
 )
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult
-from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.control.budget import FixedSteps, NoWait
+from ssd_serve.verifier.engine import Engine
 from tests import fakes
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run
 
@@ -165,7 +165,7 @@ def test_no_row_beyond_the_context() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 5, 11])
-def test_a_stop_id_ends_the_text_wherever_in_a_round_it_comes(index: int) -> None:
+def test_stop_token_id_ends_the_text_anywhere_in_a_round(index: int) -> None:
     submit = Submit(1, (3, 4), GREEDY, 0)
     text = run(plain(), [submit])[1].tokens
     stop = text[index]
@@ -178,7 +178,7 @@ def test_a_stop_id_ends_the_text_wherever_in_a_round_it_comes(index: int) -> Non
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
 
 
-def test_the_end_of_text_ends_it_unless_it_is_ignored_or_too_early() -> None:
+def test_eos_ends_the_text_unless_ignored_or_before_min_tokens() -> None:
     towards_end = {EOS: 100.0}
     for parameters, length in (
         (SamplingParameters(logit_bias=towards_end, max_tokens=9), 1),

@@ -14,22 +14,22 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from ssd_serve.transport.channel import ReceiveLimits, SocketChannel
-from ssd_serve.transport.shared_memory import SharedSpan, SharedReader
 from ssd_serve.base.draft_messages import (
     Features,
     Heartbeat,
     Message,
     Open,
     Outcome,
-    SharedMemoryRead,
     SharedMemory,
+    SharedMemoryRead,
 )
-from ssd_serve.drafter.verifier_connection import VERIFIER_LIMITS
 from ssd_serve.base.logs import get_logger
-from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.verifier.drafters.features import FeatureSender
+from ssd_serve.drafter.verifier_connection import VERIFIER_LIMITS
+from ssd_serve.transport.channel import ReceiveLimits, SocketChannel
+from ssd_serve.transport.shared_memory import SharedReader, SharedSpan
 from ssd_serve.verifier.drafters.connection import Liveness
+from ssd_serve.verifier.drafters.features import FeatureSender
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.request import Request
 from tests.examples import examples
 from tests.fakes import HELLO
@@ -45,8 +45,6 @@ REQUESTS, TOKENS = 6, 5
 
 @dataclass
 class Rows:
-    """A request's rows say whose they are and which."""
-
     number: int
     end: int = TOKENS
     numbers: int = WIDTH
@@ -69,7 +67,6 @@ def row(number: int, position: int, numbers: int = WIDTH) -> bytes:
 
 
 def memory_maps() -> int:
-    """How often this process has shared memory for features."""
     return Path("/proc/self/maps").read_text().count("memfd:ssd-features")
 
 
@@ -105,7 +102,6 @@ class Far:
         self.drain()
 
     def hear(self) -> bool:
-        """Whether there was anything."""
         heard = [message for _ in range(4) if self.channel.wait(0.0) for message in self.channel.receive()]
         self.told += heard
         return bool(heard)
@@ -122,7 +118,6 @@ class Far:
             self.drafters.flush()
 
     def read_all(self) -> bool:
-        """Read what was heard of; whether there was anything."""
         unread = [
             (place, message)
             for place, message in enumerate(self.told)
@@ -138,7 +133,6 @@ class Far:
         return bool(unread)
 
     def read(self, number: int) -> bytes:
-        """All rows of a request, which have come in order."""
         chunks = [each for each in self.told if isinstance(each, Features) and each.request == number]
         ends = [each.position + len(each.data) // (2 * each.width) for each in chunks]
         assert [each.position for each in chunks] == [0, *ends[:-1]]
@@ -167,7 +161,7 @@ def commit(far: Far, request: Request) -> None:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_outcomes_go_on_while_nobody_takes_the_rows_which_come_later_whole_and_in_order(shares: bool) -> None:
+def test_outcomes_do_not_wait_for_features(shares: bool) -> None:
     with joined(shares) as far:
         for request in far.requests.values():
             far.drafters.open(request)
@@ -186,7 +180,6 @@ def test_outcomes_go_on_while_nobody_takes_the_rows_which_come_later_whole_and_i
 @given(st.lists(st.sampled_from(["tokens", "hear", "read"]), max_size=40))
 @settings(max_examples=examples(60), deadline=None)
 def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
-    """More than the memory holds passes, is heard of and read at any time: whole, in order, as it was."""
     memory = 24 * 2 * SHORT
     mine, its = socket.socketpair()
     with closing(SocketChannel(mine)) as near, closing(SocketChannel(its, limits=VERIFIER_LIMITS)) as far:
@@ -219,7 +212,7 @@ def test_no_row_is_written_on_before_it_was_read(events: list[str]) -> None:
 
 
 @pytest.mark.parametrize("total", [-1, 1, 1 << 60])
-def test_who_claims_to_have_read_what_was_not_written_is_hung_up_on(total: int) -> None:
+def test_impossible_shared_memory_read_closes_the_connection(total: int) -> None:
     with joined(shares=True) as far:
         far.channel.send(SharedMemoryRead(total))
         far.drain()

@@ -11,11 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.bench.lossless.fixed_costs import FixedCost
-from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
-from ssd_serve.cache.slots import SlotTable
-from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.base.draft_messages import (
     FINAL,
     Close,
@@ -25,18 +20,22 @@ from ssd_serve.base.draft_messages import (
     Outcome,
     Resync,
 )
-from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import PairMismatchError
-from ssd_serve.kernels.batch import Batch
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
+from ssd_serve.bench.lossless.fixed_costs import FixedCost
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.cache.slots import SlotTable
+from ssd_serve.cache.vectors import from_bytes
+from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.control.budget import FixedSteps
 from ssd_serve.verifier.drafters.admission import DrafterAuthorizer
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.verifier.control.budget import FixedSteps
-from ssd_serve.verifier.scheduler import SchedulerLimits
 from tests.fakes import HELLO, Case, FakeModel, make_core
 
 LAYERS = (0, 2, FINAL)
@@ -69,8 +68,6 @@ def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
 
 
 class Reader:
-    """A drafter that notes what it is told."""
-
     def __init__(self, engine: Engine, layers: tuple[int, ...] = LAYERS) -> None:
         mine, self.its = memory_pair()
         engine.drafters.connect(mine)
@@ -82,7 +79,6 @@ class Reader:
         self.told += self.its.receive()
 
     def rows(self, request: int = 1) -> dict[int, list[float]]:
-        """What it has read since the request was opened, by position; nothing twice."""
         found: dict[int, list[float]] = {}
         for message in self.told:
             if isinstance(message, Open) and message.request == request:
@@ -106,7 +102,7 @@ def expected(tokens: list[int]) -> dict[int, list[float]]:
     }
 
 
-def test_every_committed_token_is_read_once_and_before_the_outcome_behind_it() -> None:
+def test_features_of_each_token_are_sent_once_before_its_outcome() -> None:
     engine = make()
     reader = Reader(engine)
     engine.drafters.connect(InlineChannel(make_core(Case()), HELLO), synchronous=True)
@@ -141,7 +137,7 @@ def test_a_prompt_is_read_while_it_is_computed() -> None:
         assert len(reader.rows()) == rows
 
 
-def test_who_comes_late_reads_from_the_beginning() -> None:
+def test_late_drafter_receives_features_from_the_beginning() -> None:
     engine = make()
     submitted(engine)
     for _ in range(12):
@@ -154,7 +150,7 @@ def test_who_comes_late_reads_from_the_beginning() -> None:
     assert len(reader.rows()) >= len(opened.prompt) + len(opened.output) - 1
 
 
-def test_who_asks_again_reads_again() -> None:
+def test_resync_sends_features_again() -> None:
     engine = make()
     reader = Reader(engine)
     submitted(engine)
@@ -203,7 +199,7 @@ def test_what_the_prefix_cache_has_is_read_too(late: bool) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 24, 200])
-def test_who_listens_misses_nothing_however_little_is_kept(limit: int) -> None:
+def test_small_feature_store_keeps_the_current_round(limit: int) -> None:
     engine = make(limit=limit, chunk=16)
     reader = Reader(engine)
     text = list(PROMPT)
@@ -217,7 +213,7 @@ def test_who_listens_misses_nothing_however_little_is_kept(limit: int) -> None:
     assert rows == {position: row for position, row in expected(text).items() if position < len(rows)}
 
 
-def test_slots_that_are_used_again_have_the_rows_of_whoever_has_them() -> None:
+def test_reused_slot_has_the_features_of_its_new_token() -> None:
     engine = make(slots=128)
     reader = Reader(engine)
     texts: dict[int, list[int]] = {}
@@ -272,7 +268,7 @@ def test_each_drafter_reads_the_layers_that_it_names_in_its_order() -> None:
             assert rows[position] == [float(value) for value in told]
 
 
-def test_drafters_of_other_layers_are_refused_and_those_of_none_hear_nothing() -> None:
+def test_drafter_of_other_layers_is_refused() -> None:
     admission = DrafterAuthorizer(HELLO, lambda: 0.0)
     admission.offer(LAYERS)
     admission.check(READS, remote=False, sources=())

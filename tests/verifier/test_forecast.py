@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from ssd_serve.base.cost import CostTable, HostCost, Timing
+from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.forecast import (
     DecodingLoad,
     DraftStep,
@@ -12,7 +13,6 @@ from ssd_serve.verifier.control.forecast import (
     forecast,
     with_prefill,
 )
-from ssd_serve.verifier.control.decision import SpeculationMode
 
 ROWS = (1, 8, 64)
 
@@ -29,7 +29,6 @@ def gains(
     draft_s: float = 0.002,
     acceptance_rate: float = 0.7,
 ) -> dict[SpeculationMode, float]:
-    """One core beside a drafter, or two; a row takes half of its time on two."""
     alone = table(two, row_s / 2)
     costs = {
         SpeculationMode.ASYNC: table(one, row_s),
@@ -50,36 +49,34 @@ def test_guesses_that_are_never_right_are_forecast_below_plain_decoding() -> Non
     assert max(found[SpeculationMode.ASYNC], found[SpeculationMode.SYNC]) < 1.0
 
 
-def test_a_drafter_of_its_own_is_forecast_best_where_its_core_gains_the_target_little() -> None:
+def test_forecast_prefers_async_if_a_second_core_gains_little() -> None:
     found = gains(two=0.019)
     assert found[SpeculationMode.ASYNC] > found[SpeculationMode.SYNC] > found[SpeculationMode.PLAIN]
 
 
-def test_an_inline_draft_is_forecast_best_where_two_cores_are_twice_as_fast() -> None:
+def test_forecast_prefers_sync_if_two_cores_are_twice_as_fast() -> None:
     found = gains(two=0.010, draft_s=0.0005)
     assert found[SpeculationMode.SYNC] > found[SpeculationMode.ASYNC]
 
 
 @pytest.mark.parametrize("concurrent", [True, False])
-def test_what_drafters_read_before_they_draft_costs_more_where_the_target_waits_for_it(
+def test_draft_prefill_costs_more_if_the_target_waits_for_it(
     concurrent: bool,
 ) -> None:
-    """A second of plain decoding takes half; a tenth of a second of reading loses half of that beside a
-    target that decodes plainly meanwhile, else all."""
     given = with_prefill(2.0, plain_s=1.0, read_s=0.1, concurrent=concurrent)
     assert given == pytest.approx(1 / (0.5 + (0.05 if concurrent else 0.1)))
 
 
-def test_a_drafter_that_gives_less_than_plain_decoding_costs_nothing_while_it_reads() -> None:
+def test_concurrent_prefill_of_a_slow_drafter_costs_nothing() -> None:
     assert with_prefill(0.5, plain_s=1.0, read_s=0.1, concurrent=True) == 0.5
 
 
-def test_a_crowd_whose_rows_cost_is_forecast_to_decode_plainly() -> None:
+def test_forecast_prefers_plain_for_many_requests() -> None:
     found = gains(requests=32, row_s=2e-3)
     assert found[SpeculationMode.PLAIN] == max(found.values())
 
 
-def test_a_layout_whose_draft_step_is_not_known_is_not_forecast() -> None:
+def test_no_forecast_without_a_draft_step_time() -> None:
     assert set(gains(draft_s=0.0)) == {SpeculationMode.PLAIN}
 
 
@@ -100,7 +97,6 @@ def test_more_guesses_that_are_right_never_lower_a_forecast(
 
 
 def test_several_requests_are_not_forecast_to_verify_what_is_hardly_right() -> None:
-    """Four requests whose rows cost: a node each pays where two for each level would not."""
     found = gains(requests=4, two=0.010, row_s=1.2e-3, draft_s=0.0005, acceptance_rate=0.6)
     assert found[SpeculationMode.SYNC] > 1.0
 
@@ -127,7 +123,7 @@ def test_how_often_guesses_are_right_follows_the_levels_that_had_any() -> None:
     assert acceptance_rate.share == pytest.approx(0.2, abs=0.01)
 
 
-def test_a_round_without_guesses_says_nothing_about_them() -> None:
+def test_round_without_levels_keeps_the_acceptance_rate() -> None:
     acceptance_rate = LevelAcceptance()
     acceptance_rate.observe(3, 3)
     before = acceptance_rate.share

@@ -3,21 +3,19 @@ why rounds speculate or not, which is also logged."""
 
 import io
 
-from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import (
-    Finished,
     CostEstimate,
+    DecisionReason,
+    Finished,
     SamplingParameters,
     Status,
     Submit,
-    DecisionReason,
 )
-from ssd_serve.verifier.reporting import EngineLogReporter
-from ssd_serve.verifier.control.decision import Decision
-from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.verifier.control.decision import Decision, SpeculationMode
 from ssd_serve.verifier.process import VerifierLoop
-from ssd_serve.verifier.reporting import engine_status
+from ssd_serve.verifier.reporting import EngineLogReporter, engine_status
 from tests.fakes import Case, make_engine
 
 PROMPT = tuple(range(1, 21))
@@ -45,7 +43,7 @@ def test_slots_that_can_be_evicted_are_not_in_use() -> None:
     assert engine_status(engine).slots_used == 0
 
 
-def test_the_last_round_decides_what_is_told() -> None:
+def test_status_has_the_decision_of_the_last_round() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     assert engine_status(engine).decision is None
     engine.submit(Submit(1, PROMPT, SamplingParameters(max_tokens=100, ignore_eos=True), 7))
@@ -55,7 +53,7 @@ def test_the_last_round_decides_what_is_told() -> None:
     assert (told.layout, told.why, told.nodes) == ("off", DecisionReason.NO_DRAFTER, 0)
 
 
-def test_the_log_has_a_line_when_the_reason_changes_and_at_most_one_a_second() -> None:
+def test_reason_is_logged_when_it_changes_at_most_once_a_second() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     log = io.StringIO()
     reporter = EngineLogReporter(engine, Logger("verifier", "debug", stream=log))

@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.base.messages import Refused, RequestOptions, Submit, ThinkingBudget
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.engine import Engine
 from tests.counting_grammar import TIRED, Counting, CountingGrammars
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run

@@ -5,10 +5,10 @@ from functools import cache
 import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
-from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.base.draft_messages import Heartbeat, Hello
-from ssd_serve.verifier.engine import Engine
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.verifier.control.budget import CostBasedWait
+from ssd_serve.verifier.engine import Engine
 from tests.examples import examples
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 from tests.verifier.malformed_messages import Heard, Speech, joining, sharing, speeches
@@ -66,7 +66,6 @@ class Hostile:
 
 
 def held(engine: Engine) -> list[tuple[int, int]]:
-    """Of each replica: candidates in its tree, and of expansions that wait for their nodes."""
     found: list[tuple[int, int]] = []
     for request in engine._active.values():  # pyright: ignore[reportPrivateUsage]
         if request.replica is not None:
@@ -80,7 +79,7 @@ def held(engine: Engine) -> list[tuple[int, int]]:
 @given(st.lists(speeches, max_size=24), st.integers(1, 6), st.booleans())
 @settings(max_examples=examples(60))
 @example([lambda _heard: b"\xff" * 64] * 8, 1, True)
-def test_whatever_a_drafter_says_the_text_is_the_plain_one(
+def test_output_is_lossless_with_malformed_drafter_messages(
     said: list[Speech], things: int, shares: bool
 ) -> None:
     engine, _ = make_engine(CASE)

@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, memory_pair, seeded
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.base.draft_messages import (
     Growth,
     Heartbeat,
@@ -14,11 +12,13 @@ from ssd_serve.base.draft_messages import (
     Open,
     Outcome,
 )
+from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, memory_pair, seeded
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.verifier.control.budget import CostBasedWait, FixedSteps, NoWait, WaitPolicy
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.control.budget import FixedSteps, WaitPolicy, NoWait, CostBasedWait
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 
 
@@ -182,9 +182,6 @@ def test_a_drafter_that_dies_is_done_without_and_a_new_one_rejoins() -> None:
 
 
 class Garbage:
-    """Answers every outcome with nonsense: invented children, impossible probabilities and tokens; a `rude`
-    one also with what no drafter says."""
-
     def __init__(self, engine: Engine, rude: bool) -> None:
         self.rude = rude
         self.mine, self.its = memory_pair(faultless, faultless)

@@ -3,14 +3,14 @@
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.draft_messages import Hello
-from ssd_serve.drafter.process import DrafterRunner, DrafterLoop
-from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Committed
-from ssd_serve.verifier.engine import Engine
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.drafter.process import DrafterLoop, DrafterRunner
+from ssd_serve.drafter.verifier_connection import VerifierConnection
 from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.engine import Engine
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 
 QUIET = get_logger("drafter", level="error")
@@ -31,8 +31,6 @@ def texts(outputs: dict[int, Output]) -> dict[int, tuple[int, ...]]:
 
 
 class Drafter:
-    """A drafter for one engine or for several, which works when it is waited for and when it is told."""
-
     def __init__(self, hello: Hello, *engines: Engine, blur: float = 0.6) -> None:
         core = make_core(case(blur))
         self.ends = [memory_pair() for _ in engines]
@@ -96,9 +94,7 @@ def test_of_two_drafters_one_may_die_in_the_middle_and_come_back() -> None:
     assert engine.drafters.rejoins == 1
 
 
-def test_drafters_of_different_models_draft_beside_each_other() -> None:
-    """Each guesses what the other does not: together they are right more often."""
-
+def test_drafters_of_different_models_merge_their_trees() -> None:
     def accepted(*blurs: float) -> int:
         engine, _ = make_engine(case())
         drafters = [

@@ -9,7 +9,7 @@ from tests.fakes import HELLO, VOCABULARY
 from tests.verifier.drafter_factory import DrafterHarness, growth, make_request, of
 
 
-def test_only_the_drafters_of_a_layout_work_and_the_others_hear_larger_pieces() -> None:
+def test_paused_drafters_receive_batched_outcomes() -> None:
     harness = DrafterHarness()
     beside, inline = harness.join(), harness.join(synchronous=True)
     for its in (beside, inline):
@@ -51,7 +51,7 @@ def test_a_paused_drafter_is_not_left_behind_by_more_than_a_chunk() -> None:
     assert pieces == [64]
 
 
-def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
+def test_held_back_outcomes_of_a_closed_request_are_dropped() -> None:
     harness = DrafterHarness()
     its = harness.join()
     harness.drafters.set_mode(SpeculationMode.PLAIN)
@@ -64,7 +64,7 @@ def test_a_closed_or_reopened_request_is_not_told_what_was_held_back() -> None:
     assert of(Outcome, its.receive()) == []
 
 
-def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_grows_long() -> None:
+def test_request_begun_while_drafting_is_off_opens_when_it_resumes() -> None:
     harness = DrafterHarness()
     harness.requests[2] = make_request(2)
     its = harness.join()
@@ -89,7 +89,7 @@ def test_what_begins_while_nobody_drafts_is_told_when_somebody_does_or_when_it_g
     assert [message.tokens for message in its.receive() if isinstance(message, Outcome)] == [(6,)]
 
 
-def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
+def test_drafter_that_joins_while_drafting_is_off_receives_pause() -> None:
     harness = DrafterHarness()
     harness.drafters.set_mode(SpeculationMode.PLAIN)
     assert Pause(paused=True) in harness.join().receive()
@@ -97,7 +97,7 @@ def test_who_joins_while_drafting_is_switched_off_is_told_so() -> None:
     assert harness.drafters.num_joined == 1
 
 
-def test_who_pauses_is_not_told_of_what_begins_and_later_costs_nobody_a_tree() -> None:
+def test_paused_drafter_receives_new_requests_late_without_loss_of_trees() -> None:
     harness = DrafterHarness()
     beside, inline = harness.join(), harness.join(synchronous=True)
     harness.drafters.set_mode(SpeculationMode.SYNC)
@@ -133,7 +133,7 @@ def test_a_pause_that_did_not_fit_is_said_later() -> None:
     assert its.receive() == []
 
 
-def test_a_layout_knows_how_long_its_drafters_beside_would_read_what_they_have_not_been_told() -> None:
+def test_pending_prefill_counts_unsent_tokens() -> None:
     harness = DrafterHarness()
     harness.join(replace(HELLO, prefill_ms=2.0))
     assert harness.drafters.pending_prefill_s(SpeculationMode.ASYNC) == 0.0
@@ -154,7 +154,6 @@ def test_a_layout_knows_how_long_its_drafters_beside_would_read_what_they_have_n
 
 
 def test_a_drafter_inline_has_read_what_it_has_grown_a_tree_below() -> None:
-    """It works only while it is waited for: who pauses soon after a prompt has come has it still to read."""
     harness = DrafterHarness()
     its = harness.join(replace(HELLO, prefill_ms=2.0), synchronous=True)
     harness.drafters.set_mode(SpeculationMode.PLAIN)

@@ -5,33 +5,31 @@ import math
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from msgspec.structs import replace
 
-from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.base.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import Hello
-from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.base.cost import CostTable, HostCost, Reading, Timing
-from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.control.budget import NoWait
 from ssd_serve.verifier.control.decision import SpeculationMode
-from ssd_serve.verifier.control.execution import Cores
-from ssd_serve.verifier.control.execution import ModeConfig
+from ssd_serve.verifier.control.execution import Cores, ModeConfig
+from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.round_planner import DraftBounds, Round, RoundPlanner, cheapest_chunk
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.scheduler import ScheduledChunk
 from tests.fakes import HELLO, StillCores
 from tests.verifier.scheduler_factory import make_request
 
 
 def planner(max_tpot_s: float) -> RoundPlanner:
-    """One millisecond a row, and a host that takes a quarter of one for each request."""
     cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
     bounds = DraftBounds(4096, None, 8, max_tpot_s)
     return RoundPlanner(DrafterPool(HELLO), cost, NoWait(), bounds, HostCost(node_s=0.0))
 
 
-def test_without_a_target_or_without_company_prompts_are_read_in_whole_chunks() -> None:
+def test_prefill_uses_whole_chunks_without_tpot_target_or_decoding() -> None:
     assert planner(math.inf).prefill_tokens(8, 512) == 512
     assert planner(0.010).prefill_tokens(0, 512) == 512
 
@@ -65,8 +63,6 @@ WAYS = (SpeculationMode.ASYNC, SpeculationMode.PLAIN)
 
 
 class Listening(ModeController[SpeculationMode]):
-    """Keeps what it is told."""
-
     def __init__(self) -> None:
         super().__init__(WAYS)
         self.told: list[tuple[float, float, float, bool]] = []
@@ -76,7 +72,6 @@ class Listening(ModeController[SpeculationMode]):
 
 
 def joined(hello: Hello = HELLO, synchronous: bool = False) -> DrafterPool:
-    """One drafter has joined."""
     drafters = DrafterPool(HELLO)
     mine, its = memory_pair()
     drafters.connect(mine, synchronous)
@@ -91,7 +86,6 @@ def governed(
     mode_config: ModeConfig | None = None,
     drafters: DrafterPool | None = None,
 ) -> RoundPlanner:
-    """Without `mode_config` all layouts cost the same; without `drafters` one has joined."""
     drafters = drafters or joined()
     places = Cores(Device("cpu"), None)
     alike = ModeConfig(controller, places, dict.fromkeys(WAYS, cost), dict.fromkeys(WAYS, NoWait()))
@@ -101,7 +95,6 @@ def governed(
 
 
 def told(round_: Round, row_s: float = 0.001, forward_s: float = 0.0) -> tuple[float, float, float, bool]:
-    """What the governor hears of a round; a forward takes `forward_s`, and `row_s` more for each row."""
     controller = Listening()
     governed(controller, CostTable([Timing(rows, 0, forward_s + row_s * rows) for rows in (1, 64)])).observe(
         round_
@@ -120,20 +113,12 @@ def test_prompt_rows_count_as_what_plain_decoding_takes_for_them() -> None:
     assert told(round_) == pytest.approx((0.032 + 1.5 * 0.002, 0.05, 0.032, True))
 
 
-def test_beside_prompts_a_token_saves_its_share_of_a_round_of_all() -> None:
-    """Not a round of those that decode already: who has read its prompt decodes with them."""
-    round_ = Round(1, 3, 30, 36, Reading(), tokens=5, forward_s=0.04, host_s=0.01, total_s=0.05, levels=4)
-    gained_s, _, plain_s, _ = told(round_, row_s=0.0, forward_s=0.012)
-    assert gained_s - plain_s == pytest.approx(4 * 0.012 / 4)
-
-
 def test_a_round_of_prompts_alone_tells_how_much_drafting_slows_them() -> None:
     round_ = Round(0, 2, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08, levels=0)
     assert told(round_) == pytest.approx((0.06, 0.08, 0.06, True))
 
 
-def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() -> None:
-    """Its drafter may be slow to pause, and contend for the cores: else nobody would know."""
+def test_prefill_on_all_cores_counts_for_the_drafting_mode() -> None:
     controller = Listening()
     slow, fast = (CostTable([Timing(rows, 0, price * rows) for rows in (1, 64)]) for price in (2e-3, 1e-3))
     planner = governed(
@@ -159,8 +144,6 @@ def test_a_prompt_that_is_read_on_all_cores_counts_for_the_layout_that_drafts() 
 
 
 def begun(tokens: int, prompt: int = 40) -> float:
-    """What a layout that begins now gives a request of 40 tokens, of which so many are there; its drafters
-    read a token as fast as the target decodes one."""
     controller = ModeController[SpeculationMode](WAYS)
     drafters = joined(replace(HELLO, prefill_ms=1.0))
     planner = governed(controller, CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)]), drafters=drafters)
@@ -175,26 +158,13 @@ def begun(tokens: int, prompt: int = 40) -> float:
     return controller.remaining_benefit(SpeculationMode.ASYNC)
 
 
-def test_a_layout_that_was_left_is_taken_up_at_the_beginning_of_a_request() -> None:
-    """Its drafters read the prompt whenever they begin: else it would stay so where prompts are long and
-    answers short."""
-    assert begun(0) == begun(0, prompt=400) == 1.0
-
-
 def test_the_nearer_the_end_of_a_request_the_less_is_worth_beginning() -> None:
     assert begun(20) == pytest.approx((20 / (20 + 60)) / (40 / (40 + 40)))
     assert begun(35) < begun(20) < begun(5) < 1.0
     assert begun(40) == 0.0
 
 
-@given(st.integers(0, 40), st.integers(1, 400))
-@settings(max_examples=20)
-def test_what_a_layout_gives_where_it_begins_now_is_a_share(tokens: int, prompt: int) -> None:
-    assert 0.0 <= begun(tokens, prompt) <= 1.0
-
-
-def test_who_waits_for_a_prompt_to_be_read_counts_for_the_level_of_load() -> None:
-    """A burst is a crowd from its first prompt on."""
+def test_requests_waiting_for_prefill_count_as_load() -> None:
     controller = ModeController[SpeculationMode](WAYS)
     controller.load_prior(
         {
@@ -212,7 +182,7 @@ def test_who_waits_for_a_prompt_to_be_read_counts_for_the_level_of_load() -> Non
 
 
 @pytest.mark.parametrize(("running", "slower"), [(1, 0.0), (2, 0.1), (4, 0.15)])
-def test_a_drafter_inline_should_slow_prompts_that_it_reads_while_others_wait_for_its_drafts(
+def test_forecast_prefill_slowdown_of_a_synchronous_drafter(
     running: int, slower: float
 ) -> None:
     cost = CostTable([Timing(rows, 0, 1e-3 * rows) for rows in (1, 256)])
@@ -231,8 +201,6 @@ def test_a_drafter_inline_should_slow_prompts_that_it_reads_while_others_wait_fo
 
 
 def foreseen(mode: SpeculationMode, prefill_ms: float, prompt: int = 50) -> float:
-    """What a drafter that reads a token in so long should give one request, whose prompt is read on two cores
-    where the drafter has one of them."""
     ways = (mode, SpeculationMode.PLAIN)
     controller = ModeController[SpeculationMode](ways)
     shared_cores, whole = (
@@ -254,22 +222,8 @@ def foreseen(mode: SpeculationMode, prefill_ms: float, prompt: int = 50) -> floa
 
 
 @pytest.mark.parametrize("mode", [SpeculationMode.ASYNC, SpeculationMode.SYNC])
-def test_a_layout_is_forecast_to_give_less_the_longer_its_drafters_read_before_they_draft(
+def test_forecast_falls_with_the_drafters_prefill_time(
     mode: SpeculationMode,
 ) -> None:
     assert foreseen(mode, 0.4) < foreseen(mode, 0.1) < foreseen(mode, 0.0)
     assert foreseen(mode, 0.4, prompt=100) < foreseen(mode, 0.4, prompt=50)
-
-
-def test_layouts_are_forecast_for_texts_as_they_were_in_the_last_round() -> None:
-    """Also when one of its requests has ended since, and with it its context."""
-    controller = ModeController[SpeculationMode](WAYS)
-    times = [Timing(rows, read, (1 + rows) * (1e-3 + 1e-6 * read)) for rows in (1, 64) for read in (0, 1024)]
-    planner = governed(controller, CostTable(times))
-    request = make_request(0, [1, 2], 8)
-    request.slots.extend(range(2000))
-    planner.choose([request], [ScheduledChunk(request, (2000,), final=True)], lambda: None)
-    assert controller.forecast is not None
-    running = controller.forecast(1)
-    request.slots.clear()
-    assert controller.forecast(1) == running

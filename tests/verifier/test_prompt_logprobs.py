@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from ssd_serve.base.messages import Committed, SamplingParameters, Submit
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.base.messages import Committed, SamplingParameters, Submit
-from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.engine import Engine
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests, run
 
 PROMPT = tuple(1 + (5 * place * place + place) % 39 for place in range(60))
@@ -49,7 +49,7 @@ def told(engine: Engine, submits: list[Submit]) -> dict[int, list[Committed]]:
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 1000])
-def test_every_token_of_the_prompt_is_told_once(chunk: int) -> None:
+def test_prompt_logprobs_of_each_token_are_reported_once(chunk: int) -> None:
     submits = [scored(0), scored(1, top=0, temperature=0.3, repetition_penalty=1.4), *mixed_requests(6)[2:]]
     found = told(engine_of(chunk=chunk), submits)
     for number, top in ((0, 2), (1, 0)):

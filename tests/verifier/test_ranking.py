@@ -16,7 +16,6 @@ Expansion = tuple[Sequence[int], Sequence[int], Sequence[float], int]
 
 
 def ranked(*expansions: Expansion, instant: int = 0, most: int | None = None) -> Ranking:
-    """Of one request, whose tree has grown so."""
     submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1, options=RequestOptions(max_nodes=most))
     request: Request = create_request(submit, shared_state(submit, ()), 64, 50)
     request.slots.extend([0])
@@ -55,8 +54,7 @@ def test_a_root_below_which_nothing_grew_is_the_best_leaf() -> None:
     assert (list(found.leaves), found.missed) == ([1.0], 1)
 
 
-def test_what_only_those_have_grown_for_whom_nobody_waits_is_a_leaf_for_the_others() -> None:
-    """By what is left below it: a lookup that finds something everywhere would end all waiting else."""
+def test_node_grown_by_lookup_only_is_a_leaf_for_models() -> None:
     lookup: list[Expansion] = [((), [1], [0.6], LOOKUP), ((1,), [3], [0.5], LOOKUP)]
     found = ranked(*lookup, ((), [1, 2], [0.6, 0.2], MODEL), instant=LOOKUP)
     assert found.missed == 0
@@ -64,8 +62,7 @@ def test_what_only_those_have_grown_for_whom_nobody_waits_is_a_leaf_for_the_othe
     assert list(ranked(*lookup).leaves) == pytest.approx([0.3])
 
 
-def test_what_only_those_have_named_for_whom_nobody_waits_is_a_leaf_for_no_other() -> None:
-    """Not even for those who wait for the others' growth at the root: their steps would not expand it."""
+def test_node_proposed_by_lookup_only_is_no_leaf_for_models() -> None:
     lookup: list[Expansion] = [((), [1], [0.6], LOOKUP), ((1,), [3], [0.5], LOOKUP)]
     found = ranked(*lookup, instant=LOOKUP)
     assert list(found.leaves) == pytest.approx([0.4])

@@ -3,17 +3,15 @@ memory."""
 
 import pytest
 
-from ssd_serve.transport.rank_sockets import Leader
 from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.errors import MemoryShortError
 from ssd_serve.base.settings import Settings
+from ssd_serve.transport.rank_sockets import Leader
 from ssd_serve.verifier.assembly import assemble_verifier
 from ssd_serve.verifier.ranks import LeadingRank
 
 
 class Met(LeadingRank):
-    """Rank 0, whose others have said how much is free on their devices."""
-
     def __init__(self, min_free: int) -> None:
         self._min_free = min_free
 

@@ -3,15 +3,15 @@
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.base.messages import (
     Committed,
     Finished,
     SamplingParameters,
     Submit,
 )
-from ssd_serve.verifier.engine import Engine
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.engine import Engine
 from tests.fakes import EOS, HELLO, VOCABULARY, Case, make_core, make_engine, mixed_requests, run
 
 

@@ -124,7 +124,7 @@ TestWithoutPrefix = WithoutPrefix.TestCase
 TestWithoutPrefix.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
 
 
-def test_a_prompt_is_read_in_chunks_and_decoding_goes_on_beside_it() -> None:
+def test_chunked_prefill_beside_decoding() -> None:
     scheduler = make_scheduler()
     short, long = make_request(0, [1], 9), make_request(1, [2] * 20, 9)
     for request in (short, long):
@@ -152,7 +152,7 @@ def test_no_more_than_max_running_are_admitted() -> None:
     assert scheduler.full()
 
 
-def test_who_does_not_fit_beside_the_running_waits() -> None:
+def test_request_without_room_for_its_kv_waits() -> None:
     scheduler = make_scheduler(slots=20)
     for number in range(2):
         scheduler.submit(make_request(number, [1] * 10, 4))
@@ -161,7 +161,7 @@ def test_who_does_not_fit_beside_the_running_waits() -> None:
     assert [request.number for request in scheduler.admit()] == [1]
 
 
-def test_the_youngest_gives_way_and_is_next() -> None:
+def test_preemption_takes_the_youngest_which_is_scheduled_next() -> None:
     scheduler = make_scheduler(slots=12, prefix=False)
     for number in range(3):
         scheduler.submit(make_request(number, [1, 2], 8))

@@ -28,8 +28,7 @@ def test_cached_texts_make_room_for_tree_rows() -> None:
 
 
 @pytest.mark.parametrize("min_reused_tokens", [4, 5])
-def test_a_cached_prefix_is_not_read_again(min_reused_tokens: int) -> None:
-    """Where it is long enough to be worth it."""
+def test_prefix_cache_hit_is_not_computed_again(min_reused_tokens: int) -> None:
     scheduler = make_scheduler(min_reused_tokens=min_reused_tokens)
     read_and_remove(scheduler, make_request(0, [1, 2, 3, 4, 5], 4))
     second = make_request(1, [1, 2, 3, 4, 9], 4)
@@ -92,7 +91,7 @@ def test_prefill_waits_only_for_a_prompt_of_the_same_salt(salt: bytes, rows: lis
     assert [len(chunk.slots) for chunk in scheduler.plan()[0]] == rows
 
 
-def test_without_a_prefix_cache_nobody_waits() -> None:
+def test_without_prefix_cache_no_request_waits() -> None:
     scheduler = make_scheduler(slots=1000, prefix=False, chunk=100)
     for number in range(3):
         scheduler.submit(make_request(number, [5] * 30, 9))

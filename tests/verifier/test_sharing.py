@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.base.messages import (
-    RequestOptions,
     Choice,
     Refused,
+    RequestOptions,
     SamplingParameters,
     Submit,
     SubmitChoices,
 )
-from ssd_serve.verifier.engine import Engine
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.engine import Engine
 from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, run
 
 LENGTH = 120
@@ -107,7 +107,7 @@ def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
     st.lists(st.tuples(st.sampled_from([b"", b"anna", b"ben"]), st.sampled_from([20, 50, 90])), max_size=6)
 )
 @settings(max_examples=15, deadline=None)
-def test_nobody_is_spared_more_than_users_of_the_same_salt_have_read(kinds: list[tuple[bytes, int]]) -> None:
+def test_prefix_cache_reuse_is_bounded_by_the_salts_own_prompts(kinds: list[tuple[bytes, int]]) -> None:
     """Requests side by side, then the same ones again: against all texts of each salt."""
     whole = choices(1)[0]
     submits = [
@@ -147,8 +147,6 @@ def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:
 
 
 class Counted(tuple[int, ...]):
-    """Counts how often somebody goes through all of it."""
-
     __slots__ = ()
     looks: ClassVar[list[int]] = []
 
@@ -157,7 +155,7 @@ class Counted(tuple[int, ...]):
         return super().__iter__()
 
 
-def test_choices_of_a_message_are_checked_once_share_their_prompt_and_are_those_of_single_requests() -> None:
+def test_choices_share_their_prompt_and_equal_single_requests() -> None:
     parameters = SamplingParameters(
         max_tokens=20, ignore_eos=True, frequency_penalty=0.4, logit_bias={3: 1.0}, bad_words=((5,), (6, 7))
     )

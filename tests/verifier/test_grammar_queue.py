@@ -45,7 +45,7 @@ def all_released(held: GrammarQueue, grammars: SlowGrammars) -> list[ServerMessa
     return found
 
 
-def test_a_request_waits_for_its_grammar_and_what_is_said_of_it_comes_after() -> None:
+def test_request_and_its_messages_wait_for_the_grammar() -> None:
     grammars = SlowGrammars()
     held = GrammarQueue(grammars)
     several = SubmitChoices((1,), SamplingParameters(grammar="x"), (Choice(3, 1), Choice(4, 2)))

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.draft_messages import (
     Close,
     Heartbeat,
@@ -15,12 +14,13 @@ from ssd_serve.base.draft_messages import (
     Resync,
 )
 from ssd_serve.base.errors import PairMismatchError
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.drafters.admission import check_hello
 from tests.fakes import HELLO
 from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
 
 
-def test_who_joins_is_told_of_every_running_request() -> None:
+def test_joining_drafter_receives_every_running_request() -> None:
     harness = DrafterHarness()
     its = harness.join()
     heard = its.receive()
@@ -90,7 +90,7 @@ def test_growth_is_drained_into_the_replica_of_its_epoch() -> None:
     assert len(request.replica.tree) == 2
 
 
-def test_nobody_is_heard_before_the_check() -> None:
+def test_messages_before_hello_are_ignored() -> None:
     harness = DrafterHarness()
     mine, its = memory_pair()
     harness.drafters.connect(mine)
@@ -114,7 +114,7 @@ def test_a_gap_in_growth_is_answered_by_asking_for_a_snapshot() -> None:
     assert its.receive() == [Resync(0, harness.requests[0].epoch)]
 
 
-def test_a_resync_is_answered_with_the_tokens_so_far_and_not_without_end() -> None:
+def test_resync_is_answered_up_to_a_rate() -> None:
     harness = DrafterHarness()
     its = harness.join()
     its.receive()
@@ -136,7 +136,7 @@ def test_a_resync_is_answered_with_the_tokens_so_far_and_not_without_end() -> No
     assert other.receive() == [], "other drafters keep their trees"
 
 
-def test_an_outcome_says_where_it_stands() -> None:
+def test_outcome_has_position_tokens_and_root() -> None:
     harness = DrafterHarness()
     its = harness.join()
     its.receive()
@@ -211,7 +211,7 @@ def test_asking_again_does_not_excuse_silence() -> None:
     assert not harness.drafters.worth_waiting()
 
 
-def test_a_synchronous_drafter_is_never_silent_and_nobody_is_not_waited_for() -> None:
+def test_synchronous_drafter_is_always_responsive() -> None:
     harness = DrafterHarness()
     assert not harness.drafters.worth_waiting()
     harness.join(synchronous=True)
@@ -220,7 +220,7 @@ def test_a_synchronous_drafter_is_never_silent_and_nobody_is_not_waited_for() ->
     assert harness.drafters.worth_waiting()
 
 
-def test_who_talks_nonsense_or_leaves_is_forgotten() -> None:
+def test_malformed_message_or_disconnect_removes_the_drafter() -> None:
     harness = DrafterHarness()
     first, second, third = (harness.join(replace(HELLO, name=name)) for name in ("a", "b", "c"))
     first.send_raw(b"\xff" * 64)

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.base.errors import DeviceMemoryError
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.models.memory import within_memory
 from ssd_serve.sampling import choice as sampling
 from ssd_serve.verifier import engine as engine_module
 from ssd_serve.verifier import round as round_module
-from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.scheduler import OomBackoff
 from tests.fakes import HELLO, Case, FakeModel, Output, make_core, make_engine, mixed_requests, run
 
@@ -79,7 +79,7 @@ def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyP
     assert engine.oom_backoff.count > 3
 
 
-def test_where_less_is_too_much_too_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_with_smaller_rounds_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = harness(monkeypatch, max_rows=0)
     with pytest.raises(DeviceMemoryError, match="CUDA out of memory"):
         run(engine, mixed_requests(1))
@@ -116,7 +116,6 @@ def test_a_chunk_is_never_empty_and_never_too_large(events: list[int | None]) ->
 
 
 def test_what_was_made_before_memory_ran_out_is_gone_when_the_error_comes() -> None:
-    """Its frames would hold it: nothing could be freed for the next try."""
     made: list[int] = []
 
     class Activation:

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from ssd_serve.verifier.control.budget import NodeChoice
-from ssd_serve.verifier.control.budget import FixedSteps, NoWait, RoundEstimate, CostBasedWait
+from ssd_serve.verifier.control.budget import CostBasedWait, FixedSteps, NodeChoice, NoWait, RoundEstimate
 
 
 def estimate(
@@ -24,7 +23,7 @@ def test_it_waits_where_the_gain_exceeds_the_price_of_the_time() -> None:
     assert not policy.should_wait(estimate(step_s=0.02))  # 0.6 tokens for 1
 
 
-def test_a_concurrent_drafter_is_awaited_after_a_miss_only_and_for_the_whole_round() -> None:
+def test_concurrent_drafter_is_awaited_after_a_miss_only() -> None:
     policy = CostBasedWait(concurrent=True)
     assert not policy.should_wait(estimate(missed=0))
     assert policy.should_wait(estimate(missed=1))
@@ -37,7 +36,7 @@ def test_an_unknown_rate_is_the_rounds_own() -> None:
     assert not CostBasedWait().should_wait(estimate(rate=0.0, step_s=0.02))
 
 
-def test_it_does_not_wait_for_nobody_for_nothing_or_for_ever() -> None:
+def test_no_wait_without_leaves_or_step_time_or_beyond_the_limit() -> None:
     policy = CostBasedWait(max_steps=3)
     assert not policy.should_wait(estimate(step_s=0.0))
     assert not policy.should_wait(estimate(leaves=()))
@@ -64,7 +63,7 @@ def rounds_until_awaited(policy: CostBasedWait, step_s: float, most: int = 500) 
     return None
 
 
-def test_a_synchronous_drafter_that_seems_too_slow_is_tried_again_and_for_a_whole_round() -> None:
+def test_synchronous_drafter_that_seems_too_slow_is_tried_again() -> None:
     policy, a_third_too_slow = CostBasedWait(), 0.016  # 0.6 tokens for 0.8
     assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
     assert policy.should_wait(estimate(step_s=a_third_too_slow, steps=1))
@@ -73,7 +72,7 @@ def test_a_synchronous_drafter_that_seems_too_slow_is_tried_again_and_for_a_whol
     assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
 
 
-def test_one_that_is_slower_by_far_or_works_beside_the_target_is_not() -> None:
+def test_far_slower_or_concurrent_drafter_is_not_tried_again() -> None:
     assert rounds_until_awaited(CostBasedWait(), 0.03) is None  # 0.6 tokens for 1.5
     assert rounds_until_awaited(CostBasedWait(concurrent=True), 0.012) is None
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.base.draft_messages import (
     Close,
     Growth,
@@ -19,9 +18,10 @@ from ssd_serve.base.draft_messages import (
 )
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import SamplingParameters, Submit
-from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.verifier.drafters.connection import SyncState, DrafterConnection
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.drafters.connection import DrafterConnection, SyncState
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.request import Request, create_request, shared_state
 from tests.examples import examples
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
@@ -55,8 +55,6 @@ class Far:
 
 
 class World:
-    """A verifier's requests, and drafters beside it and one inline, of which a layout lets some work."""
-
     def __init__(self, capacity: int, beside: int = 1) -> None:
         self.drafters = DrafterPool(HELLO, clock=lambda: 0.0)
         self.open: dict[int, Request] = {}
@@ -103,7 +101,6 @@ class World:
             self.drafters.drain(self.open)
 
     def settle(self, mode: SpeculationMode) -> None:
-        """Let this layout's drafter work until nothing more is said."""
         self.drafters.set_mode(mode)
         for _ in range(12 * self.begun + 20):
             self.act("drain", 0, 0)
@@ -121,7 +118,7 @@ ACTIONS = ("begin", "commit", "commit", "end", "set aside", "use", "join", "die"
     capacity=st.sampled_from((3, 4, 1000)),
     beside=st.integers(1, 3),
 )
-def test_in_the_end_one_working_drafter_knows_what_is_open(
+def test_one_working_drafter_has_each_open_request_in_the_end(
     actions: list[tuple[str, int, int]], capacity: int, beside: int
 ) -> None:
     world = World(capacity, beside)
@@ -139,7 +136,7 @@ def test_in_the_end_one_working_drafter_knows_what_is_open(
 
 
 @pytest.mark.parametrize("mode", list(SpeculationMode))
-def test_whoever_pauses_forgets_what_has_ended(mode: SpeculationMode) -> None:
+def test_paused_drafter_closes_ended_requests(mode: SpeculationMode) -> None:
     world = World(1000)
     world.act("join", 0, 0)
     for number in NUMBERS:
@@ -154,8 +151,6 @@ def test_whoever_pauses_forgets_what_has_ended(mode: SpeculationMode) -> None:
 
 
 class Ear:
-    """A channel to a drafter that does what it is told at once, while there is room for messages."""
-
     closed, pending = False, 0
 
     def __init__(self) -> None:
@@ -199,8 +194,6 @@ class Ear:
 
 
 class Desk:
-    """One link, and the requests that its drafter has and has not."""
-
     def __init__(self) -> None:
         self.ear = Ear()
         self.link = DrafterConnection(self.ear, lambda: 0.0)
@@ -239,7 +232,6 @@ class Desk:
             self.ear.room += count
 
     def check(self, number: int) -> None:
-        """The state of a request says what the drafter knows."""
         request, state = self.given.get(number), self.link.state_of(number)
         known = self.ear.texts.get(number)
         if request is None:

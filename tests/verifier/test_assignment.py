@@ -4,13 +4,11 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ssd_serve.verifier.drafters.assignment import MAX_MOVES, Reassignment, DrafterGroup
+from ssd_serve.verifier.drafters.assignment import MAX_MOVES, DrafterGroup, Reassignment
 from tests.examples import examples
 
 
 class Sharing(RuleBasedStateMachine):
-    """Drafters come, go and lag; requests begin and end. `told` is what drafters believe to have."""
-
     def __init__(self) -> None:
         super().__init__()
         self.team = DrafterGroup()
@@ -71,7 +69,6 @@ class Sharing(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """With nothing new, moving ends, and then loads are even."""
         for _ in range(2 * len(self.open) + 1):
             self.follow(self.team.rebalance())
         assert self.team.rebalance() == []

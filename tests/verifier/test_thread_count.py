@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.verifier.control.execution import ThreadCountSelector
 from ssd_serve.base.cost import CostTable, Reading, Timing
+from ssd_serve.verifier.control.execution import ThreadCountSelector
 
 FEW_S, ALL_S = 0.010, 0.006
 
@@ -46,24 +46,6 @@ def test_cores_that_gain_nothing_are_left_to_others(all_s: float) -> None:
     assert not any(Machine(all_s).run(5.0))
 
 
-def test_live_rounds_decide_where_a_start_has_misjudged_what_contexts_cost() -> None:
-    """A busy moment of the start is not what the cores gain for as long as the process lives."""
-    shared_cores, whole = (
-        CostTable([Timing(1, read, seconds) for read, seconds in ((0, least_s), (1000, long_s))])
-        for least_s, long_s in ((0.010, 0.010), (0.006, 0.014))
-    )
-    choice, reading, rounds = (
-        ThreadCountSelector(shared_cores, whole, lambda: 0.0),
-        Reading(1000, 1000),
-        list[bool](),
-    )
-    for _ in range(20):
-        rounds.append(choice.all_cores(1, reading))
-        choice.observe(rounds[-1], 1, 0.009 if rounds[-1] else 0.016, reading)
-    assert not rounds[0]
-    assert all(rounds[5:])
-
-
 def test_a_core_that_another_process_takes_is_left_within_some_rounds() -> None:
     machine = Machine()
     machine.run(1.0)
@@ -80,16 +62,6 @@ def test_a_core_that_is_free_again_is_taken_within_about_a_second() -> None:
     machine.slower = 1.0
     machine.run(1.3)
     assert all(machine.run(5.0))
-
-
-@pytest.mark.parametrize(("slower", "whole"), [(1.15, True), (2.0, False)])
-def test_where_rounds_would_compute_is_told_by_rounds_of_prompts_only_if_these_are_clearly_slower(
-    slower: float, whole: bool
-) -> None:
-    machine = Machine(all_s=0.008)
-    for _ in range(5):
-        machine.choice.observe(True, 64, slower * 0.008, Reading())
-    assert machine.choice.likely_table(1, Reading()) is machine.choice.table(all_cores=whole)
 
 
 def test_one_descheduled_round_changes_nothing() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.base.logs import get_logger
 from ssd_serve.base.cost import Timing
+from ssd_serve.base.logs import get_logger
 from ssd_serve.verifier.control.timing import GainFile, TimingFiles
 
 MEASURED = [Timing(1, 128, 0.010), Timing(16, 128, 0.020), Timing(1, 1024, 0.012)]
@@ -59,7 +59,7 @@ def test_a_measurement_that_nothing_confirms_is_made_again(tmp_path: Path) -> No
     assert Model().timings(tmp_path, model="a") == MEASURED
 
 
-def test_where_other_work_goes_on_the_least_of_all_is_used_and_nothing_remembered(tmp_path: Path) -> None:
+def test_disturbed_timings_use_the_least_and_are_not_kept(tmp_path: Path) -> None:
     model = Disturbed(9)
     assert model.timings(tmp_path, model="a") == [*MEASURED[:2], Timing(1, 1024, 0.012 * 20)]
     assert not list(tmp_path.iterdir())
@@ -80,7 +80,7 @@ def test_a_machine_that_changed_is_measured_again_and_remembered(tmp_path: Path,
     assert changed.measured == 1
 
 
-def test_a_start_that_measures_otherwise_than_what_is_remembered_says_so(tmp_path: Path) -> None:
+def test_changed_timings_are_reported(tmp_path: Path) -> None:
     for slower, otherwise in ((1.0, False), (1.0, False), (2.0, True)):
         model, files = Model(slower), TimingFiles(tmp_path, get_logger("test"))
         files.timings({"model": "a"}, model.measure, model.probe)
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 GAINS = {1: {"beside": 1.7, "plain": 1.0}, 8: {"beside": 0.9, "inline": 0.0}}
 
 
-def test_what_layouts_gave_is_kept_for_one_set_up(tmp_path: Path) -> None:
+def test_gains_of_modes_are_kept_per_setup(tmp_path: Path) -> None:
     log = get_logger("test")
     assert GainFile(tmp_path, {"draft": "a"}, log).read() == {}
     GainFile(tmp_path, {"draft": "a"}, log).write(GAINS)

@@ -1,12 +1,12 @@
 """Where rounds compute: prompts on all cores, and decoding where the governor drafts."""
 
-from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.base.cost import CostTable, Reading, Timing
-from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.control.budget import NoWait
 from ssd_serve.verifier.control.decision import SpeculationMode
-from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
+from ssd_serve.verifier.control.execution import ExecutionPlanner, ModeConfig
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from tests.fakes import HELLO, StillCores
 
 WAYS = (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN)
@@ -42,7 +42,7 @@ class Place:
 BESIDE_IS_BEST = {SpeculationMode.ASYNC: 2.0, SpeculationMode.SYNC: 1.0, SpeculationMode.PLAIN: 1.0}
 
 
-def test_a_prompt_is_read_on_all_cores_and_the_drafter_works_when_it_is_read() -> None:
+def test_prefill_runs_on_all_cores_and_pauses_the_drafter() -> None:
     place = Place(1.8, BESIDE_IS_BEST)
     assert place.round(decoding=1, rows=1) == (SpeculationMode.ASYNC, True)
     assert place.drafters.working
@@ -56,7 +56,7 @@ def test_a_prompt_is_read_on_all_cores_and_the_drafter_works_when_it_is_read() -
     assert place.drafters.working
 
 
-def test_beside_decoding_a_long_chunk_of_a_prompt_is_read_on_all_cores_and_a_short_one_is_not() -> None:
+def test_long_prefill_chunk_beside_decoding_runs_on_all_cores() -> None:
     place = Place(1.8, BESIDE_IS_BEST)
     assert place.round(decoding=1, rows=2) == (SpeculationMode.ASYNC, True)
     assert place.drafters.working
@@ -65,12 +65,12 @@ def test_beside_decoding_a_long_chunk_of_a_prompt_is_read_on_all_cores_and_a_sho
     assert place.round(decoding=1, rows=1) == (SpeculationMode.ASYNC, True)
 
 
-def test_rounds_that_only_decode_stay_with_the_drafter_whatever_all_cores_would_save() -> None:
+def test_decode_rounds_keep_the_drafters_core() -> None:
     place = Place(1.8, BESIDE_IS_BEST)
     assert place.round(decoding=32, rows=32) == (SpeculationMode.ASYNC, True)
 
 
-def test_a_prompt_that_gains_nothing_by_all_cores_is_read_where_the_next_token_is_made() -> None:
+def test_prefill_without_gain_by_all_cores_stays() -> None:
     place = Place(1.05, BESIDE_IS_BEST)
     assert place.round(decoding=0, rows=64) == (SpeculationMode.ASYNC, True)
     assert not place.execution.prefilling_alone

@@ -25,7 +25,7 @@ def test_chance_is_no_collapse(rate: float, seed: int) -> None:
     assert run(AcceptanceMonitor(), 20_000, rate, seed) == []
 
 
-def test_a_collapse_is_told_once_stays_until_it_is_over_and_does_not_become_usual() -> None:
+def test_acceptance_collapse_lasts_until_recovery() -> None:
     monitor = AcceptanceMonitor()
     run(monitor, 3000, 0.65)
     assert run(monitor, 400, 0.1) == [AcceptanceHealth.COLLAPSED]
@@ -56,7 +56,7 @@ def in_vain(monitor: AcceptanceMonitor, rounds: int, right: bool | None = None, 
     return monitor.health.value
 
 
-def test_drafts_that_never_hit_are_told_from_the_start_until_one_does() -> None:
+def test_drafts_that_never_hit_are_reported_until_one_does() -> None:
     monitor = AcceptanceMonitor()
     assert in_vain(monitor, 300) == "never hits"
     monitor.observe(None, hit=True)
@@ -64,11 +64,11 @@ def test_drafts_that_never_hit_are_told_from_the_start_until_one_does() -> None:
     assert monitor.health is AcceptanceHealth.GOOD
 
 
-def test_a_crowd_that_misses_for_some_rounds_is_no_alarm() -> None:
+def test_some_rounds_of_misses_are_no_alarm() -> None:
     assert in_vain(AcceptanceMonitor(), 30, requests=64) == "good"
 
 
-def test_a_chain_whose_guesses_are_right_need_not_hit() -> None:
+def test_accepted_chain_without_hits_is_no_alarm() -> None:
     assert in_vain(AcceptanceMonitor(), 5000, right=True) == "good"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.base.cost import CostTable, Timing
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import (
     Close,
@@ -17,18 +17,17 @@ from ssd_serve.base.draft_messages import (
     Pause,
     Resync,
 )
-from ssd_serve.drafter.assembly import AssembledDrafter, assemble_drafter
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.settings import Settings
+from ssd_serve.bench.memory_channel import memory_pair
+from ssd_serve.drafter.assembly import AssembledDrafter, assemble_drafter
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier import assembly
-from ssd_serve.verifier.engine import Engine
-from ssd_serve.base.cost import CostTable, Timing
-from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.budget import FixedSteps
 from ssd_serve.verifier.control.decision import SpeculationMode
-from ssd_serve.verifier.control.execution import Cores
-from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
+from ssd_serve.verifier.control.execution import Cores, ExecutionPlanner, ModeConfig
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.engine import Engine
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import HELLO, Case, StillCores, make_core, make_engine, mixed_requests, run
 
@@ -53,7 +52,6 @@ class Restless(ModeController[SpeculationMode]):
 
 
 def restless(seed: int) -> tuple[Engine, Restless, StillCores]:
-    """An engine with a drafter inline and one at the other end of a channel, under a restless governor."""
     case = Case(policy=lambda: FixedSteps(2), slots=4096)
     engine, _ = make_engine(case)
     engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
@@ -88,7 +86,7 @@ def restless(seed: int) -> tuple[Engine, Restless, StillCores]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_text_is_the_same_whoever_drafts(seed: int) -> None:
+def test_output_is_lossless_while_modes_change(seed: int) -> None:
     expected = run(make_engine(Case(drafter="none", slots=4096))[0], mixed_requests(6))
     engine, controller, places = restless(seed)
     outputs = run(engine, mixed_requests(6))
@@ -102,8 +100,7 @@ def test_the_text_is_the_same_whoever_drafts(seed: int) -> None:
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
 
 
-def test_a_drafter_does_not_read_a_prompt_while_the_target_reads_it_on_all_cores() -> None:
-    """Both would wait for the core that they share: it hears of the request when it drafts."""
+def test_drafter_pauses_during_prefill_on_all_cores() -> None:
     engine, _ = make_engine(Case(drafter="none", slots=4096))
     mine, its = memory_pair()
     its.send(HELLO)
@@ -131,7 +128,7 @@ def test_a_drafter_does_not_read_a_prompt_while_the_target_reads_it_on_all_cores
     assert opened[reads] == (False, True)
 
 
-def test_threads_follow_the_cores_of_the_layout() -> None:
+def test_threads_follow_the_cores_of_the_mode() -> None:
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     first, *others = sorted(allowed)
     cores = Cores(Device("cpu", (first,)), Device("cpu", (first, *others[:1])))
@@ -152,7 +149,6 @@ def test_threads_follow_the_cores_of_the_layout() -> None:
 def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a drafter the target has one core, but without one it drafts on both."""
     write_pair(tmp_path)
     entered: list[SpeculationMode] = []
     loaded_in: list[SpeculationMode] = []
@@ -181,7 +177,6 @@ def test_an_inline_draft_is_timed_on_the_cores_where_it_will_draft(
 
 
 def test_where_the_target_has_exclusive_drafts_are_made_inline_too(tmp_path: Path) -> None:
-    """A GPU beside which a core drafts is one device in all layouts, and its steps are measured once."""
     write_pair(tmp_path)
     settings = Settings(
         target=str(tmp_path / "target"),
