@@ -318,7 +318,7 @@ class AnsweredMessage(TypedDict):
 
 
 class MessageEvent(TypedDict, total=False):
-    """An event of the stream; `type` says which of Anthropic's."""
+    """An event of the stream; its `type` is one of Anthropic's."""
 
     type: str
     message: Object

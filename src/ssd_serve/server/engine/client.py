@@ -148,12 +148,12 @@ class EngineClient:
             each.sent = not self._connection.closed
 
     def abort(self, number: int) -> None:
-        """Free a request whose client is gone. Does nothing when it has already ended."""
+        """Free a request after its client is gone. Does nothing when it has already ended."""
         if self._running.pop(number, None) is not None:
             self._connection.send_or_queue(Abort(request=number))
 
     def finish(self, number: int) -> None:
-        """End a request whose stop string was found. `Finished` follows, or an error where the engine died."""
+        """End a request at its stop string. `Finished` follows, or an error where the engine died."""
         request = self._running.get(number)
         if request is None:
             return

@@ -1,4 +1,4 @@
-"""A message channel on an event loop: hands on what arrives, and keeps what must arrive until there is room.
+"""A message channel on an event loop: hands on what arrives, and keeps what must arrive until it is sent.
 
 Knows no requests, and nothing of what happens after its end.
 """
@@ -115,14 +115,14 @@ class AsyncConnection:
         self.drain()
 
     def send_or_queue(self, message: Message) -> None:
-        """Send now, or keep the message until there is room; the order stays."""
+        """Send now, or queue the message; the order stays."""
         self._unsent.append(message)
         self._send_unsent()
 
     def send_all(self, messages: Iterable[Message]) -> bool:
-        """Send all messages or none; False: there is no room for the first.
+        """Send all messages or none; False: the queue is full for the first.
 
-        The rest is queued: a client that is told to retry would come back with as much.
+        The rest is queued: a client that retries would come back with as much.
         """
         for index, message in enumerate(messages):
             if index:

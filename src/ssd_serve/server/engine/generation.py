@@ -169,7 +169,7 @@ class GenerationStream:
         return found
 
     def _finish_if_stopped(self, choice: RunningChoice) -> None:
-        """Ask the engine to end a choice whose stop string was found; its answer has the statistics."""
+        """Ask the engine to end a choice at its stop string; the answer has the statistics."""
         if choice.stopped:
             self._engine.finish(choice.request)
             asyncio.get_running_loop().call_later(_FIGURES_TIMEOUT_S, self._put, choice, None)

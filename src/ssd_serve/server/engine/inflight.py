@@ -43,7 +43,7 @@ class InflightRequest:
     tokens: list[int] = field(init=False)
     """Output so far."""
     scored: int = 0
-    """Prompt tokens whose log-probabilities were received."""
+    """Number of prompt tokens with received log-probabilities."""
     finishing: bool = False
     """The server has found a stop string; only statistics are missing."""
     interrupted: bool = False

@@ -221,12 +221,12 @@ def strict_calls(form: CallForm, functions: Sequence[Function], parallel: bool) 
     return _with_objects(form, functions, rules)
 
 
-def _marked(form: CallForm, parallel: bool, begun: str) -> str:
-    """Return the rule of Mistral's calls after `begun`: a list, or one call after another."""
+def _marked(form: CallForm, parallel: bool, start: str) -> str:
+    """Return the rule of Mistral's calls after `start`: a list, or one call after another."""
     if form.arguments_mark:
-        return f"{begun} object" + (f" ({form.calls_mark} object)*" if parallel else "")
+        return f"{start} object" + (f" ({form.calls_mark} object)*" if parallel else "")
     return (
-        f'{begun} SPACE "[" SPACE object'
+        f'{start} SPACE "[" SPACE object'
         + (' SPACE ("," SPACE object SPACE)*' if parallel else " SPACE")
         + ' "]"'
     )

@@ -35,7 +35,7 @@ PLAIN = "text/plain"
 _SCHEME = "key"
 _REFERENCE = "#/components/schemas/{model}"
 _PUBLISHED_NAMES = {"SpeculationOptions": "SpeculationWish", "DecisionReason": "Why"}
-"""Schema names of models whose class was renamed: clients are generated from the document."""
+"""Published schema names of renamed classes: clients are generated from the document."""
 
 _PROBLEMS = {
     400: "The body is not JSON or breaks a rule; `param` names the field. Rules beyond the schemas: token "

@@ -28,7 +28,7 @@ FEW_CHARACTERS = 4
 PLENTY_CHARACTERS = 16
 """Almost no text has more characters per token."""
 COUNTED_AT_ONCE = 1 << 16
-"""Most characters of a slice whose tokens are counted."""
+"""Most characters of a slice for counting tokens."""
 CUT_TOKENS = 16
 """Tokens that a slice of a text may have more than its part of the whole text."""
 
@@ -115,7 +115,7 @@ def text_ids(
 
 
 def _last(ids: list[int], most: int, begin: list[int]) -> list[int]:
-    """Return the last `most` ids, behind the begin ids where there is room for them."""
+    """Return the last `most` ids, behind the begin ids where they fit."""
     if len(ids) <= most or len(begin) >= most or ids[: len(begin)] != begin:
         return ids[-most:]
     return begin + ids[len(begin) - most :]

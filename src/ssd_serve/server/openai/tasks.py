@@ -63,7 +63,7 @@ class GenerationTask:
 
     @asynccontextmanager
     async def run(self) -> AsyncGenerator[GenerationStream, None]:
-        """Run the choices; log and trace their end, whatever the reason."""
+        """Run the choices; log and trace their end for any reason."""
         stream = GenerationStream(self.service, self.plans, self._options)
         try:
             async with stream:

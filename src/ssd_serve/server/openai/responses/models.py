@@ -386,7 +386,7 @@ class Answered(TypedDict):
 
 
 class ResponseEvent(TypedDict, total=False):
-    """An event of the stream; `type` says which of OpenAI's."""
+    """An event of the stream; its `type` is one of OpenAI's."""
 
     type: str
     sequence_number: int

@@ -20,7 +20,7 @@ _SPACE = " \t\r\n"
 
 
 class _TextBesideCalls:
-    """Text beside calls: white space behind a call is dropped."""
+    """Text between calls: white space behind a call is dropped."""
 
     def __init__(self) -> None:
         self._called = False
