@@ -94,8 +94,8 @@ mypy pyright: $(DEVELOPING)
 	$(BIN)/$@
 
 # `make check` holds the language of these paths; `make prose` measures everything.
-PROSE := src/ssd_serve/sampling src/ssd_serve/transport tests/clients tests/lossless tests/sampling \
-	docs/README.md docs/api.md docs/architecture.md docs/drafters.md docs/limits.md docs/lossless.md docs/metrics.md docs/migrating.md docs/operations.md docs/planning.md docs/security-of-a-server.md README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md
+PROSE := src/ssd_serve/sampling src/ssd_serve/transport tests/cache tests/clients tests/lossless tests/recipes tests/sampling \
+	CHANGELOG.md CONTRIBUTING.md README.md SECURITY.md docs/README.md docs/api.md docs/architecture.md docs/drafters.md docs/limits.md docs/lossless.md docs/metrics.md docs/migrating.md docs/operations.md docs/planning.md docs/security-of-a-server.md
 
 prose: $(BIN)/python
 	@$(BIN)/python tests/check_prose.py $(ARGS)
