@@ -40,7 +40,8 @@ _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)
 _THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _MATCHES = (1, 2, 3, 4, 5, 6, 8, 12)
 _START_S, _STOP_S, _POLL_S, _ANSWER_S = 300.0, 15.0, 0.2, 300.0
-_IDLE_SHARE, _IDLE_WINDOW_S, _IDLE_TIMEOUT_S = 0.1, 0.05, 20.0
+_IDLE_SHARE, _IDLE_WINDOW_S, _IDLE_TIMEOUT_S = 0.3, 0.1, 20.0
+"""Share of a core that all idle engines may use together; CPU times have a resolution of 10 ms."""
 
 
 class PeerError(SsdError):
