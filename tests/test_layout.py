@@ -73,21 +73,3 @@ def test_a_type_a_subclass_or_another_class_of_the_name_is_no_call() -> None:
     source = "from a.b import C\ndef f(c: C) -> C: ...\nclass D(C): ...\nD()"
     assert [*calls(ast.parse(source), "a.b", "C")] == []
     assert [*calls(ast.parse("class C: ...\nC()"), "a.b", "C")] == []
-
-
-ONE_MEANING = {
-    "Chunk": "what a server of the OpenAI API writes and its client reads",
-    "Speculation": "what a server of the OpenAI API writes and its client reads",
-    "Usage": "what a server of the OpenAI API writes and its client reads",
-}
-"""Names of several public classes, and the thing that all of them are."""
-
-
-def test_no_two_public_classes_have_one_name() -> None:
-    places: dict[str, list[str]] = {}
-    for path, source in sources().items():
-        for node in ast.parse(source).body if not path.startswith("tests/") else ():
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(path)
-    several = {name: paths for name, paths in places.items() if len(paths) > 1}
-    assert several.keys() == ONE_MEANING.keys(), several

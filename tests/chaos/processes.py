@@ -98,10 +98,11 @@ class RunningServer:
         def recovered() -> bool:
             nonlocal since
             there = names <= self.pids().keys() and self.healthy()
-            if not there or self.metric("ssd_drafters_alive") < drafters:
-                since = 0.0
-            else:
-                since = since or time.monotonic()
+            since = (
+                0.0
+                if not there or self.metric("ssd_drafters_alive") < drafters
+                else since or time.monotonic()
+            )
             # A drafter that has just died may still be counted.
             return since > 0 and time.monotonic() - since > METRICS_DELAY_S
 

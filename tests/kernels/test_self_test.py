@@ -65,9 +65,9 @@ class FirstStays(SdpaAttention):
     def captured_as(self, plan: SdpaPlan) -> None:
         """Never captured."""
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: SdpaPlan) -> None:
-        for row in range(len(keys_values) - 1, -1, -1):
-            self._cache.write(layer, plan.write_slots[row : row + 1], keys_values[row : row + 1])
+    def write(self, layer: int, stored: torch.Tensor, plan: SdpaPlan) -> None:
+        for row in range(len(stored) - 1, -1, -1):
+            self._cache.write(layer, plan.write_slots[row : row + 1], stored[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", MOSTLY_SLOW)

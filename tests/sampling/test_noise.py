@@ -142,10 +142,6 @@ def test_noise_cache_refuses_empty_sizes() -> None:
         NoiseRows(4, 0)
 
 
-WORD_64 = st.integers(min_value=0, max_value=2**64 - 1)
-WORD_32 = st.integers(min_value=0, max_value=2**32 - 1)
-
-
 def rows(
     native: NativeLibrary, seeds: list[int], positions: list[int], vocabulary: int, stream: int = 0
 ) -> Float32Array:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.messages import (
     Abort,
@@ -22,6 +21,7 @@ from ssd_serve.base.messages import (
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.connection import MessageChannel
 from ssd_serve.server.engine.inflight import Report
+from ssd_serve.transport.channel import SocketChannel
 from tests.server.fakes import READY, channel_pair, submit
 
 
@@ -123,7 +123,6 @@ class CrashingEngine:
 
 @dataclass
 class Heard:
-
     reports: list[Report] = field(default_factory=list[Report])
 
     @property

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.base.draft_messages import PROTOCOL_VERSION, Message
 from ssd_serve.base.errors import RequestError
 from ssd_serve.base.messages import (
@@ -35,6 +34,7 @@ from ssd_serve.base.messages import (
 )
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.inflight import Deliver, InflightRequest
+from ssd_serve.transport.channel import SocketChannel
 
 BEGIN, END, OTHER_END = 256, 257, 258
 VOCABULARY = 259
@@ -120,7 +120,6 @@ class ByteDetokenizer:
 
 
 class ByteTokenizer:
-
     eos_ids = frozenset({END})
     chat_template = ""
 
@@ -149,7 +148,6 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class Script:
-
     groups: tuple[tuple[int, ...], ...]
     refused: Refused | None = None
     error: str = ""

@@ -13,15 +13,15 @@ import httpx
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from ssd_serve.server.http.listening import listen
 from ssd_serve.base.messages import Ready
+from ssd_serve.base.settings import Settings
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
+from ssd_serve.server.http.listening import listen
 from ssd_serve.server.http.serving import build_server
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import StopGate
 from ssd_serve.server.text.tokenizer import TextTokenizer
-from ssd_serve.base.settings import Settings
 from tests.server.contract import Contract
 from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, ScriptOf, channel_pair
 

@@ -7,7 +7,7 @@ import pytest
 
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, Script, say, tokens
-from tests.server.running_server import RunningServer, running_server, post
+from tests.server.running_server import RunningServer, post, running_server
 from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio

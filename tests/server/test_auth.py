@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ssd_serve.base.settings import Settings
 from ssd_serve.server.access.hosts import exposure_warnings
 from ssd_serve.server.access.tenants import Tenants
-from ssd_serve.base.settings import Settings
 from tests.server.fakes import STATUS, say
-from tests.server.running_server import RunningServer, running_server, post
+from tests.server.running_server import RunningServer, post, running_server
 from tests.server.test_keys import ANNA, BEN, write
 from tests.server.test_rates import Clock
 
@@ -164,9 +164,7 @@ async def test_metrics_access_by_settings(settings: dict[str, str], opening: set
         ({"api_key": OPERATOR_KEY, "metrics_port": 9100}, True),
     ],
 )
-async def test_metrics_hide_cached_tokens_from_shared_keys(
-    settings: dict[str, object], told: bool
-) -> None:
+async def test_metrics_hide_cached_tokens_from_shared_keys(settings: dict[str, object], told: bool) -> None:
     async with running_server(lambda _: say("x"), Settings.model_validate(settings)) as server:
         server.engine.tell(STATUS)
         while server.client.status is None:
@@ -199,9 +197,7 @@ async def test_metrics_port_has_metrics_and_health_only() -> None:
     assert keyed == 404
 
 
-async def test_failed_request_log_has_the_key_name(
-    keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failed_request_log_has_the_key_name(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running_server(lambda _: say("x"), Settings(api_keys_file=keys)) as server:
         with caplog.at_level(logging.DEBUG, "ssd_serve.server.http.middleware"):
             named = {**bearer(ANNA), "X-Request-Id": "r1"}

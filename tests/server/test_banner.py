@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from ssd_serve.base.messages import Ready
-from ssd_serve.server.banner import commands, estimate, show_banner
 from ssd_serve.base.settings import Settings
+from ssd_serve.server.banner import commands, estimate, show_banner
 from tests.server.fakes import READY
 
 URL = "http://127.0.0.1:8000"

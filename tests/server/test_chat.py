@@ -4,7 +4,7 @@ import pytest
 
 from ssd_serve.base.settings import Settings
 from tests.server.fakes import CONTEXT, END, Script, say, tokens
-from tests.server.running_server import events, running_server, post
+from tests.server.running_server import events, post, running_server
 from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio

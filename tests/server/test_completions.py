@@ -5,7 +5,7 @@ import pytest
 from ssd_serve.base.messages import Refused, Submit
 from ssd_serve.base.seeds import choice_seed
 from tests.server.fakes import BEGIN, CONTEXT, END, OTHER_END, ByteTokenizer, Script, say, tokens
-from tests.server.running_server import events, running_server, post
+from tests.server.running_server import events, post, running_server
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"
@@ -73,10 +73,6 @@ async def test_continuous_usage_stats_in_every_chunk() -> None:
     assert (counts[0], counts[-1]) == (0, 10)
     assert all(chunk["usage"]["prompt_tokens"] == 7 for chunk in found)
     assert found[-1]["choices"] == []
-
-
-
-
 
 
 async def test_random_seed_is_reported_and_repeats_output() -> None:
@@ -187,7 +183,9 @@ async def test_bad_words_are_banned_with_and_without_leading_space() -> None:
 async def test_null_means_the_default() -> None:
     async with running_server(lambda _: say("x")) as server:
         await post(server, PATH, prompt="a")
-        await post(server, PATH, prompt="a", temperature=None, max_tokens=None, n=None, stop=None, suffix=None)
+        await post(
+            server, PATH, prompt="a", temperature=None, max_tokens=None, n=None, stop=None, suffix=None
+        )
         first, second = (submit.parameters for submit in server.engine.submits())
     assert first == second
     assert (first.temperature, first.max_tokens) == (1.0, 16)

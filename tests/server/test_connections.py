@@ -5,7 +5,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.base.messages import Abort
+from ssd_serve.base.settings import Settings
 from ssd_serve.server.http.connections import ConnectionLimiter
 from ssd_serve.server.http.listening import max_connections
 from ssd_serve.server.limits import Limits
-from ssd_serve.base.settings import Settings
 from tests.server.fakes import PATIENCE_S, say
 from tests.server.running_server import ListeningServer, listening_server
 from tests.server.test_tls import make_pair, trusting
@@ -284,7 +284,9 @@ def test_request_sent_with_the_tls_handshake_is_answered(tmp_path: Path) -> None
         assert received.startswith(b"HTTP/1.1 200")
 
 
-def test_garbage_during_a_request_closes_the_connection_without_error_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_during_a_request_closes_the_connection_without_error_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     with listening_server(lambda _: say("x")) as address, connected(address) as client:
         client.sendall(head.encode())

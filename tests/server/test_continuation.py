@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ssd_serve.base.messages import Submit
 from tests.examples import examples
 from tests.server.fakes import END, Script, tokens
-from tests.server.running_server import events, running_server, post
+from tests.server.running_server import events, post, running_server
 
 PATH = "/v1/completions"
 TEXT = "To stop 🙂 or not to STOP"
@@ -45,7 +45,9 @@ def joined(parts: list[tuple[str, list[int], str | None]]) -> tuple[str, list[in
     st.booleans(),
     st.sampled_from([60, 20]),
 )
-def test_resumed_output_completes_broken_stream(after: int, stops: list[str], include: bool, most: int) -> None:
+def test_resumed_output_completes_broken_stream(
+    after: int, stops: list[str], include: bool, most: int
+) -> None:
     body = {"stop": stops, "include_stop_str_in_output": include, "max_tokens": most}
 
     async def check() -> None:

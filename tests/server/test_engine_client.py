@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.base.draft_messages import PROTOCOL_VERSION, Heartbeat, Message
 from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.base.messages import (
@@ -16,11 +15,12 @@ from ssd_serve.base.messages import (
     Committed,
     Figures,
     Finished,
-    SamplingParameters,
     RequestOptions,
+    SamplingParameters,
     Submit,
     SubmitChoices,
 )
+from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.inflight import MAX_TOKENS, InflightRequest, Report, group_choices
 from tests.server.fakes import READY, channel_pair, submit

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ssd_serve.base.messages import Refused
-from ssd_serve.server.limits import Limits
 from ssd_serve.base.settings import Settings
+from ssd_serve.server.limits import Limits
 from tests.server.fakes import CONTEXT, END, VOCABULARY, ByteDetokenizer, ByteTokenizer, Script, say
-from tests.server.running_server import RunningServer, running_server, post
+from tests.server.running_server import RunningServer, post, running_server
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -182,7 +182,9 @@ async def test_context_length_error_has_the_numbers() -> None:
 )
 async def test_invalid_json_is_a_400(raw: bytes) -> None:
     async with running_server(lambda _: say("x")) as server:
-        answer = await server.http.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
+        answer = await server.http.post(
+            COMPLETIONS, content=raw, headers={"Content-Type": "application/json"}
+        )
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 

@@ -9,8 +9,8 @@ from collections.abc import Generator
 import pytest
 
 from ssd_serve.base.logs import Bridge, Logger
-from ssd_serve.server.http.middleware import request_log_fields
 from ssd_serve.base.settings import Settings
+from ssd_serve.server.http.middleware import request_log_fields
 from tests.server.fakes import say
 from tests.server.running_server import running_server
 from tests.waiting import until

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from starlette.middleware import Middleware
 
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, host_name
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
+from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, host_name
 from tests.server.fakes import say
 from tests.server.running_server import running_server
 
@@ -62,9 +62,7 @@ async def test_host_refusal_names_the_setting() -> None:
         (Settings(allowed_hosts="*"), True),
     ],
 )
-async def test_host_check_is_off_with_keys_or_public_addresses(
-    settings: Settings, loopback: bool
-) -> None:
+async def test_host_check_is_off_with_keys_or_public_addresses(settings: Settings, loopback: bool) -> None:
     assert allowed_hosts(settings, loopback) is None
 
 
@@ -75,7 +73,10 @@ async def test_allowed_hosts_rejects_invalid_names(value: str, monkeypatch: pyte
         resolve({})
 
 
-@given(host=st.from_regex(r"[a-z0-9.-]{1,20}[a-z0-9]", fullmatch=True), port=st.sampled_from(["", ":", ":80", ":65535"]))
+@given(
+    host=st.from_regex(r"[a-z0-9.-]{1,20}[a-z0-9]", fullmatch=True),
+    port=st.sampled_from(["", ":", ":80", ":65535"]),
+)
 def test_host_name_without_port_and_brackets(host: str, port: str) -> None:
     assert host_name(host.upper() + port) == host
     assert host_name(f"[{host}]{port}") == host

@@ -124,9 +124,7 @@ def test_invalid_keys_file_keeps_the_old_keys(
     assert found.changed()
 
 
-def test_warnings_of_short_keys_and_readable_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings_of_short_keys_and_readable_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys"
     write(path, f"anna {ANNA}\nben sesame\n")
     path.chmod(0o644)

@@ -16,13 +16,13 @@ import httpx
 import openai
 import pytest
 
-from ssd_serve.bench.metrics_page import by_label
-from ssd_serve.server.http.listening import listen
 from ssd_serve.base.messages import Abort, Submit
+from ssd_serve.base.settings import Settings
+from ssd_serve.bench.metrics_page import by_label
 from ssd_serve.server.engine.client import EngineClient
+from ssd_serve.server.http.listening import listen
 from ssd_serve.server.http.serving import build_server, stop_signals
 from ssd_serve.server.limits import Limits
-from ssd_serve.base.settings import Settings
 from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
 from tests.server.running_server import ListeningServer, listening_server, wait_until_healthy
 

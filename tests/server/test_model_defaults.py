@@ -5,7 +5,7 @@ import pytest
 
 from ssd_serve.base.messages import SamplingParameters
 from tests.server.fakes import CONTEXT, READY, say
-from tests.server.running_server import running_server, post
+from tests.server.running_server import post, running_server
 
 pytestmark = pytest.mark.anyio
 MODEL = msgspec.structs.replace(READY, sampling={"temperature": 0.6, "top_p": 0.95, "max_tokens": 40})

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ssd_serve.base.errors import OverloadedError
-from ssd_serve.server.http.worker_pool import WorkerPool, Steps
+from ssd_serve.server.http.worker_pool import Steps, WorkerPool
 
 pytestmark = pytest.mark.anyio
 LONG = 10**6

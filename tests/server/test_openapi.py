@@ -9,11 +9,11 @@ import pytest
 from fastapi.routing import APIRoute
 
 from ssd_serve.base.messages import Refused
+from ssd_serve.base.settings import Settings
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.openai.openapi import OPERATIONS, SecuritySchemes, build_document
-from ssd_serve.base.settings import Settings
 from tests.server.fakes import ByteTokenizer, Script, say
-from tests.server.running_server import RunningServer, running_server, listening_server
+from tests.server.running_server import RunningServer, listening_server, running_server
 
 pytestmark = pytest.mark.anyio
 KEY = {"Authorization": "Bearer sesame"}
@@ -44,7 +44,10 @@ async def test_openapi_lists_every_route() -> None:
 
 
 def test_openapi_security_only_where_api_key_is_required() -> None:
-    open_, keyed = build_document("x", "1", SecuritySchemes()), build_document("x", "1", SecuritySchemes(keyed=True))
+    open_, keyed = (
+        build_document("x", "1", SecuritySchemes()),
+        build_document("x", "1", SecuritySchemes(keyed=True)),
+    )
     assert "securitySchemes" not in open_["components"]
     for path, operations in keyed["paths"].items():
         for method, operation in operations.items():
@@ -104,7 +107,9 @@ async def test_successful_responses_match_openapi() -> None:
         for method in operation.methods:
             kinds = {kind for where, how, kind in seen if (where, how) == (path, method.upper())}
             wanted = set(
-                build_document("x", "1", SecuritySchemes())["paths"][path][method]["responses"]["200"]["content"]
+                build_document("x", "1", SecuritySchemes())["paths"][path][method]["responses"]["200"][
+                    "content"
+                ]
             )
             assert kinds == wanted or (path, method) == ("/ping", "post"), (path, method, kinds)
 
@@ -134,7 +139,9 @@ async def test_error_responses_match_openapi() -> None:
             await server.http.post(path, json={**body, "user": "x" * 100})
             await server.http.post(path, content=b"{}")
         note(server)
-    async with running_server(lambda _: Script((), refused=Refused(0, "no room", retry_after_s=2.5))) as server:
+    async with running_server(
+        lambda _: Script((), refused=Refused(0, "no room", retry_after_s=2.5))
+    ) as server:
         for stream in (False, True):
             await server.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
             for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):

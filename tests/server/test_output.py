@@ -16,7 +16,9 @@ STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=4), max_size=
 
 
 @given(TEXTS, STOPS, st.booleans())
-def test_detokenizer_holds_back_incomplete_characters(text: str, stops: tuple[str, ...], include: bool) -> None:
+def test_detokenizer_holds_back_incomplete_characters(
+    text: str, stops: tuple[str, ...], include: bool
+) -> None:
     rules = TextRules(stops=StopStrings(stops), include_stop=include)
     assembler = TextAssembler(ByteDetokenizer(skip_special_tokens=True), rules)
     shown = ""

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
-from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.base.settings import Settings
+from ssd_serve.server.access.tenants import Tenants
 from tests.server.crashing_engine import CrashingEngine
 from tests.server.fakes import FIGURES, FakeEngine, say, submit
-from tests.server.running_server import RunningServer, events, running_server, post
+from tests.server.running_server import RunningServer, events, post, running_server
 from tests.server.test_auth import OPERATOR_KEY, bearer
 from tests.server.test_keys import ANNA, BEN, write
 
@@ -105,7 +105,9 @@ async def test_cached_tokens_are_reported_only_for_own_prompts(
     async with running_server(lambda _: say("xyz"), settings) as server:
         assert (await cached(server, path, body, ANNA))[0] == 3
         assert set(await cached(server, path, body, OPERATOR_KEY)) == {None}
-    async with running_server(lambda _: say("xyz"), Settings(api_keys_file=keys, salt_by_key=False)) as server:
+    async with running_server(
+        lambda _: say("xyz"), Settings(api_keys_file=keys, salt_by_key=False)
+    ) as server:
         assert set(await cached(server, path, body, ANNA)) == {None}
 
 
@@ -149,7 +151,14 @@ async def test_resumed_request_keeps_cache_salt(crashing: CrashingEngine) -> Non
         return [submit for submit, *_ in crashing.engine.requests.values()]
 
     await crashing.until(lambda: crashing.client.ready is not None)
-    submit(crashing.client, (7,), SamplingParameters(max_tokens=4), 1, lambda _: None, options=RequestOptions(salt=b"mine"))
+    submit(
+        crashing.client,
+        (7,),
+        SamplingParameters(max_tokens=4),
+        1,
+        lambda _: None,
+        options=RequestOptions(salt=b"mine"),
+    )
     for _ in range(2):
         await crashing.until(lambda: bool(submitted()))
         assert [submit.options.salt for submit in submitted()] == [b"mine"]

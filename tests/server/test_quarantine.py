@@ -7,7 +7,7 @@ import pytest
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.messages import Finished, SamplingParameters
 from ssd_serve.server.engine.inflight import Interrupted
-from tests.server.crashing_engine import Heard, CrashingEngine, begun, some
+from tests.server.crashing_engine import CrashingEngine, Heard, begun, some
 from tests.server.fakes import channel_pair, submit
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +29,9 @@ async def test_poison_request_is_aborted_after_three_crashes(crashing: CrashingE
     assert len(innocent.tokens) == 30
 
 
-async def until_all_ended(crashing: CrashingEngine, heard: list[Heard], poison: set[int], spared: int = 0) -> int:
+async def until_all_ended(
+    crashing: CrashingEngine, heard: list[Heard], poison: set[int], spared: int = 0
+) -> int:
     deaths = 0
     while not all(each.ended for each in heard):
         crashing.engine.take()

@@ -8,7 +8,7 @@ from openai import AsyncOpenAI
 
 from ssd_serve.base.messages import Submit
 from tests.server.fakes import END, Script, say, tokens
-from tests.server.running_server import RunningServer, running_server, post
+from tests.server.running_server import RunningServer, post, running_server
 from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio
@@ -129,7 +129,9 @@ async def test_responses_api_json_schema_reaches_engine() -> None:
 
 async def test_responses_api_logprobs() -> None:
     async with running_server(lambda _: speak("Hi")) as server:
-        answer = await post(server, PATH, input="Hi", include=["message.output_text.logprobs"], top_logprobs=2)
+        answer = await post(
+            server, PATH, input="Hi", include=["message.output_text.logprobs"], top_logprobs=2
+        )
     scored = answer["output"][0]["content"][0]["logprobs"]
     assert [entry["token"] for entry in scored][:2] == ["H", "i"]
     assert len(scored[0]["top_logprobs"]) == 2

@@ -11,7 +11,7 @@ from ssd_serve.base.messages import Finished, SamplingParameters
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.connection import MessageChannel
 from ssd_serve.server.engine.inflight import Interrupted
-from tests.server.crashing_engine import Engine, Heard, CrashingEngine, begun, some, token_at
+from tests.server.crashing_engine import CrashingEngine, Engine, Heard, begun, some, token_at
 from tests.server.fakes import READY, channel_pair, submit
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,9 @@ async def test_no_token_is_lost_or_repeated_after_engine_crashes(crashing: Crash
             requests += new
         crashing.engine.step()
         # Two engines in a row may give somebody nothing, no third one: that would be given up.
-        everybody = {number + 1 for *_, number, heard in requests if not heard.ended} <= crashing.engine.served
+        everybody = {
+            number + 1 for *_, number, heard in requests if not heard.ended
+        } <= crashing.engine.served
         likely = 0.15 if deaths >= 2 else 0.5  # a slow machine takes few turns
         if deaths < 20 and source.random() < likely and (everybody or deaths % 3 < 2):
             crashing.die()

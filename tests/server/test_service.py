@@ -10,21 +10,21 @@ import pytest
 from msgspec.structs import replace
 from pydantic import TypeAdapter
 
-from ssd_serve.bench.metrics_page import metric
 from ssd_serve.base.messages import (
-    DecisionMessage,
     CostEstimate,
+    DecisionMessage,
+    DecisionReason,
     Progress,
     Ready,
     Status,
-    DecisionReason,
 )
+from ssd_serve.base.settings import Settings
+from ssd_serve.bench.metrics_page import metric
 from ssd_serve.server.information import Load
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import model_name
-from ssd_serve.base.settings import Settings
 from tests.server.fakes import CONTEXT, FIGURES, READY, STATUS, say
-from tests.server.running_server import RunningServer, running_server, post
+from tests.server.running_server import RunningServer, post, running_server
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -144,7 +144,9 @@ def test_model_name_from_target(target: str, name: str) -> None:
 
 
 async def test_load_has_the_last_decision() -> None:
-    decided = DecisionMessage("off", DecisionReason.SLOWER, 0, 0.0, CostEstimate(0, 3.0, 0.02), CostEstimate(None, 3.0, 0.024))
+    decided = DecisionMessage(
+        "off", DecisionReason.SLOWER, 0, 0.0, CostEstimate(0, 3.0, 0.02), CostEstimate(None, 3.0, 0.024)
+    )
     async with running_server(lambda _: say("x")) as server:
         await until_told(server, replace(STATUS, decision=decided))
         load = (await server.http.get("/load")).json()

@@ -10,7 +10,7 @@ import pytest
 
 from ssd_serve.base.messages import Abort, Submit
 from tests.server.fakes import Script, say
-from tests.server.running_server import running_server, post
+from tests.server.running_server import post, running_server
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"

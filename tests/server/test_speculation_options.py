@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.server.fakes import FIGURES, say
-from tests.server.running_server import events, running_server, post
+from tests.server.running_server import events, post, running_server
 
 pytestmark = pytest.mark.anyio
 ASK = [{"role": "user", "content": "Hi"}]

@@ -13,9 +13,7 @@ STOPS = st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=6), max_size=
 
 
 @given(st.lists(TEXTS, max_size=8), STOPS, st.booleans())
-def test_stop_scanner_equals_slow_reference(
-    parts: list[str], stops: tuple[str, ...], include: bool
-) -> None:
+def test_stop_scanner_equals_slow_reference(parts: list[str], stops: tuple[str, ...], include: bool) -> None:
     fast, slow = StopScanner(StopStrings(stops), include), SlowScanner(stops, include)
     for part in parts:
         shown, stopped = fast.feed(part)
@@ -26,7 +24,9 @@ def test_stop_scanner_equals_slow_reference(
 
 
 @given(st.lists(TEXTS, max_size=8), STOPS, st.booleans())
-def test_stop_scanner_is_independent_of_text_splits(parts: list[str], stops: tuple[str, ...], include: bool) -> None:
+def test_stop_scanner_is_independent_of_text_splits(
+    parts: list[str], stops: tuple[str, ...], include: bool
+) -> None:
     scanner = StopScanner(StopStrings(stops), include)
     shown, stopped = "", None
     for part in parts:

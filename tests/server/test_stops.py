@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.base.messages import Abort, Finish
 from tests.server.fakes import END, Script, say, tokens
-from tests.server.running_server import events, running_server, post
+from tests.server.running_server import events, post, running_server
 
 PATH = "/v1/completions"
 TEXT = "To stop 🙂 or not to STOP"
@@ -99,5 +99,3 @@ async def test_stopped_text_survives_engine_crash() -> None:
         await asyncio.to_thread(server.engine.die)
         found = await asking
     assert found["choices"][0]["text"] == "one "
-
-

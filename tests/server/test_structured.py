@@ -10,7 +10,7 @@ from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.thinking import END as THOUGHT_ENDS
 from tests.sampling.test_grammar import END, GRAMMARS, TOKENIZER, VOCABULARY
 from tests.server.fakes import ByteTokenizer, tokens
-from tests.server.running_server import RunningServer, running_server, post
+from tests.server.running_server import RunningServer, post, running_server
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -105,7 +105,9 @@ async def test_structured_output_allows_thinking_first(thinking: bool) -> None:
         ({"json_schema": {}, "ignore_eos": True}, "ignore_eos", "no token"),
     ],
 )
-async def test_invalid_structured_output_returns_400_with_param(fields: dict[str, Any], param: str, words: str) -> None:
+async def test_invalid_structured_output_returns_400_with_param(
+    fields: dict[str, Any], param: str, words: str
+) -> None:
     async with running_server(lambda _: tokens([97, 0])) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": "Hi", **fields})
         assert not server.engine.submits()

@@ -10,8 +10,8 @@ import pytest
 
 from ssd_serve.app.cli import main as cli
 from ssd_serve.base.errors import PermissionProblemError, SettingsError
-from ssd_serve.server.http.listening import tls_context
 from ssd_serve.base.settings import Settings
+from ssd_serve.server.http.listening import tls_context
 from tests.server.fakes import say
 from tests.server.running_server import listening_server
 

@@ -12,9 +12,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.settings import Settings
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
-from ssd_serve.base.settings import Settings
 from tests.server.fakes import FIGURES, ByteTokenizer, say
 from tests.server.running_server import running_server
 
@@ -62,9 +62,7 @@ def told(span: Span) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_trace_has_spans_of_request_and_choices(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+async def test_trace_has_spans_of_request_and_choices(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     monkeypatch.setattr(FIGURES, "prompt_s", 1e-6)
     theirs = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with collector() as (endpoint, received):

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssd_serve.base.settings import Settings
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.limits import MAX_UNKNOWN_FIELDS
-from ssd_serve.server.openai.unknown_fields import HEADER, UnknownFields, names_of
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
-from ssd_serve.base.settings import Settings
+from ssd_serve.server.openai.unknown_fields import HEADER, UnknownFields, names_of
 from tests.server.fakes import say
-from tests.server.running_server import running_server, post
+from tests.server.running_server import post, running_server
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 import pytest
 
+from ssd_serve.base.settings import Settings
 from ssd_serve.server.bodies.body import UploadMemory
 from ssd_serve.server.limits import Limits
-from ssd_serve.base.settings import Settings
 from tests.server.fakes import say
-from tests.server.running_server import RunningServer, running_server, post
+from tests.server.running_server import RunningServer, post, running_server
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/completions"

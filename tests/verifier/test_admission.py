@@ -2,8 +2,10 @@
 
 from collections import Counter
 from typing import cast
+
 import pytest
 from msgspec.structs import replace
+
 from ssd_serve.base.draft_messages import (
     Growth,
     Heartbeat,
@@ -18,11 +20,9 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.base.names import LONGEST_LABEL, as_label, is_label
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.transport.channel import Channel
-from ssd_serve.verifier.drafters.admission import OTHERS, BanList, DrafterAuthorizer
+from ssd_serve.verifier.drafters.admission import OTHERS, OTHERS_BIT, BanList, DrafterAuthorizer, SourceBits
 from tests.fakes import HELLO, FakeClock
 from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
-from ssd_serve.verifier.drafters.admission import OTHERS, OTHERS_BIT, SourceBits
-
 
 ELSEWHERE = "10.0.0.7"
 

@@ -67,8 +67,6 @@ def test_a_clear_lead_is_not_disturbed_to_try_plain_decoding() -> None:
     assert world.speculated == 5000
 
 
-
-
 def test_change_of_the_better_mode_is_noticed() -> None:
     world = World(0.5)
     world.run(3000)
@@ -122,8 +120,6 @@ def test_load_near_a_bucket_edge_does_not_switch_modes() -> None:
     assert [controller.choose(requests) for requests in (9, 14, 13, 12) * 20][-1] == "beside"
 
 
-
-
 def test_first_prefill_of_a_burst_keeps_the_mode() -> None:
     controller = ModeController(("beside", "plain"))
     controller.load_prior({1: {"beside": 2.0, "plain": 1.0}, 4: {"beside": 0.5, "plain": 1.0}})
@@ -139,8 +135,6 @@ def test_a_level_that_is_new_begins_like_the_nearest() -> None:
     world.run(400)
     assert world.controller.choose(32) == "plain"
     assert world.controller.choose(1) == "plain"
-
-
 
 
 def test_mode_that_slows_prefill_too_much_is_left() -> None:
@@ -163,8 +157,6 @@ def test_one_slow_prefill_round_does_not_end_a_mode() -> None:
     assert [world.round() for _ in range(64)].count("beside") > 48
 
 
-
-
 def test_forecast_prefill_slowdown_keeps_a_mode_from_starting() -> None:
     gains = {"inline": 1.2, "plain": 1.0}
 
@@ -182,14 +174,6 @@ def test_forecast_prefill_slowdown_keeps_a_mode_from_starting() -> None:
 
     assert chosen(prefill=0) == "inline"
     assert chosen(prefill=2) == "plain"
-
-
-
-
-
-
-
-
 
 
 def test_mode_that_would_start_too_late_is_not_started() -> None:
@@ -214,8 +198,6 @@ def test_mode_that_would_start_too_late_is_not_started() -> None:
     assert "beside" in rounds(1)
     remaining_benefit["beside"] = 0.1
     assert rounds(1) == {"beside"}, "it is there already"
-
-
 
 
 QUIET = {"beside": 1.9, "inline": 1.6, "plain": 1.0}
@@ -251,8 +233,6 @@ def test_modes_forecast_far_below_the_best_are_not_tried() -> None:
     assert {world.round() for _ in range(1000)} == {"beside"}
 
 
-
-
 def test_low_acceptance_of_one_text_does_not_switch_modes() -> None:
     """Forty rounds give two thirds of what those before gave, in the time that those took."""
     gains = {"beside": 1.6, "inline": 1.75, "plain": 1.0}
@@ -274,8 +254,6 @@ def test_a_core_that_is_lost_for_a_while_costs_little(seed: int) -> None:
     while world.round() != "beside":
         assert world.seconds - began < 1.0  # virtual time
     assert world.efficiency(1000) > 0.97
-
-
 
 
 def test_one_long_pause_changes_nothing() -> None:

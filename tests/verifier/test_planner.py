@@ -182,9 +182,7 @@ def test_requests_waiting_for_prefill_count_as_load() -> None:
 
 
 @pytest.mark.parametrize(("running", "slower"), [(1, 0.0), (2, 0.1), (4, 0.15)])
-def test_forecast_prefill_slowdown_of_a_synchronous_drafter(
-    running: int, slower: float
-) -> None:
+def test_forecast_prefill_slowdown_of_a_synchronous_drafter(running: int, slower: float) -> None:
     cost = CostTable([Timing(rows, 0, 1e-3 * rows) for rows in (1, 256)])
     requests = [make_request(number, [1, 2], 8) for number in range(running)]
     for inline in (True, False):

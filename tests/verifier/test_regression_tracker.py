@@ -68,9 +68,7 @@ def round_of(controller: ModeController[str], gains: dict[str, float], noise: ra
 
 @pytest.mark.parametrize("rounds", [50, 150, 500])
 @pytest.mark.parametrize("disturbed", [0.5, 0.8])
-def test_disturbed_drafting_resumes_soon(
-    rounds: int, disturbed: float
-) -> None:
+def test_disturbed_drafting_resumes_soon(rounds: int, disturbed: float) -> None:
     late = 0
     for seed in range(12):
         controller, noise = ModeController(tuple(QUIET)), random.Random(seed)

@@ -115,8 +115,8 @@ def _add_serve(commands: Commands) -> None:
         "--backend", choices=("openai", "openai-chat"), default="openai", help="completions or chat (openai)"
     )
     parser.add_argument("--model", help="model name (the first that the server lists)")
+    add_prompts(parser)
     group = parser.add_argument_group("requests; SSD_API_KEY is their key")
-    add_prompts(group)
     group.add_argument("--num-prompts", type=count, default=100, help="requests; a file is repeated (100)")
     group.add_argument(
         "--input-len",

@@ -99,7 +99,7 @@ def add_pair(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_prompts(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+def add_prompts(parser: argparse.ArgumentParser) -> None:
     """Add `--prompts`."""
     parser.add_argument(
         "--prompts",

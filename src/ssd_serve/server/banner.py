@@ -10,11 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ssd_serve.base.version import __version__
 from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.messages import Ready
-from ssd_serve.server.service import model_name
 from ssd_serve.base.settings import Settings
+from ssd_serve.base.version import __version__
+from ssd_serve.server.service import model_name
 
 ASSUMED_ACCEPTANCE = 0.7
 """Assumed acceptance of the first draft token, as measured for a well-distilled pair."""

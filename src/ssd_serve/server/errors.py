@@ -91,7 +91,9 @@ def from_validation(error: ValidationError) -> ApiError:
     count = error.error_count()
     if count > _MAX_LISTED:
         return bad_request(
-            f"{count} fields or values are invalid; a body with fewer errors gets their names", None, "invalid_value"
+            f"{count} fields or values are invalid; a body with fewer errors gets their names",
+            None,
+            "invalid_value",
         )
     details = error.errors(include_url=False, include_context=False, include_input=False)
     first = details[0]

@@ -12,12 +12,12 @@ from pydantic import Field
 # pydantic needs this one before Python 3.12, and `NotRequired` is not in `typing` before 3.11.
 from typing_extensions import NotRequired, TypedDict
 
-from ssd_serve.base.version import __version__
 from ssd_serve.base.engine_settings import EngineSettings
-from ssd_serve.base.names import hub_id
 from ssd_serve.base.messages import CostEstimate, DecisionMessage, DecisionReason
-from ssd_serve.server.service import Service
+from ssd_serve.base.names import hub_id
 from ssd_serve.base.settings import Settings
+from ssd_serve.base.version import __version__
+from ssd_serve.server.service import Service
 
 _ENGINE_FIELDS = ("target", "draft", "mode", "target_device", "draft_device", "vocabulary", "slots")
 _SHOWN_SETTINGS = EngineSettings.model_fields.keys() - {"cache_dir", "drafter_address"}
@@ -40,14 +40,14 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     root: str
-    revision: Annotated[
-        str | None, Field(description="the requested commit of the hub's repository")
-    ]
+    revision: Annotated[str | None, Field(description="the requested commit of the hub's repository")]
     max_model_len: Annotated[int | None, Field(description="null until the model is loaded")]
     draft: Annotated[str | None, Field(description="the draft model; null until the model is loaded")]
     default_sampling_params: Annotated[
         dict[str, float] | None,
-        Field(description="the model's defaults for fields that a request leaves out; null until it is loaded"),
+        Field(
+            description="the model's defaults for fields that a request leaves out; null until it is loaded"
+        ),
     ]
 
 
@@ -76,9 +76,7 @@ class ServerInfo(TypedDict):
     drafters: int | None
     settings: Annotated[
         dict[str, object],
-        Field(
-            description="settings that are not the default; 'set' for those that do not change generation"
-        ),
+        Field(description="settings that are not the default; 'set' for those that do not change generation"),
     ]
 
 
@@ -108,7 +106,8 @@ class RoundDecision(TypedDict):
     waited_s: Annotated[float, Field(ge=0, description="time that the round waited for drafts")]
     chosen: Annotated[RoundPrice | None, Field(description="estimate of the chosen round; null: unknown")]
     other: Annotated[
-        RoundPrice | None, Field(description="estimate without drafts if the round had some, else with drafts; null: unknown")
+        RoundPrice | None,
+        Field(description="estimate without drafts if the round had some, else with drafts; null: unknown"),
     ]
 
 

@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from ssd_serve.base.version import __version__
 from ssd_serve.base.draft_messages import NOISE_SCHEME
 from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import EngineDeadError, OverloadedError
-from ssd_serve.base.names import hub_id
 from ssd_serve.base.messages import Ready
+from ssd_serve.base.names import hub_id
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.version import __version__
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
@@ -20,7 +21,6 @@ from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
-from ssd_serve.base.settings import Settings
 
 
 @dataclass(slots=True)
@@ -104,7 +104,9 @@ class Service:
         capacity = self.settings.max_running + self.settings.max_waiting
         limit = min(self.limits.max_sequences, capacity)
         if sequences > limit:
-            raise bad_request(f"prompts x n is {sequences}; at most {limit} are allowed", "n", "invalid_value")
+            raise bad_request(
+                f"prompts x n is {sequences}; at most {limit} are allowed", "n", "invalid_value"
+            )
         if self.engine.active + sequences > capacity:
             raise OverloadedError(
                 f"{self.engine.active} of {capacity} requests are running or waiting; try again later",

@@ -3,54 +3,49 @@
 Knows the parts; it opens no sockets and runs no round.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ssd_serve.transport.channel import Channel
-from ssd_serve.transport.rank_sockets import Leader
+from ssd_serve.base.cost import CostTable, Timing
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
+from ssd_serve.base.engine_config import EngineConfig, Mode
+from ssd_serve.base.errors import MemoryShortError
+from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.base.messages import Ready
+from ssd_serve.base.names import as_label, without_revision
+from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.drafter.lookup_channel import lookup_channel
 from ssd_serve.drafter.sources.loading import draft_features
-from ssd_serve.base.engine_config import Mode
-from ssd_serve.base.errors import MemoryShortError
-from ssd_serve.base.names import without_revision
 from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
-from ssd_serve.base.names import as_label
-from ssd_serve.base.logs import Logger, get_logger
-from ssd_serve.base.messages import Ready
 from ssd_serve.models.config import model_name
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.parallel import SingleRank, Group
+from ssd_serve.models.parallel import Group, SingleRank
 from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
-from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.validation import model_defaults
-from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.transport.channel import Channel
+from ssd_serve.transport.rank_sockets import Leader
 from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.control.budget import CostBasedWait, NoWait, WaitPolicy
+from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.control.execution import Cores, ModeConfig
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.timing import GainFile, TimingFiles, identity, remembered_timings
 from ssd_serve.verifier.drafters.admission import check_hello
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.base.cost import CostTable, Timing
-from ssd_serve.verifier.control.mode_controller import ModeController
-from ssd_serve.verifier.control.budget import WaitPolicy, NoWait, CostBasedWait
-from ssd_serve.verifier.control.decision import SpeculationMode
-from ssd_serve.verifier.control.execution import Cores
-from ssd_serve.verifier.control.execution import ModeConfig
-from ssd_serve.verifier.control.timing import identity, remembered_timings
-from ssd_serve.verifier.control.timing import GainFile, TimingFiles
 from ssd_serve.verifier.ranks import LeadingRank
 
 _KV_SHARE = 0.4

@@ -7,21 +7,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ssd_serve.base.cost import CostTable, HostCost
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.verifier.request import RequestLimits
+from ssd_serve.verifier.control.budget import NoWait, WaitPolicy
+from ssd_serve.verifier.control.execution import ModeConfig
+from ssd_serve.verifier.control.round_planner import DraftBounds, RoundPlanner
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.base.cost import CostTable, HostCost
-from ssd_serve.verifier.control.budget import WaitPolicy, NoWait
-from ssd_serve.verifier.control.execution import ModeConfig
-from ssd_serve.verifier.control.round_planner import DraftBounds, RoundPlanner
-from ssd_serve.base.engine_config import EngineConfig, Mode
+from ssd_serve.verifier.request import RequestLimits
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
 
@@ -34,7 +34,7 @@ class EngineParts:
     drafters: DrafterPool
     cost: CostTable
     slots: int
-    config: EngineConfig = EngineConfig()
+    config: EngineConfig = field(default_factory=EngineConfig)
     policy: WaitPolicy = field(default_factory=NoWait)
     host: HostCost = field(default_factory=HostCost)
     mode_config: ModeConfig | None = None

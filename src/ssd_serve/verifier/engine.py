@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from ssd_serve.base.errors import DeviceMemoryError, GrammarError
 from ssd_serve.base.messages import (
     Committed,
+    DecisionReason,
     Figures,
     Finish,
     Finished,
@@ -20,22 +21,19 @@ from ssd_serve.base.messages import (
     Submit,
     SubmitChoices,
     VerifierReport,
-    DecisionReason,
 )
 from ssd_serve.models.memory import release_memory
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.thinking import output_state
-from ssd_serve.verifier.request import RequestLimits
+from ssd_serve.verifier.acceptance import AcceptanceMonitor
+from ssd_serve.verifier.control.decision import Decision
+from ssd_serve.verifier.control.ranking import RankedNode
+from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.features import FeatureStore
-from ssd_serve.verifier.control.decision import Decision
-from ssd_serve.verifier.acceptance import AcceptanceMonitor
-from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
-from ssd_serve.verifier.control.ranking import RankedNode
-from ssd_serve.verifier.request import Request, SharedPromptState, create_request, shared_state
+from ssd_serve.verifier.request import Request, RequestLimits, SharedPromptState, create_request, shared_state
 from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeTokens, Walk
-from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler
-from ssd_serve.verifier.scheduler import OomBackoff
+from ssd_serve.verifier.scheduler import OomBackoff, ScheduledChunk, Scheduler
 from ssd_serve.verifier.totals import TimeTotals, Totals, count
 
 _WAKING_S = 0.0015
@@ -162,8 +160,12 @@ class Engine:
             return []
         nodes, decision = self.planner.choose(self.scheduler.running, chunks, self._drain_awaited)
         self._open(admitted)
-        flight, forward_s, walks = self._compute_or_less(self._assign_slots(chunks, nodes[: self.oom_backoff.nodes]))
-        self.decision = decision.launched(flight.nodes, DecisionReason.MEMORY if self.oom_backoff.nodes == 0 else DecisionReason.SLOTS)
+        flight, forward_s, walks = self._compute_or_less(
+            self._assign_slots(chunks, nodes[: self.oom_backoff.nodes])
+        )
+        self.decision = decision.launched(
+            flight.nodes, DecisionReason.MEMORY if self.oom_backoff.nodes == 0 else DecisionReason.SLOTS
+        )
         self.totals.compare(self.decision, walks)
         if self._features is not None:
             self._features.take(flight, walks)
@@ -219,7 +221,9 @@ class Engine:
         admitted = self.scheduler.admit()
         for request in admitted:
             self._active[request.number] = request
-            request.first_scheduled_at = self._round_began if request.first_scheduled_at is None else request.first_scheduled_at
+            request.first_scheduled_at = (
+                self._round_began if request.first_scheduled_at is None else request.first_scheduled_at
+            )
         return admitted
 
     def _open(self, admitted: Sequence[Request]) -> None:
@@ -240,7 +244,9 @@ class Engine:
             request.replica = None
         return chunks
 
-    def _assign_slots(self, chunks: Sequence[ScheduledChunk], chosen: Sequence[RankedNode]) -> list[RequestStep]:
+    def _assign_slots(
+        self, chunks: Sequence[ScheduledChunk], chosen: Sequence[RankedNode]
+    ) -> list[RequestStep]:
         """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
         first."""
         trees = [TreeTokens() for _ in chunks]

@@ -2,30 +2,25 @@
 drafters."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from ssd_serve.transport.channel import Channel, Waitable
-from ssd_serve.transport.listener import Listener
-from ssd_serve.transport.channel import poll
-from ssd_serve.transport.rank_sockets import RankFiles
+from concurrent.futures import Future, ThreadPoolExecutor
+
 from ssd_serve.base.draft_messages import Message
-from ssd_serve.base.engine_config import Mode
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.logs import Logger, RateLimitedLogger, carry_library_logs, get_logger
+from ssd_serve.base.messages import Progress, ServerMessage, Status, Submit, SubmitChoices
 from ssd_serve.base.resources import Heap, settle_memory
-from ssd_serve.base.messages import Progress, ServerMessage, Status
-from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.transport.channel import Channel, Waitable, poll
+from ssd_serve.transport.listener import Listener
+from ssd_serve.transport.rank_sockets import RankFiles
 from ssd_serve.verifier.assembly import assemble_verifier, ready_report
 from ssd_serve.verifier.drafters.admission import FROM_DRAFTERS
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.reporting import EngineLogReporter
 from ssd_serve.verifier.ranks import LeadingRank
-from ssd_serve.verifier.reporting import whole_status
-from collections import Counter, deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from ssd_serve.base.messages import ServerMessage, Submit, SubmitChoices
-from ssd_serve.sampling.grammar import Grammars
-
+from ssd_serve.verifier.reporting import EngineLogReporter, whole_status
 
 _STATUS_S = 1.0
 _COMPILING_S = 0.002
@@ -114,7 +109,9 @@ class VerifierLoop:
         self._accept()
         if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
             reports = self._engine.step()
-            if not self._engine.busy:  # before the last tokens, so that a client that has them reads final counters
+            if (
+                not self._engine.busy
+            ):  # before the last tokens, so that a client that has them reads final counters
                 self._unsent.append(self._status())
             self._unsent.extend(reports)
         else:

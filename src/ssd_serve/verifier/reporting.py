@@ -1,12 +1,11 @@
 """Log lines and status messages of an engine. Reads its figures and changes nothing."""
 
-from ssd_serve.base.logs import Logger
-from ssd_serve.base.messages import AcceptanceHealth, CostEstimate, DecisionReason
-from ssd_serve.verifier.engine import Engine
 from msgspec.structs import replace
-from ssd_serve.base.messages import Status
-from ssd_serve.verifier.assembly import AssembledVerifier
 
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.messages import AcceptanceHealth, CostEstimate, DecisionReason, Status
+from ssd_serve.verifier.assembly import AssembledVerifier
+from ssd_serve.verifier.engine import Engine
 
 _WHY_S = 1.0
 """Least seconds between two log lines of the decision's reason."""

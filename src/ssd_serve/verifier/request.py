@@ -3,24 +3,22 @@
 Also the limits that requests must keep. Knows no scheduling and no text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import chain
+from typing import Protocol, overload
+
+from ssd_serve.base.draft_messages import Open
+from ssd_serve.base.messages import Figures, RequestOptions, SamplingParameters, Submit
+from ssd_serve.base.seeds import root_name
 from ssd_serve.cache.prefix import PrefixHandle, common_length
 from ssd_serve.cache.replica import Replica
 from ssd_serve.cache.slots import SlotTable
-from ssd_serve.base.draft_messages import Open
-from ssd_serve.base.messages import Figures, RequestOptions, SamplingParameters, Submit
-from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.grammar import MatcherState
+from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.parameters import needs_counts, needs_overrides
 from ssd_serve.sampling.processors import TokenCounts
-from ssd_serve.base.seeds import root_name
 from ssd_serve.verifier.acceptance import Acceptance
-from dataclasses import dataclass
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from typing import overload
 
 
 class TokenSequence(Sequence[int]):
@@ -121,7 +119,7 @@ class Request:
     grammar: MatcherState | None = None
     """State of the grammar that the output must match, if any."""
     slots: SlotTable = field(default_factory=SlotTable)
-    options: RequestOptions = RequestOptions()
+    options: RequestOptions = field(default_factory=RequestOptions)
     handle: PrefixHandle | None = None
     first_scheduled_at: float | None = None
     """Time at which it first left the queue."""
@@ -221,7 +219,11 @@ def shared_state(message: Submit, eos: tuple[int, ...]) -> SharedPromptState:
 
 
 def create_request(
-    message: Submit, shared: SharedPromptState, limit: int, vocabulary: int, grammar: MatcherState | None = None
+    message: Submit,
+    shared: SharedPromptState,
+    limit: int,
+    vocabulary: int,
+    grammar: MatcherState | None = None,
 ) -> Request:
     """The state of a request that was just submitted."""
     return Request(

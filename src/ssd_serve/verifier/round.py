@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ssd_serve.base.cost import Reading
+from ssd_serve.base.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.base.messages import SamplingParameters, TokenLogprobs
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import within_memory
 from ssd_serve.sampling.choice import Sampled, sample, trusted_choice
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.rows import SamplingRows
-from ssd_serve.base.cost import Reading
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
 _NO_ROWS = range(0)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
+
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.verifier.request import Request
-
 
 _MAX_LOOKUP = 1 << 18
 """Tokens of waiting requests that are looked up in a round; of one request always all."""
@@ -152,7 +152,9 @@ class Scheduler:
             self.pool.free(chunk.slots[count:])
             prefill_tokens -= count if pending > 1 else 0
             if count:
-                kept.append(ScheduledChunk(chunk.request, chunk.slots[:count], chunk.final and count == pending))
+                kept.append(
+                    ScheduledChunk(chunk.request, chunk.slots[:count], chunk.final and count == pending)
+                )
         return kept
 
     def tree_slots(self, chunks: Sequence[ScheduledChunk], wanted: Sequence[int]) -> list[list[int]]:

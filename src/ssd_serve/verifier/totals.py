@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ssd_serve.cache.replica import Replica
 from ssd_serve.base.messages import Figures
+from ssd_serve.cache.replica import Replica
 from ssd_serve.verifier.acceptance import Acceptance
 from ssd_serve.verifier.control.decision import Decision
 from ssd_serve.verifier.request import Request

@@ -1,7 +1,7 @@
 """Devices that one need not own: what their makers' data sheets say, and what a forward attains of it.
 
 A table of public figures, and of constants fitted to public measurements of plain decoding; three of Hopper's
-are fitted to this project's own. `python -m lab.prediction` compares it with what others have published.
+are fitted to this project's own.
 Knows no models.
 """
 
@@ -75,7 +75,7 @@ _HOPPER = _Attained(0.85, 0.5, 28e-6, 0.23e-6, 26e-6, 0.2e-3, 10e-6, 0.0)
 """`bandwidth_share`, and `layer_s` with twice `exchange_s`: within 4 % of 54.7 and 88.8 tokens/s of plain
 Llama 3.1 70B and Qwen3 32B on 4 H100 (arXiv 2603.03251). Two figures cannot tell more: how the seconds of a
 layer are split, `throughput_share` and `launch_s` are assumed.
-`row_s`, `several_s`, `exposed_share`: measured by this project on one H100 (`lab.forwards`): what 8 and 64
+`row_s`, `several_s`, `exposed_share`: measured by this project on one H100: what 8 and 64
 rows take more than one after 128 tokens, in Llama 3.2 1B and Llama 3.1 8B, as means of two backends."""
 
 

@@ -188,10 +188,9 @@ def _rank(settings: Settings, target: Device, nodes: Sequence[RayNode], spared: 
     """Resources of a rank; without named cores all cores of the largest node but the `spared` ones."""
     if target.kind == "cuda":
         return GpuShare(gpus=1, kind=kind, device=settings.target_device)
-    if target.indices:
-        cpus = len(target.indices)
-    else:
-        cpus = int(max((node.cpus for node in nodes), default=0)) - spared
+    cpus = (
+        len(target.indices) if target.indices else int(max((node.cpus for node in nodes), default=0)) - spared
+    )
     return GpuShare(max(1, cpus // settings.tensor_parallel), device=settings.target_device)
 
 

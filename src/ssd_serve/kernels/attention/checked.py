@@ -87,9 +87,9 @@ class CheckedAttention:
             self._served.plan(batch), self._second.plan(batch) if checked else None, batch.request_offsets
         )
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: CheckedPlan) -> None:
+    def write(self, layer: int, stored: torch.Tensor, plan: CheckedPlan) -> None:
         """Store keys and values of all rows."""
-        self._served.write(layer, keys_values, plan.served)
+        self._served.write(layer, stored, plan.served)
 
     def run(self, layer: int, queries: torch.Tensor, plan: CheckedPlan) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""

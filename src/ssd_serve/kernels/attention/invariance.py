@@ -151,9 +151,9 @@ class UnrolledAttention(Generic[PlanT]):
         """Plan a capture if `inner` can."""
         return self._inner.captured_as(plan) if isinstance(self._inner, Capturable) else None
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: PlanT) -> None:
+    def write(self, layer: int, stored: torch.Tensor, plan: PlanT) -> None:
         """Store keys and values of all rows."""
-        self._inner.write(layer, keys_values, plan)
+        self._inner.write(layer, stored, plan)
 
     def run(self, layer: int, queries: torch.Tensor, plan: PlanT) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""

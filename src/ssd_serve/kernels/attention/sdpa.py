@@ -65,9 +65,9 @@ class SdpaAttention:
         }
         return SdpaPlan(torch.from_numpy(batch.write_slots).to(self._device), pieces)
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: SdpaPlan) -> None:
+    def write(self, layer: int, stored: torch.Tensor, plan: SdpaPlan) -> None:
         """Store keys and values of all rows."""
-        self._cache.write(layer, plan.write_slots, keys_values)
+        self._cache.write(layer, plan.write_slots, stored)
 
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""

@@ -64,9 +64,9 @@ class SdpaRows:
         }
         return SdpaRowsPlan(torch.from_numpy(batch.write_slots).to(self._device), contexts)
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: SdpaRowsPlan) -> None:
+    def write(self, layer: int, stored: torch.Tensor, plan: SdpaRowsPlan) -> None:
         """Store keys and values of all rows."""
-        self._cache.write(layer, plan.write_slots, keys_values)
+        self._cache.write(layer, plan.write_slots, stored)
 
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaRowsPlan) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""

@@ -136,9 +136,9 @@ class FlashInferAttention:
     def captured_as(self, plan: FlashInferPlan) -> Hashable | None:
         return plan.captured_as
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: FlashInferPlan) -> None:
+    def write(self, layer: int, stored: torch.Tensor, plan: FlashInferPlan) -> None:
         """Store keys and values of all rows."""
-        self._cache.write(layer, plan.write_slots, keys_values)
+        self._cache.write(layer, plan.write_slots, stored)
 
     def run(self, layer: int, queries: torch.Tensor, plan: FlashInferPlan) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]. `plan` must be the newest one."""

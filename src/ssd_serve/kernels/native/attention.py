@@ -114,9 +114,9 @@ class NativeAttention:
         kept = (struct, arrays, write_slots, self._scratch)
         return NativePlan(at, write_slots.ctypes.data, batch.rows, kept)
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: NativePlan) -> None:
+    def write(self, layer: int, stored: torch.Tensor, plan: NativePlan) -> None:
         """Store keys and values of all rows: [rows, 2 * kv_heads, head_dim]."""
-        rows = _rows(keys_values)
+        rows = _rows(stored)
         self._store(
             plan.at,
             rows.data_ptr(),

@@ -147,9 +147,9 @@ class TritonAttention:
     def captured_as(self, plan: TritonPlan) -> Hashable | None:
         return plan.shape if plan.fixed else None
 
-    def write(self, layer: int, keys_values: torch.Tensor, plan: TritonPlan) -> None:
+    def write(self, layer: int, stored: torch.Tensor, plan: TritonPlan) -> None:
         """Store keys and values of all rows."""
-        self._cache.write(layer, plan.write_slots, keys_values)
+        self._cache.write(layer, plan.write_slots, stored)
 
     def run(self, layer: int, queries: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""

@@ -69,7 +69,9 @@ def exposure_warnings(settings: Settings, loopback: bool) -> list[str]:
         return []
     found: list[str] = []
     if settings.api_key is None and settings.api_keys_file is None:
-        found.append("anyone who reaches this address may use the model; set SSD_API_KEY or SSD_API_KEYS_FILE")
+        found.append(
+            "anyone who reaches this address may use the model; set SSD_API_KEY or SSD_API_KEYS_FILE"
+        )
     if settings.metrics_port is not None and settings.metrics_key is None:
         found.append("anyone who reaches SSD_METRICS_PORT may read the metrics; set SSD_METRICS_KEY")
     return found

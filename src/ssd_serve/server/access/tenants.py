@@ -173,9 +173,7 @@ class Tenants:
         self._secret = secrets.token_bytes(32)
         self._tenants: dict[str, Tenant] = {}
         own = [] if settings.api_key is None else [KnownKey(settings.api_key, Holder(OPERATOR))]
-        self._file = (
-            None if settings.api_keys_file is None else KeysFile(settings.api_keys_file, own, clock)
-        )
+        self._file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file, own, clock)
         if self._file is None:
             warn_of_weak(own, None)
         entries = own if self._file is None else self._file.entries

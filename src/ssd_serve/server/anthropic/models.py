@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, Tag
-
 from typing_extensions import TypedDict
 
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
-from ssd_serve.server.openai.response_models import Metrics
 from ssd_serve.server.openai.fields import (
     Ignored,
     JsonOfSchema,
@@ -37,6 +35,7 @@ from ssd_serve.server.openai.protocol import (
     ToolCall,
     model_message,
 )
+from ssd_serve.server.openai.response_models import Metrics
 
 
 class _Block(Lenient):

@@ -11,11 +11,11 @@ from ssd_serve.base.messages import Ready
 from ssd_serve.server.anthropic.models import CountRequest, MessagesRequest
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.openai.chat import ChatEndpoint
-from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.openai.serialize import ResponseHead
 from ssd_serve.server.openai.stream import Entry, Event, MessageStream, TokenCounts, handle_generation
 from ssd_serve.server.openai.tasks import GenerationTask
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.service import Service
 
 

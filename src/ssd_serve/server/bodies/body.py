@@ -18,8 +18,8 @@ from ssd_serve.server.errors import ApiError, unavailable
 from ssd_serve.server.http.streaming import while_connected
 from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.openai.unknown_fields import UnknownFields, for_log
 from ssd_serve.server.openai.fields import Strict
+from ssd_serve.server.openai.unknown_fields import UnknownFields, for_log
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,9 @@ class UploadMemory:
     def _evict_slow(self) -> None:
         """Cancel the largest of the uploads that still arrive after the grace period."""
         late = time.monotonic() - self._grace_s
-        slow = [(one.held, one.reading, one) for one in self._uploads if one.reading and one.started_at < late]
+        slow = [
+            (one.held, one.reading, one) for one in self._uploads if one.reading and one.started_at < late
+        ]
         if slow:
             _, reading, upload = max(slow, key=lambda each: each[0])
             upload.evicted = True

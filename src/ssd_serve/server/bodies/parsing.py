@@ -13,11 +13,11 @@ from typing import Annotated, TypeVar
 import msgspec
 from pydantic import ValidationError
 
-from ssd_serve.sampling.validation import vocabulary_error, context_length_error
+from ssd_serve.sampling.validation import context_length_error, vocabulary_error
 from ssd_serve.server.bodies.json_slices import (
     SLICE,
-    Raw,
     JsonReader,
+    Raw,
     count,
     count_names,
     parts_of_object,

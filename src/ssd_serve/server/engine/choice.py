@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ssd_serve.base.messages import Committed, Figures, Finished, SamplingParameters, TokenLogprobs
-from ssd_serve.server.observability.timing import ChoiceTiming, ChoiceTimer
+from ssd_serve.server.observability.timing import ChoiceTimer, ChoiceTiming
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.output import TextAssembler, TextRules
 

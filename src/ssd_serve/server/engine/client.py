@@ -53,9 +53,10 @@ class EngineClient:
     ) -> None:
         """Prepare a client; `attach` brings the channel where none is given.
 
-        Without `reconnect`, the first death is final, as is any death before the first `Ready`. `on_ready` is called for each engine that can generate. `on_silence`
-        is called every second, with the seconds, while a ready engine has sent nothing for longer than
-        `silence_limit_s`. `on_poison` is called when a request is found that kills engines.
+        Without `reconnect`, the first death is final, as is any death before the first `Ready`. `on_ready` is
+        called for each engine that can generate. `on_silence` is called every second, with the seconds, while a
+        ready engine has sent nothing for longer than `silence_limit_s`. `on_poison` is called when a request is
+        found that kills engines.
         """
         self._connection = AsyncConnection(channel or NullChannel(), self._on_messages, self._on_lost)
         self._reconnect = reconnect

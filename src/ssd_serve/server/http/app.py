@@ -12,8 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
-from ssd_serve.base.version import __version__
 from ssd_serve.base.errors import SettingsError, SsdError
+from ssd_serve.base.settings import Settings
+from ssd_serve.base.version import __version__
 from ssd_serve.server.access.auth import AuthMiddleware
 from ssd_serve.server.access.hosts import metrics_may_show_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
@@ -35,14 +36,13 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
-from ssd_serve.server.openai.unknown_fields import HEADER as IGNORED
-from ssd_serve.server.openai.unknown_fields import UnknownFields
 from ssd_serve.server.openai.openapi import SecuritySchemes, describe
 from ssd_serve.server.openai.responses.stream import ResponsesEndpoint
 from ssd_serve.server.openai.tokenize import TokenizingEndpoints
+from ssd_serve.server.openai.unknown_fields import HEADER as IGNORED
+from ssd_serve.server.openai.unknown_fields import UnknownFields
 from ssd_serve.server.service import Service, StopGate, model_name
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
-from ssd_serve.base.settings import Settings
 
 if TYPE_CHECKING:
     from ssd_serve.server.observability.traces import Traces

@@ -18,7 +18,28 @@ from ssd_serve.server.engine.client import EngineClient
 
 PREFIX = "ssd_"
 SECONDS = tuple(
-    map(float, "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 120 300".split())
+    map(
+        float,
+        [
+            "0.001",
+            "0.0025",
+            "0.005",
+            "0.01",
+            "0.025",
+            "0.05",
+            "0.1",
+            "0.25",
+            "0.5",
+            "1",
+            "2.5",
+            "5",
+            "10",
+            "30",
+            "60",
+            "120",
+            "300",
+        ],
+    )
 )
 ROUND_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 ROUND_NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -158,7 +179,9 @@ def _acceptance(totals: Figures) -> Iterator[Metric]:
     by_depth = f"by depth: position 0 is depth 1, position {POSITIONS} is all depths above {POSITIONS}"
     for name, (text, histogram) in _BY_POSITION.items():
         counts = enumerate(bounded(by_position(histogram(totals))))
-        yield _counter(name, f"{text}, {by_depth}", "position", {str(place): count for place, count in counts})
+        yield _counter(
+            name, f"{text}, {by_depth}", "position", {str(place): count for place, count in counts}
+        )
     for name, (text, read) in _BY_SOURCE.items():
         counts_by_source = {source: read(each) for source, each in totals.sources.items()}
         yield _counter(name, f"{text}, for each source that proposed them", "source", counts_by_source)
@@ -212,7 +235,9 @@ class ServerMetrics:
         histogram = self._histogram
         self.first_token = histogram("time_to_first_token_seconds", "time to the first token", SECONDS)
         self.inter_token = histogram(
-            "inter_token_latency_seconds", "time between tokens, a round's time divided by its tokens", SECONDS
+            "inter_token_latency_seconds",
+            "time between tokens, a round's time divided by its tokens",
+            SECONDS,
         )
         self.whole = histogram("e2e_request_latency_seconds", "time to the last token", SECONDS)
         self.decode = histogram(

@@ -123,11 +123,9 @@ class RequestTrace(Protocol):
     """The trace of one request."""
 
     @property
-    def identifier(self) -> str:
-        ...
+    def identifier(self) -> str: ...
 
-    def finished(self, request: FinishedRequest) -> None:
-        ...
+    def finished(self, request: FinishedRequest) -> None: ...
 
 
 def log_finished(request: FinishedRequest, trace: RequestTrace | None) -> None:

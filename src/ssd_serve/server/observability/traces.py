@@ -17,8 +17,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ssd_serve.base.version import __version__
 from ssd_serve.base.messages import Figures
+from ssd_serve.base.version import __version__
 from ssd_serve.server.observability.timing import ChoiceTiming, FinishedRequest
 
 _FLUSH_S = 2.0

@@ -21,13 +21,12 @@ from ssd_serve.server.openai.checks import (
     given,
     text_rules,
 )
+from ssd_serve.server.openai.grammar import CallForm, forced_calls, grammar_of, strict_calls
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.openai.protocol import ChatRequest, NamedTool
 from ssd_serve.server.openai.serialize import ChatSerializer, ResponseHead
 from ssd_serve.server.openai.stream import handle_generation
-from ssd_serve.server.openai.grammar import grammar_of
 from ssd_serve.server.openai.tasks import GenerationTask
-from ssd_serve.server.openai.grammar import CallForm, forced_calls, strict_calls
 from ssd_serve.server.openai.tools.formats import FORMATS, format_of
 from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
 from ssd_serve.server.service import Service

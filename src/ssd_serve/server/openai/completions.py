@@ -11,8 +11,8 @@ from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.sampling.validation import engine_parameters, output_limit
 from ssd_serve.server.engine.choice import ChoicePlan
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.http.middleware import request_id
+from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.checks import (
     bad_word_tokens,
     check_streaming,
@@ -20,11 +20,11 @@ from ssd_serve.server.openai.checks import (
     given,
     text_rules,
 )
+from ssd_serve.server.openai.grammar import grammar_of
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count
 from ssd_serve.server.openai.protocol import CompletionRequest
 from ssd_serve.server.openai.serialize import CompletionSerializer, ResponseHead
 from ssd_serve.server.openai.stream import handle_generation
-from ssd_serve.server.openai.grammar import grammar_of
 from ssd_serve.server.openai.tasks import GenerationTask
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import token_units
@@ -73,9 +73,7 @@ class CompletionsEndpoint:
         all_limits = [limit for limit in limits for _ in range(choices)]
         generated = iter(await generated_tokens(service, ready, body, all_limits))
         plans = [
-            ChoicePlan(
-                prompt.ids, each, choice_seed(seed & MASK64, i), rules, skip_special, next(generated)
-            )
+            ChoicePlan(prompt.ids, each, choice_seed(seed & MASK64, i), rules, skip_special, next(generated))
             for prompt, each in zip(prompts, parameters, strict=True)
             for i in range(choices)
         ]
@@ -115,7 +113,9 @@ class CompletionsEndpoint:
                 yield
             return found
 
-        return await self.service.worker_pool.steps(token_units(len(prompt.ids) for prompt in prompts), work())
+        return await self.service.worker_pool.steps(
+            token_units(len(prompt.ids) for prompt in prompts), work()
+        )
 
 
 def _check(body: CompletionRequest, scored: bool, choices: int) -> None:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    AliasChoices,
     Discriminator,
     Field,
     Tag,
@@ -21,8 +21,8 @@ from pydantic import Strict as Strictness
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from ssd_serve.sampling.validation import range_field
 from ssd_serve.sampling.parameters import range_of
+from ssd_serve.sampling.validation import range_field
 from ssd_serve.server.http.middleware import REQUEST_ID_PATTERN
 from ssd_serve.server.limits import (
     MAX_ALLOWED_IDS,
@@ -245,7 +245,9 @@ LogitBias = Annotated[
 class SpeculationOptions(Lenient):
     """Limits of speculation; the text stays the same."""
 
-    mode: Literal["auto", "off"] | None = Field(None, description="off: no draft tokens; auto: as many as pay")
+    mode: Literal["auto", "off"] | None = Field(
+        None, description="off: no draft tokens; auto: as many as pay"
+    )
     max_nodes: Annotated[int, Field(ge=0, le=1024)] | None = Field(
         None, description="most draft tokens that a round verifies"
     )

@@ -57,7 +57,9 @@ async def grammar_of(
             constraints.append(_Constraint("tools", calls()))
         return _compiled(constraints, thinking)
 
-    return await service.worker_pool.run(service.limits.inline_characters + 1, work)  # short grammars can take long too
+    return await service.worker_pool.run(
+        service.limits.inline_characters + 1, work
+    )  # short grammars can take long too
 
 
 def _compiled(constraints: Sequence[_Constraint], thinking: bool | None) -> str:
@@ -259,7 +261,10 @@ def _object(form: CallForm, name: str, parameters: Mapping[str, object]) -> dict
     arguments = "parameters" if form.name == "llama3" else "arguments"
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, arguments: _relocated(parameters, f"/properties/{arguments}")},
+        "properties": {
+            "name": {"const": name},
+            arguments: _relocated(parameters, f"/properties/{arguments}"),
+        },
         "required": ["name", arguments],
         "additionalProperties": False,
     }

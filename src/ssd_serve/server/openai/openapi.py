@@ -21,11 +21,11 @@ from ssd_serve.server.access.tenants import RATE_HEADERS
 from ssd_serve.server.anthropic import models as anthropic
 from ssd_serve.server.anthropic.models import CountRequest, MessagesRequest
 from ssd_serve.server.http.middleware import REQUEST_ID_HEADER
-from ssd_serve.server.openai import response_models as answers
 from ssd_serve.server.openai import protocol
-from ssd_serve.server.openai.unknown_fields import HEADER as IGNORED
+from ssd_serve.server.openai import response_models as answers
 from ssd_serve.server.openai.responses import models as responses
 from ssd_serve.server.openai.responses.models import ResponsesRequest
+from ssd_serve.server.openai.unknown_fields import HEADER as IGNORED
 
 Schema = dict[str, Any]
 
@@ -126,9 +126,7 @@ _BODY = (400, 404, 408, 413, 415, 429)
 _ASK = [{"role": "user", "content": "What is speculative decoding?"}]
 OPERATIONS: dict[str, Operation] = {
     "/health": Operation("can a token be generated now?", information.Health, open=True),
-    "/ping": Operation(
-        "the same as /health", information.Health, open=True, methods=("get", "head", "post")
-    ),
+    "/ping": Operation("the same as /health", information.Health, open=True, methods=("get", "head", "post")),
     "/v1/models": Operation(
         "the served model",
         information.ModelList,
@@ -296,11 +294,17 @@ def _operation(
         "responses": {
             "200": {
                 "description": "Success.",
-                "headers": {REQUEST_ID_HEADER: _NAME_HEADER, **({**_LIMITS, **_IGNORED} if operation.body else {})},
+                "headers": {
+                    REQUEST_ID_HEADER: _NAME_HEADER,
+                    **({**_LIMITS, **_IGNORED} if operation.body else {}),
+                },
                 "content": _content(operation, references),
                 **({"links": operation.links} if operation.links and method != "head" else {}),
             },
-            **{str(each): {"$ref": f"#/components/responses/{each}"} for each in schemes.problems(path, operation)},
+            **{
+                str(each): {"$ref": f"#/components/responses/{each}"}
+                for each in schemes.problems(path, operation)
+            },
         },
     }
     if operation.body is not None:

@@ -9,7 +9,7 @@ from ssd_serve.base.errors import RequestError
 from ssd_serve.base.messages import Ready
 from ssd_serve.sampling.validation import FILL_CONTEXT, check_prompt, context_length_error, encode
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.http.worker_pool import WorkerPool, Steps
+from ssd_serve.server.http.worker_pool import Steps, WorkerPool
 from ssd_serve.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
 from ssd_serve.base.messages import RequestOptions
-from ssd_serve.sampling.validation import Choices, Seed, Temperature, with_number_fields, range_field
+from ssd_serve.sampling.validation import Choices, Seed, Temperature, range_field, with_number_fields
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS, MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
 from ssd_serve.server.openai.fields import (
     AllowedTokenIds,
@@ -24,10 +24,13 @@ from ssd_serve.server.openai.fields import (
     NotBuilt,
     Prompt,
     RequestName,
+    ResponseFormat,
+    Schema,
     SomeTokenIds,
     SpeculationOptions,
     Stop,
     StopTokenIds,
+    StructuredOutputs,
     TemplateVariables,
     TokenIds,
     Tokens,
@@ -36,7 +39,6 @@ from ssd_serve.server.openai.fields import (
     not_built,
     only_where,
 )
-from ssd_serve.server.openai.fields import ResponseFormat, Schema, StructuredOutputs
 
 TopLogprobs = Annotated[int, range_field("logprobs")]
 
@@ -97,7 +99,9 @@ class GenerationRequest(Lenient):
     presence_penalty: Annotated[float, range_field("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, range_field("frequency_penalty")] | None = None
     logit_bias: LogitBias | None = None
-    allowed_token_ids: AllowedTokenIds | None = Field(None, description="the only tokens that may be generated")
+    allowed_token_ids: AllowedTokenIds | None = Field(
+        None, description="the only tokens that may be generated"
+    )
     bad_words: BadWords | None = Field(None, description="texts that the output must not contain")
 
     min_tokens: Annotated[int, range_field("min_tokens")] | None = None
@@ -172,7 +176,6 @@ class GenerationRequest(Lenient):
     typical_p: Annotated[object, not_built(1, 1.0)] = None
     xtc_probability: Annotated[object, not_built(0, 0.0)] = None
 
-
     @property
     def max_nodes(self) -> int | None:
         """Most draft tokens of a round: the limit of `speculation`, 0 where its mode is off."""
@@ -202,7 +205,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: TopLogprobs | None = Field(None, description="how many of the most probable tokens to report")
 
     messages: NotBuilt = None
-    best_of: int | None = Field(None, ge=1, description="only as many as n: choosing among more is not supported")
+    best_of: int | None = Field(
+        None, ge=1, description="only as many as n: choosing among more is not supported"
+    )
     prompt_embeds: NotBuilt = None
     suffix: Annotated[object, not_built("")] = None
     thinking_token_budget: NotBuilt = None
@@ -318,9 +323,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    continue_final_message: bool | None = Field(
-        None, description="the output continues the last message"
-    )
+    continue_final_message: bool | None = Field(None, description="the output continues the last message")
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = Field(
         None, description="auto: the model may call tools; required: it must; or the tool that it must call"

@@ -73,9 +73,7 @@ class Speculation(TypedDict):
     ]
     acceptance_by_depth: Annotated[
         list[float] | None,
-        Field(
-            description="share of the rounds with a token at depth 1, 2, … that accepted one"
-        ),
+        Field(description="share of the rounds with a token at depth 1, 2, … that accepted one"),
     ]
     sources: Annotated[
         dict[str, SourceTokens] | None,
@@ -118,7 +116,9 @@ class Ended(TypedDict):
 
     finish_reason: FinishReason | None
     stop_reason: Annotated[str | int | None, Field(description="the stop string or the stop token id")]
-    rounds: NotRequired[Annotated[list[int], Field(description="number of tokens of each round, where traced")]]
+    rounds: NotRequired[
+        Annotated[list[int], Field(description="number of tokens of each round, where traced")]
+    ]
 
 
 class Head(TypedDict):

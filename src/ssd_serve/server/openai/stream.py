@@ -15,7 +15,6 @@ from fastapi import Request, Response
 from ssd_serve.base.messages import Ready
 from ssd_serve.server.engine.choice import ChoiceEnd, ChoiceOutput
 from ssd_serve.server.errors import ApiError
-from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.http.middleware import REQUEST_ID_HEADER, log_as_request
 from ssd_serve.server.http.streaming import (
     DONE,
@@ -25,10 +24,11 @@ from ssd_serve.server.http.streaming import (
     obfuscated,
     while_connected,
 )
-from ssd_serve.server.openai.unknown_fields import ignored_header
+from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.openai.serialize import ResponseHead, speculation
 from ssd_serve.server.openai.tasks import GenerationTask
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.service import Service
 
 _SCORED_TOKEN_UNITS = 32

@@ -10,10 +10,10 @@ from ssd_serve.base.messages import Ready
 from ssd_serve.sampling.validation import check_vocabulary, context_length_error
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.worker_pool import Steps
-from ssd_serve.server.openai.unknown_fields import ignored_header
+from ssd_serve.server.openai.checks import given
 from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
-from ssd_serve.server.openai.checks import given
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import token_units
 
@@ -50,10 +50,14 @@ class TokenizingEndpoints:
             text = await chat_text(service, service.tokenize_pool, body)
         param = "prompt" if body.messages is None else "messages"
         special = given(body.add_special_tokens, body.messages is None)
-        ids = await service.tokenize_pool.steps(len(text), text_ids(service.tokenizer, ready, text, special, param))
+        ids = await service.tokenize_pool.steps(
+            len(text), text_ids(service.tokenizer, ready, text, special, param)
+        )
         answer: dict[str, object] = {"count": len(ids), "max_model_len": ready.context, "tokens": ids}
         if body.return_token_strs:
-            answer["token_strs"] = await service.tokenize_pool.steps(token_units([len(ids)]), self._strings(ids))
+            answer["token_strs"] = await service.tokenize_pool.steps(
+                token_units([len(ids)]), self._strings(ids)
+            )
         return answer
 
     def _strings(self, ids: Sequence[int]) -> Steps[list[str]]:

@@ -8,9 +8,10 @@ that it should add exceed `r` times the wait. Plain numpy; knows no models and n
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)

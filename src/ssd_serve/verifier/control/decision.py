@@ -4,8 +4,9 @@ A value that planner and engine fill in. Knows no trees, no drafters and no cont
 """
 
 from dataclasses import dataclass, replace
-from ssd_serve.base.messages import DecisionMessage, CostEstimate, DecisionReason
 from enum import Enum
+
+from ssd_serve.base.messages import CostEstimate, DecisionMessage, DecisionReason
 
 
 class SpeculationMode(Enum):

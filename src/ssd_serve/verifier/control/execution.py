@@ -5,19 +5,21 @@ threads wait for the slowest, so a round takes all cores only where it is clearl
 start and by those of the latest rounds. Knows drafters as working or paused; chooses no nodes.
 """
 
+import os
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from ssd_serve.verifier.drafters.pool import DrafterPool
+from statistics import median
+
+import torch
+
 from ssd_serve.base.cost import CostTable, Reading
-from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.base.devices import Device
 from ssd_serve.verifier.control.budget import WaitPolicy
 from ssd_serve.verifier.control.decision import SpeculationMode
-from collections import deque
-from statistics import median
-import os
-from contextlib import suppress
-import torch
-from ssd_serve.base.devices import Device
+from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.drafters.pool import DrafterPool
 
 _MIN_SAVING = 0.9
 """All cores must take at most this share of the time on the shared cores."""
@@ -46,7 +48,10 @@ class ThreadCountSelector:
     def likely_table(self, rows: int, reading: Reading) -> CostTable:
         """Return the cost table of the thread count that a batch of this size would use."""
         lately = {all_cores: median(self._slowness[all_cores]) for all_cores in self._tables}
-        clearly = {all_cores: slowness if slowness > _CLEARLY_SLOWER else 1.0 for all_cores, slowness in lately.items()}
+        clearly = {
+            all_cores: slowness if slowness > _CLEARLY_SLOWER else 1.0
+            for all_cores, slowness in lately.items()
+        }
         return self._tables[self._pays(rows, reading, clearly)]
 
     def all_cores(self, rows: int, reading: Reading) -> bool:
@@ -66,7 +71,8 @@ class ThreadCountSelector:
 
     def _pays(self, rows: int, reading: Reading, slowness: Mapping[bool, float]) -> bool:
         few_s, all_s = (
-            slowness[all_cores] * self._tables[all_cores].first_seconds(rows, reading) for all_cores in (False, True)
+            slowness[all_cores] * self._tables[all_cores].first_seconds(rows, reading)
+            for all_cores in (False, True)
         )
         return all_s <= _MIN_SAVING * few_s
 
@@ -147,7 +153,9 @@ class ExecutionPlanner:
         self._drafters = drafters
         self._choice: ThreadCountSelector | None = None
         if mode_config is not None and mode_config.shared_cores is not None and mode_config.cores.differ:
-            self._choice = ThreadCountSelector(mode_config.shared_cores, mode_config.costs[SpeculationMode.PLAIN], clock)
+            self._choice = ThreadCountSelector(
+                mode_config.shared_cores, mode_config.costs[SpeculationMode.PLAIN], clock
+            )
         self._entered: tuple[SpeculationMode, bool] | None = None
         """Mode in which the round computes, and whether on all of its cores."""
         self._nodes = 0
@@ -199,7 +207,11 @@ class ExecutionPlanner:
         """The round's forward of `rows` rows, of which some are nodes, took `seconds`."""
         self.cost.observe(rows, seconds, reading)
         self._nodes = nodes
-        if self._choice is not None and self._entered is not None and self._entered[0] is not SpeculationMode.ASYNC:
+        if (
+            self._choice is not None
+            and self._entered is not None
+            and self._entered[0] is not SpeculationMode.ASYNC
+        ):
             self._choice.observe(self._entered[1], rows, seconds, reading)
 
     def _enter(self, mode: SpeculationMode, all_cores: bool, mode_config: ModeConfig) -> None:

@@ -4,16 +4,14 @@ The mode controller starts from the forecast and tries only modes that it puts n
 count more as soon as there are some. `ModeForecaster` reads step times of drafters; chooses nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
 from ssd_serve.base.cost import CostTable, HostCost, Reading
 from ssd_serve.verifier.control.decision import SpeculationMode
-from collections.abc import Sequence
+from ssd_serve.verifier.control.execution import ExecutionPlanner, ModeConfig
 from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.base.cost import HostCost, Reading
-from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
 from ssd_serve.verifier.request import Request
-
 
 _ACCEPTANCE_PRIOR = 0.7
 """Prior of the acceptance rate of a tree level."""
@@ -95,7 +93,8 @@ def forecast(
             speed = _sync_rate if mode is SpeculationMode.SYNC else _async_rate
             level_s = steps[mode].level_s(load.requests)
             gains[mode] = unit_s * max(
-                speed(_round_s(cost, host, load, nodes), depth, level_s, acceptance_rate) for depth, nodes in shapes
+                speed(_round_s(cost, host, load, nodes), depth, level_s, acceptance_rate)
+                for depth, nodes in shapes
             )
     return gains
 
@@ -111,7 +110,9 @@ def with_prefill(gain: float, plain_s: float, read_s: float, concurrent: bool) -
 def prefill_slowdown_by_drafts(plain: CostTable, prefill_s_per_token: float) -> float:
     """Factor by which rounds with prefill take longer if the target's device prefills the draft as well, at
     `prefill_s_per_token`."""
-    return 1 + prefill_s_per_token * _PREFILL_TOKENS / max(plain.first_seconds(_PREFILL_TOKENS, Reading()), 1e-9)
+    return 1 + prefill_s_per_token * _PREFILL_TOKENS / max(
+        plain.first_seconds(_PREFILL_TOKENS, Reading()), 1e-9
+    )
 
 
 def _sync_rate(round_s: float, depth: int, level_s: float, acceptance_rate: float) -> float:
@@ -126,7 +127,11 @@ def _async_rate(round_s: float, depth: int, level_s: float, acceptance_rate: flo
 
 
 def _tokens(depth: float, acceptance_rate: float) -> float:
-    return depth + 1 if acceptance_rate >= 1 else float((1 - acceptance_rate ** (depth + 1)) / (1 - acceptance_rate))
+    return (
+        depth + 1
+        if acceptance_rate >= 1
+        else float((1 - acceptance_rate ** (depth + 1)) / (1 - acceptance_rate))
+    )
 
 
 def _round_s(cost: CostTable, host: HostCost, load: DecodingLoad, nodes_each: int) -> float:
@@ -168,8 +173,13 @@ class ModeForecaster:
         steps = {mode: DraftStep(self._drafters.step_s_in(mode), self._width) for mode in self._costs}
         load = DecodingLoad(requests, self._context)
         unit_s = self._costs[SpeculationMode.PLAIN].first_seconds(requests, load.reading())
-        gains = forecast(load, unit_s, self._execution.costs(requests), steps, self._host, self._level_acceptance.share)
-        late = {SpeculationMode.SYNC: 1 - self._overlapping_share, SpeculationMode.ASYNC: float(self._execution.prefills_alone)}
+        gains = forecast(
+            load, unit_s, self._execution.costs(requests), steps, self._host, self._level_acceptance.share
+        )
+        late = {
+            SpeculationMode.SYNC: 1 - self._overlapping_share,
+            SpeculationMode.ASYNC: float(self._execution.prefills_alone),
+        }
         for mode, share in late.items():
             if mode in gains and share:
                 plain_s, read_s = self._plain_and_prefill_s(mode)
@@ -204,9 +214,14 @@ class ModeForecaster:
         target's device."""
         if mode is not SpeculationMode.SYNC:
             return 1.0
-        return prefill_slowdown_by_drafts(self._costs[SpeculationMode.PLAIN], self._overlapping_share * self._drafters.prefill_s_per_token(mode))
+        return prefill_slowdown_by_drafts(
+            self._costs[SpeculationMode.PLAIN],
+            self._overlapping_share * self._drafters.prefill_s_per_token(mode),
+        )
 
     def _plain_s(self, tokens: int) -> float:
         """Seconds of plain decoding for so many tokens of the running requests together."""
         requests = len(self._running)
-        return tokens / max(1, requests) * self._costs[SpeculationMode.PLAIN].first_seconds(requests, Reading())
+        return (
+            tokens / max(1, requests) * self._costs[SpeculationMode.PLAIN].first_seconds(requests, Reading())
+        )

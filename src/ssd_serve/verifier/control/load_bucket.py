@@ -5,11 +5,9 @@ plain decoding, so plain decoding would never notice that the neighbour has left
 nothing.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
-import math
-from dataclasses import dataclass
-
 
 ModeT = TypeVar("ModeT")
 

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
-from ssd_serve.verifier.control.load_bucket import LoadBucket, DiscountedMean, ModeT
-from ssd_serve.verifier.control.load_bucket import RegressionTracker
+from ssd_serve.verifier.control.load_bucket import DiscountedMean, LoadBucket, ModeT, RegressionTracker
 
 _EXPLORATION = 0.6
 """Exploration bonus of a mode that was measured for one round; it falls with the root of the rounds."""
@@ -74,7 +73,11 @@ class ModeController(Generic[ModeT]):
             jumped = requests >= 2 * self._load or 2 * requests <= self._load
             self._load += (1.0 if jumped else _LOAD_SMOOTHING) * (requests - self._load)
             least = 2 ** (self._exponent - 0.5) if self._exponent else 0.0
-            if not least * (1 - _BUCKET_HYSTERESIS) <= self._load < 2 ** (self._exponent + 0.5) * (1 + _BUCKET_HYSTERESIS):
+            if (
+                not least * (1 - _BUCKET_HYSTERESIS)
+                <= self._load
+                < 2 ** (self._exponent + 0.5) * (1 + _BUCKET_HYSTERESIS)
+            ):
                 self._exponent = _exponent(self._load)
         bucket = self._bucket_at(self._exponent)
         mode = self._last
@@ -118,7 +121,9 @@ class ModeController(Generic[ModeT]):
             bucket = self._bucket_at(_exponent(requests))
             for mode, gain in by_way.items():
                 if mode in bucket.decoding and gain > 0:
-                    bucket.decoding[mode] = DiscountedMean(gain * _LOADED_ROUNDS, _LOADED_ROUNDS, _LOADED_ROUNDS)
+                    bucket.decoding[mode] = DiscountedMean(
+                        gain * _LOADED_ROUNDS, _LOADED_ROUNDS, _LOADED_ROUNDS
+                    )
             bucket.running = self._best(bucket)
 
     def observe(self, gained_s: float, seconds: float, plain_s: float, prefill: bool = False) -> None:
@@ -155,7 +160,11 @@ class ModeController(Generic[ModeT]):
         """Switch to the mode with the best score if it clearly exceeds that of the running one."""
         scores = {mode: self._ucb_score(bucket, mode) for mode in self._modes}
         current = scores[bucket.running]
-        worth = {mode: score * self.remaining_benefit(mode) for mode, score in scores.items() if score > _SWITCH_MARGIN * current}
+        worth = {
+            mode: score * self.remaining_benefit(mode)
+            for mode, score in scores.items()
+            if score > _SWITCH_MARGIN * current
+        }
         mode = max(worth, key=worth.__getitem__, default=bucket.running)
         if worth.get(mode, 0.0) > current:
             bucket.switch(mode)
@@ -180,7 +189,9 @@ class ModeController(Generic[ModeT]):
             gives = bucket.decoding[mode].gain
             if regression.has_recovered(gives):
                 del bucket.regressions[mode]
-            elif bucket.running != mode and regression.should_retry(gives, self._decoding(bucket, bucket.running)):
+            elif bucket.running != mode and regression.should_retry(
+                gives, self._decoding(bucket, bucket.running)
+            ):
                 bucket.decoding[mode] = DiscountedMean(regression.gain, 1.0, 1.0)
 
     def _discount(self, changed: LoadBucket[ModeT], slower: float) -> None:
@@ -196,7 +207,9 @@ class ModeController(Generic[ModeT]):
     def _forecast(self, bucket: LoadBucket[ModeT]) -> None:
         if self.forecast is not None and (not bucket.forecast or bucket.rounds % _FORECAST_EVERY == 0):
             bucket.raw_forecast = dict(self.forecast(1 << self._exponent))
-        bucket.forecast = {mode: self._forecast_correction(bucket, mode) * gain for mode, gain in bucket.raw_forecast.items()}
+        bucket.forecast = {
+            mode: self._forecast_correction(bucket, mode) * gain for mode, gain in bucket.raw_forecast.items()
+        }
 
     def _forecast_correction(self, bucket: LoadBucket[ModeT], mode: ModeT) -> float:
         """Factor between measured and forecast gain: of this mode in other buckets, the nearest most, and of
@@ -226,7 +239,11 @@ class ModeController(Generic[ModeT]):
 
     def _best(self, bucket: LoadBucket[ModeT]) -> ModeT:
         """Return the measured mode with the largest gain; the running one among equals."""
-        known = [mode for mode in self._modes if bucket.decoding[mode].gain or mode in (self._plain, bucket.running)]
+        known = [
+            mode
+            for mode in self._modes
+            if bucket.decoding[mode].gain or mode in (self._plain, bucket.running)
+        ]
         return max(known, key=lambda mode: (self._gain(bucket, mode), mode == bucket.running))
 
     def _gain(self, bucket: LoadBucket[ModeT], mode: ModeT) -> float:
@@ -248,7 +265,9 @@ class ModeController(Generic[ModeT]):
     def _prior(self, bucket: LoadBucket[ModeT], mode: ModeT) -> tuple[float, float]:
         """Return the prior of a mode's gain and its weight in rounds."""
         if mode in bucket.forecast:
-            return bucket.forecast[mode], bucket.prior * (1.0 if mode in bucket.regressions else _FORECAST_WEIGHT)
+            return bucket.forecast[mode], bucket.prior * (
+                1.0 if mode in bucket.regressions else _FORECAST_WEIGHT
+            )
         return (1.0, _PLAIN_PRIOR) if mode == self._plain else (_PRIOR_GAIN, bucket.prior)
 
     def _prefill_time(self, bucket: LoadBucket[ModeT], mode: ModeT) -> tuple[float, bool]:
@@ -264,7 +283,9 @@ class ModeController(Generic[ModeT]):
         is_forecast = None not in (self.prefill_slowdown(mode), self.prefill_slowdown(best))
         weight = _PREFILL_FORECAST_WEIGHT if is_forecast else _PREFILL_PRIOR
         seen = mine.rounds / mine.gain if mine.gain else 0.0
-        prefill_time = (seen + weight * self._expected_prefill_slowdown(mode) * least[best]) / (mine.rounds + weight)
+        prefill_time = (seen + weight * self._expected_prefill_slowdown(mode) * least[best]) / (
+            mine.rounds + weight
+        )
         return prefill_time, is_forecast
 
     def _expected_prefill_slowdown(self, mode: ModeT) -> float:

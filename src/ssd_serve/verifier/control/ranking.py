@@ -38,7 +38,12 @@ class Ranking:
 
 
 def rank(
-    chunks: Sequence[ScheduledChunk], most: int, context: int, width: int, least: float = 0.0, instant: int = 0
+    chunks: Sequence[ScheduledChunk],
+    most: int,
+    context: int,
+    width: int,
+    least: float = 0.0,
+    instant: int = 0,
 ) -> Ranking:
     """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width`
     best leaves. What others than `instant` sources (bits) have named, and only these have grown below, is a

@@ -13,17 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd_serve.base.messages import CostEstimate, DecisionReason
-from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.verifier.control.budget import Rate, choose
 from ssd_serve.base.cost import MAX_ROWS, CostTable, HostCost, Reading
-from ssd_serve.verifier.control.decision import Decision
-from ssd_serve.verifier.control.forecast import ModeForecaster
-from ssd_serve.verifier.control.forecast import LevelAcceptance
-from ssd_serve.verifier.control.budget import WaitPolicy, RoundEstimate
-from ssd_serve.verifier.control.decision import SpeculationMode
-from ssd_serve.verifier.control.execution import ModeConfig, ExecutionPlanner
+from ssd_serve.base.messages import CostEstimate, DecisionReason
+from ssd_serve.verifier.control.budget import Rate, RoundEstimate, WaitPolicy, choose
+from ssd_serve.verifier.control.decision import Decision, SpeculationMode
+from ssd_serve.verifier.control.execution import ExecutionPlanner, ModeConfig
+from ssd_serve.verifier.control.forecast import LevelAcceptance, ModeForecaster
 from ssd_serve.verifier.control.ranking import RankedNode, Ranking, rank
+from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
@@ -141,7 +138,9 @@ class RoundPlanner:
         """The nodes of a round of these parts, best first, and why; `drain` takes what came. Who runs without
         a part in it waits for its prompt to be read."""
         requests = sum([chunk.request.decoding for chunk in chunks])
-        pending = _PendingRound(chunks, requests, sum([len(chunk.slots) for chunk in chunks]), _reading(chunks))
+        pending = _PendingRound(
+            chunks, requests, sum([len(chunk.slots) for chunk in chunks]), _reading(chunks)
+        )
         if self._expectations is not None:
             self._expectations.begin(running, pending.context)
         self.execution.choose(len(running), requests, pending.rows, pending.reading)
@@ -185,8 +184,7 @@ class RoundPlanner:
         mode_config = self.execution.mode_config
         gains = mode_config.controller.gains() if mode_config is not None else {}
         return {
-            requests: {mode.value: gain for mode, gain in each.items()}
-            for requests, each in gains.items()
+            requests: {mode.value: gain for mode, gain in each.items()} for requests, each in gains.items()
         }
 
     def observe(self, round_: Round) -> None:

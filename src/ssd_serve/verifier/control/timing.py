@@ -9,22 +9,21 @@ written is only a measurement more. Knows files and timings, not models.
 import hashlib
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-import msgspec
-from ssd_serve.base.logs import Logger
-from ssd_serve.base.trusted_files import make_folder, read_own
-from ssd_serve.base.cost import Timing
-import platform
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
 import torch
+
+from ssd_serve.base.cost import CostTable, Timing
+from ssd_serve.base.logs import Logger
+from ssd_serve.base.trusted_files import make_folder, read_own
 from ssd_serve.models.interface import Model
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT, measure_steps
-from ssd_serve.base.cost import CostTable, Timing
-
 
 _FORMAT = 1
 _MAX_GAIN = 1000.0

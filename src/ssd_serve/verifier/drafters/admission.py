@@ -22,7 +22,9 @@ from ssd_serve.base.names import LONGEST_LABEL, is_label
 from ssd_serve.models.interface import listed
 from ssd_serve.transport.channel import ReceiveLimits
 
-FROM_DRAFTERS = ReceiveLimits(2 << 20, 128 << 10, Hello | Growth | Resync | SharedMemoryRead | Refusal | Heartbeat)
+FROM_DRAFTERS = ReceiveLimits(
+    2 << 20, 128 << 10, Hello | Growth | Resync | SharedMemoryRead | Refusal | Heartbeat
+)
 """Limits of messages from drafters; the largest frame is a snapshot of the largest tree."""
 MAX_REMOTE = 64
 _MAX_PER_ADDRESS = 32
@@ -137,7 +139,9 @@ class DrafterAuthorizer:
     def _connects_too_often(self, peer: str) -> bool:
         now = self._clock()
         self._connected_at.append((now, peer))
-        while self._connected_at[0][0] < now - 60.0 or len(self._connected_at) > 8 * _MAX_CONNECTIONS_PER_MINUTE:
+        while (
+            self._connected_at[0][0] < now - 60.0 or len(self._connected_at) > 8 * _MAX_CONNECTIONS_PER_MINUTE
+        ):
             self._connected_at.popleft()
         return sum(other == peer for _, other in self._connected_at) > _MAX_CONNECTIONS_PER_MINUTE
 

@@ -225,9 +225,7 @@ class DrafterPool:
         """Send heartbeats when they are due, and find silent, late and recovered drafters."""
         now = self._clock()
         self._silent = {
-            each.number
-            for each in self._active(synchronous=False)
-            if each.liveness.silent_s > _RESPONSIVE_S
+            each.number for each in self._active(synchronous=False) if each.liveness.silent_s > _RESPONSIVE_S
         }
         for each in self._connections.values():
             if not each.joined and not each.synchronous and now - each.since > _HELLO_S:

@@ -6,12 +6,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
-
 from typing_extensions import TypedDict
 
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.limits import MAX_LABELS, MAX_MESSAGES, MAX_TOOLS
-from ssd_serve.server.openai.response_models import Metrics
 from ssd_serve.server.openai.fields import (
     JsonObject,
     JsonOfSchema,
@@ -41,6 +39,7 @@ from ssd_serve.server.openai.protocol import (
     TopLogprobs,
     model_message,
 )
+from ssd_serve.server.openai.response_models import Metrics
 
 _LOGPROBS = "message.output_text.logprobs"
 

@@ -8,7 +8,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ssd_serve.server.openai.tools.formats import FORMATS
-from ssd_serve.server.openai.tools.readers import CallStart, Event, OutputReader, Text, Thinking, ThinkingReader
+from ssd_serve.server.openai.tools.readers import (
+    CallStart,
+    Event,
+    OutputReader,
+    Text,
+    Thinking,
+    ThinkingReader,
+)
 
 _ID_CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
