@@ -131,7 +131,7 @@ def test_a_target_may_draft_with_its_own_first_layers(llm: LLM, folder: Path) ->
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        ("self:5", "self:5 leaves nothing out: the target has 5 layers"),
+        ("self:5", "self:5 must have fewer layers than the target, which has 5"),
         ("self:0", "self:0 is no number of layers: write e.g. self:4"),
         ("self:two", "no number of layers"),
     ],

@@ -25,24 +25,28 @@ class Engine:
     failure: EngineDeadError | None = None
     limits: Limits = field(default_factory=Limits)
 
+    @property
+    def supervisor(self) -> "Engine":
+        return self
+
     def replica(self) -> Any:
         replica: Any = ServerReplica.__new__(ServerReplica)
         replica._client, replica._engine, replica._limits = self, self, self.limits
         return replica
 
 
-async def test_a_replica_is_well_while_its_engine_speaks_or_is_started_again() -> None:
+async def test_replica_is_healthy_while_its_engine_runs_or_restarts() -> None:
     await Engine().replica().check_health()
     await Engine(silent_s=1e3, lost_s=20.0).replica().check_health()
 
 
-async def test_a_silent_engine_is_a_reason_to_replace_the_replica() -> None:
+async def test_silent_engine_makes_the_replica_unhealthy() -> None:
     silent_s = Limits().engine_silence_s + 1
     with pytest.raises(EngineDeadError, match=f"has said nothing for {silent_s:.0f} s: it seems to hang"):
         await Engine(silent_s=silent_s).replica().check_health()
 
 
-async def test_a_dead_engine_is_one_with_the_reason_where_it_is_known() -> None:
+async def test_dead_engine_is_reported_with_its_reason() -> None:
     with pytest.raises(EngineDeadError, match="the channel closed"):
         await Engine(dead="the channel closed").replica().check_health()
     failure = EngineDeadError("the verifier process was killed by SIGKILL")

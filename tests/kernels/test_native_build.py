@@ -110,7 +110,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
         build(folder, compiler)
     loaded: list[Path] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(library, "NativeLibrary", loaded.append)
+    monkeypatch.setattr(library, "NativeLibrary", lambda path, _log: loaded.append(path))
     load_native(folder, compilers=compiler)
     assert loaded == [tmp_path / f"ssd-serve-{os.getuid()}" / planted.name]
     assert planted.read_text() == "evil"

@@ -89,7 +89,7 @@ def main() -> None:
                 )
             self.wfile.write(b"data: [DONE]\n\n")
 
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: ARG002
+        def log_message(self, format: str, *args: Any) -> None:
             """Write no access log."""
 
     HTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
