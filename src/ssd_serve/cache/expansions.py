@@ -24,7 +24,7 @@ _FLOATS, _SIGNED, _UNSIGNED = np.dtype("<f4"), np.dtype("<i4"), np.dtype("<u4")
 _SHARED_BYTES = 2048
 """Messages up to this size are kept whole by their expansions, which costs less than copying parts."""
 ROOT_STEP = -1
-"""The step of a root, whose own name stands in place of its parent's."""
+"""The step of a root. Its expansion carries the root's own name in place of a parent's name."""
 
 
 class Expansion(NamedTuple):

@@ -170,8 +170,8 @@ class PrefixCache:
     def insert(self, tokens: Sequence[int], slots: Sequence[int], handle: PrefixHandle | None = None) -> int:
         """Cache the tokens after a handle, or a whole prefix, take over their slots and release the handle.
 
-        Returns the number of duplicates: tokens cached in another slot, whose own slot is freed. The caller
-        must not use the slots afterwards.
+        Returns the number of duplicates: tokens already cached in another slot, so that their slot here is
+        freed. The caller must not use the slots afterwards.
         """
         held = self.begin() if handle is None else handle
         try:

@@ -19,7 +19,7 @@ message stall a round."""
 
 
 class _Orphan(NamedTuple):
-    """An expansion whose node has not arrived yet, the round of its arrival, and its source's bit."""
+    """An expansion of a node that has not arrived yet, with its arrival round and its source's bit."""
 
     expansion: PackedExpansion
     round: int
@@ -49,7 +49,7 @@ class Replica:
         self._late = 0
 
     def apply(self, growth: Growth, sender: int = 0, source: int = 1) -> bool:
-        """Add the expansions of one message of drafter `sender`, whose source is the bit `source`.
+        """Add the expansions of one message of drafter `sender`; `source` is the bit of its source.
 
         Returns False if earlier messages are missing and a snapshot is needed. Messages of other requests or
         epochs and unknown tokens change nothing. Raises `ProtocolError` for malformed buffers.
@@ -124,7 +124,7 @@ class Replica:
             self._late += 1
 
     def _adopt(self, name: int) -> None:
-        """Take orphans whose parent is this node, and then the orphans of those."""
+        """Take the orphans below this node, and then the orphans below those."""
         names = [name]
         while names:
             for orphan in self._orphans.pop(names.pop(), ()):

@@ -98,10 +98,10 @@ class SlotPool:
         return chosen
 
     def _roomy_start(self, count: int) -> int:
-        """The start of a new request of `count` slots, in the upper half of the largest gap.
+        """Return the first slot for a new request of `count` slots: the middle of the largest gap.
 
-        The lower half is left to the request below, which may grow into it, unless `count` slots need more
-        room.
+        It is lower if `count` slots need more than the upper half, and 0 if the gap starts at slot 0. The
+        request below may grow into the lower half.
         """
         bounds = np.zeros(self.slots + 2, dtype=np.int8)
         bounds[1:-1] = np.frombuffer(self._taken, dtype=np.int8) ^ 1

@@ -4,13 +4,14 @@ The drafter grows one tree and the verifier's replica mirrors it. A node's name 
 `name(child) = mix(name(parent), token)`, so both sides name a new root alike, hit or miss. The tree knows no
 KV slots, models or messages.
 
-Lazy expansion. A step must cost time by expansions, not by candidates, and most candidates are never used:
+Lazy expansion. The time of a step must depend on its expansions, not on its candidates: most candidates are
+never used. Example:
 
-    root: Node, tokens [7, 3, 9]        candidates are two lists; a `Node` is made on access
-      +- 7: Node, tokens [4, 1]
-      +- 3: no Node  <- pending: parent root, step 3, packed as received
-      |    `- 5      <- pending: parent "3", step 5; may stand on another pending expansion
-      `- 9: no Node, not expanded
+    root: Node, tokens [7, 3, 9]        candidates are two lists; a `Node` is made on access.
+      +- 7: Node, tokens [4, 1].
+      +- 3: no Node  <- pending: parent root, step 3, packed as received.
+      |    `- 5      <- pending: parent "3", step 5; the parent may be pending, too.
+      `- 9: no Node, not expanded.
 
 `take` only files a `PackedExpansion` under the name of its node, with its size and depth. The first access to
 that node creates the `Node` and unpacks the candidates into it (`_unpack`). Pending expansions that stand on

@@ -47,7 +47,7 @@ class Calibration:
         """Update the scale after the target chose `token` among `candidates` of a node at this depth.
 
         d/d(log scale) of -log softmax(s / scale)[choice] is (s[choice] - E[s]) / scale. A choice outside the
-        candidates scores at most as much as the last of them, whose score is used.
+        candidates scores at most as much as the last candidate, so the last score is used.
         """
         band, depth = temperature_band(temperature), min(depth, DEEPEST)
         ranks = (candidates.tokens == token).nonzero()[0]

@@ -1,7 +1,7 @@
 """The drafter's core: keeps one live tree for each request and grows it best-first, one step at a time.
 
     drain outcomes -> pick the W most probable unexpanded nodes -> one forward -> append F children each ->
-    publish
+    publish.
 
 Its interface is messages; it owns no socket, KV or model. Losslessness never depends on it.
 """
@@ -286,7 +286,7 @@ class DrafterCore:
         return []
 
     def _calibrate(self, draft: DraftRequest, tokens: Sequence[int]) -> None:
-        """Observe the target's choice at each node on the committed path whose candidates have scores."""
+        """Observe the target's choice at each node with scored candidates on the committed path."""
         node: Node | None = draft.tree.root
         for token in tokens:
             results, index, depth = (

@@ -100,7 +100,7 @@ class Frontier:
         return self.take(1, -math.inf)[0]
 
     def take(self, most: int, beyond: float, ties: bool = True) -> list[Node]:
-        """Take up to `most` next nodes whose log reach is above `beyond`, or equal to it with `ties`.
+        """Take up to `most` next nodes with a log reach above `beyond`, or equal to it with `ties`.
 
         Requires that `reach()` satisfies the same.
         """
@@ -122,7 +122,7 @@ class Frontier:
         return taken
 
     def _skip(self) -> None:
-        """Drop entries whose candidate is expanded already or ends the text."""
+        """Drop entries with a best candidate that is expanded already or ends the text."""
         while self._heap:
             _, _, parent, rank = self._heap[0]
             token = parent.tokens[rank]

@@ -34,7 +34,7 @@ _FAN_OUT = 4
 
 
 class PerRequestWidth:
-    """A `StepWidth` of one node for each request whose root has moved."""
+    """A `StepWidth` of one node for each request with a new root."""
 
     def __init__(self) -> None:
         self.width = 0

@@ -49,7 +49,7 @@ def widths_to_measure(most: int) -> list[int]:
 
 
 def choose_width(seconds: Mapping[int, float]) -> int:
-    """The widest width whose step takes at most 1.35 times as long as the narrowest one's."""
+    """Return the largest width with a step time of at most 1.35 times that of the narrowest."""
     narrowest = seconds[min(seconds)]
     return max(width for width, step_s in seconds.items() if step_s <= _TOLERANCE * narrowest)
 

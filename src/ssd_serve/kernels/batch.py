@@ -1,8 +1,8 @@
 """The batch: the one struct that every forward takes, and the contract of tree attention.
 
 A batch is ragged: each request contributes some rows (a prompt chunk, or its root and some tree nodes). A row
-attends to its request's committed prefix, whole, and to those of the request's *tree slots* whose bit is set
-in the row's ancestry. A batch knows nothing of requests' parameters, of models or of devices.
+attends to its request's whole committed prefix, and to the request's *tree slots* that have their bit set in
+the row's ancestry. A batch knows nothing of requests' parameters, of models or of devices.
 """
 
 import struct
@@ -32,8 +32,8 @@ class Batch:
 
     Rows of request r are `request_offsets[r]:request_offsets[r + 1]`. Its committed slots, in order of
     position from 0, are `prefix_slots[prefix_offsets[r]:prefix_offsets[r + 1]]`; every row of the request
-    attends to all of them. Its tree slots are `tree_slots[tree_offsets[r]:tree_offsets[r + 1]]`, at the
-    positions `tree_positions` says: they include every row written by this forward and may include slots
+    attends to all of them. Its tree slots are `tree_slots[tree_offsets[r]:tree_offsets[r + 1]]`, with their
+    positions in `tree_positions`. They include every row written by this forward and may include slots
     written by earlier ones. Bit j of `ancestry[row]` (word j // 64, bit j % 64) means that the row attends to
     the request's j-th tree slot; a row's own bit is always set. A request may have any number of rows >= 1
     and an empty prefix.
@@ -51,8 +51,8 @@ class Batch:
     tree_positions: Int64Array  # [sum of tree sizes]
     tree_offsets: Int32Array  # [requests + 1]
     ancestry: UInt64Array  # [rows, words]
-    rows_wanted: Int64Array  # [wanted], rows whose logits are returned, ascending
-    vectors: "torch.Tensor | None" = None  # [rows, hidden], of models whose rows are more than tokens
+    rows_wanted: Int64Array  # [wanted], rows to return logits for, ascending
+    vectors: "torch.Tensor | None" = None  # [rows, hidden], of models with more input than tokens
 
     @property
     def rows(self) -> int:
@@ -83,7 +83,7 @@ class RequestRows(NamedTuple):
     write_slots: Sequence[int]
     prefix_slots: Int32Array
     wanted: Sequence[int]
-    """Indices, among these rows, of those whose logits are wanted."""
+    """Indices, among these rows, of those to return logits for."""
     ancestry: Sequence[int] | None = None
     tree_slots: Sequence[int] | None = None
     tree_positions: Sequence[int] | None = None

@@ -1,8 +1,8 @@
-"""A model whose forwards on a GPU are captured once for each shape and then replayed.
+"""A model with forwards on a GPU that are captured once for each shape and then replayed.
 
-Launching the kernels of a forward takes the host longer than small forwards take the GPU. Batches are padded
-to a few row counts; what cannot be captured runs as it is, and so does everything after a capture
-has failed. Knows the two parts of a model's forward, not requests.
+Launching the kernels of a small forward takes longer on the host than the forward on the GPU. Batches are
+padded to a few row counts. Forwards that cannot be captured run eagerly, and so do all forwards after a
+failed capture. Knows the two parts of a model's forward, not requests.
 """
 
 from collections.abc import Hashable, Mapping
@@ -23,9 +23,9 @@ from ssd_serve.models.wrapped import WrappedModel
 
 MAX_GRAPHS = 256
 _FEW_ROWS = 64
-"""Largest number of rows whose logits are all computed where few are wanted: still faster than no capture."""
+"""Up to this number of rows all logits are computed where few are wanted: still faster than no capture."""
 _AHEAD = (2048, 1)
-"""Contexts for which forwards are captured before they are wanted: most requests' are like one of them."""
+"""Contexts for which forwards are captured in advance; most requests resemble one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,9 @@ class CapturedModel(WrappedModel):
         return sum(each.graph.bytes for each in self._forwards.values())
 
     def capture_ahead(self, most_rows: int = MAX_CAPTURED_ROWS) -> None:
-        """Capture what a tree of one request and single rows of many need, for every row count up to this
-        one; the largest first, whose memory serves the others. The rest is captured when it is met.
+        """Capture forwards of a tree of one request and of single rows of many, for each row count up to
+        `most_rows`. The largest is first, as the others reuse its memory. Other shapes are captured on
+        first use.
 
         Writes only garbage into KV slots: call it before any request runs.
         """
@@ -185,7 +186,7 @@ class CapturedModel(WrappedModel):
 
         try:
             self._graphs.warm_up(work)
-        except Exception as error:  # whatever a foreign kernel or its compiler raises
+        except Exception as error:  # any error of a foreign kernel or its compiler
             # The others wait in a sum of this forward, and would take a vote for its numbers.
             if self._group.parallel.size > 1:
                 raise

@@ -96,8 +96,8 @@ def find_model(
 
 
 def model_here(name: str, role: Role) -> Path | None:
-    """The folder of a model whose files lie whole on this machine; of one of the hub where its commit is
-    named."""
+    """Return the folder of a model that is complete on this machine, else None. The name of a hub model
+    must include its commit."""
     if name in (EMBEDDED, EMBEDDED_HEAD) or local_model(name) is not None:
         return resolve_model(name, role)
     wanted = hub_id(name)

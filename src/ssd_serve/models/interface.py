@@ -93,14 +93,14 @@ class Inputs:
     tokens: torch.Tensor  # [rows], int64
     positions: torch.Tensor  # [rows], int64
     plan: Any
-    """The attention's."""
+    """Plan of the attention backend."""
     wanted: torch.Tensor | None = None
-    """int64, the rows whose logits are wanted; None: all."""
+    """int64, the rows to return logits for; None: all."""
     vectors: torch.Tensor | None = None  # [rows, hidden], where rows are more than tokens
 
 
 class CapturableModel(Model, Protocol):
-    """A model whose forward has two parts: what the host must know of a batch, and `run`."""
+    """A model with a forward in two parts: preparation of a batch on the host, and `run`."""
 
     def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Logits of the wanted rows, float32 [wanted, vocabulary], and features, from what is on the device.

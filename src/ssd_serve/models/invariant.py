@@ -1,4 +1,4 @@
-"""A model whose rows do not depend on their batch, to the bit: its products and row operations made so.
+"""Batch-invariant model: products and row operations give a row the same bits in any batch.
 
 Kernels are chosen by shape, so one trial stands for all layers. Compiled kernels compute each
 row alone and stay as they are. Knows shapes and how matrices are made; no model, batch or attention.
@@ -64,10 +64,10 @@ class FixedRowOperations:
 
 
 class InvariantLinears:
-    """`Linears` whose matrices are multiplied so that rows do not depend on each other. Where that cannot be
-    had, what makes a matrix raises `UserError`.
+    """`Linears` with batch-invariant products: rows do not depend on each other. Methods that make a matrix
+    raise `UserError` if its product cannot be invariant.
 
-    Matrices may be of several kinds; of each kind and shape one is tried.
+    Matrices may be of several kinds; one matrix of each kind and shape is tested.
     """
 
     def __init__(self, linears: Linears, device: str, dtype: torch.dtype) -> None:

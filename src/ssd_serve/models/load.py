@@ -54,9 +54,9 @@ _PADDING_SLOTS = 1
 class ModelOptions:
     """Options of a model. `context` limits the positions (None: the checkpoint's). `native` are the
     kernels compiled for this CPU, without them torch's are used; `attention` chooses the tree attention.
-    `batch_invariant`: a row's result is the same to the bit in any batch, at some cost. `layers`: only so
-    many, the first ones, before the last norm and the head. `features` are layers, or `FINAL`, whose outputs
-    every forward returns. `graphs` captures forwards on GPUs, where the attention can be captured;
+    `batch_invariant`: a row's result is the same to the bit in any batch, at some cost. `layers`: use only
+    this number of first layers, then the last norm and the head. Every forward returns the outputs of
+    `features`: layers, or `FINAL`. `graphs` captures forwards on GPUs, where the attention can be captured;
     `allow_pickle`: weights may be `.bin` files."""
 
     device: str

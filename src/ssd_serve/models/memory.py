@@ -43,12 +43,12 @@ def within_memory(compute: Callable[[], T]) -> T:
         return compute()
     except torch.OutOfMemoryError as error:
         reason = in_a_line(error)
-    # With the error its frames are gone here, which held what was made.
+    # The error is gone here, and with it the frames that referenced the tensors.
     raise DeviceMemoryError(reason)
 
 
 def release_memory() -> None:
-    """Give back what is not used any more, so that work of another size finds room."""
+    """Free unused cached memory, so that allocations of another size succeed."""
     gc.collect()
     torch.cuda.empty_cache()  # nothing where there is no GPU
 

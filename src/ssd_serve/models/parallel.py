@@ -30,7 +30,7 @@ class Parallel:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def nearly_even(self, length: int) -> slice:
-        """This rank's share of a dimension whose shares may differ by one: the vocabulary."""
+        """This rank's share of a dimension that is split into shares that may differ by one: the vocabulary."""
         return slice(self.rank * length // self.size, (self.rank + 1) * length // self.size)
 
     def kv_heads(self, heads: int) -> slice:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NodeRequest(NamedTuple):
-    """A request to expand the node `at` of a request's tree, whose ancestors are all expanded."""
+    """A request to expand the node `at` of a request's tree; all its ancestors are expanded."""
 
     request: int
     at: Node
@@ -143,8 +143,8 @@ class ChunkedPrefillSource(Protocol):
 
     @property
     def pending_prefill(self) -> Collection[int]:
-        """Requests whose prefill the last step did not finish; their nodes got None and are requested
-        again."""
+        """Requests with a prefill that the last step did not finish; their nodes got None and are
+        requested again."""
         ...
 
 

@@ -36,8 +36,8 @@ _PREFILL_TOKENS = 16
 
 
 class RankingInputs(NamedTuple):
-    """Inputs of ranking, one entry for each requested node; `lines` None: the noise table has no room for
-    all."""
+    """Inputs of ranking, one entry for each requested node; `lines` is None if the noise table is too
+    small for all."""
 
     keys: SamplingKeys
     lines: list[int] | None

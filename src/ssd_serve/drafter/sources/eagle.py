@@ -49,7 +49,7 @@ class _Inputs:
 
 
 class EagleSource(ModelSource):
-    """Expands nodes with one forward of a head, for requests whose features have arrived."""
+    """Expands nodes with one forward of a head, for requests with all features received."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class EagleSource(ModelSource):
 
 
 def _queue(held: DraftKvState, known: _Inputs) -> None:
-    """Queue committed tokens whose preceding position has a vector."""
+    """Queue committed tokens that follow a position with a vector."""
     end = min(len(known.committed), known.fused.end + 1) if len(known.fused) else 0
     held.tokens.extend(known.committed[held.start + len(held.tokens) : end])
 

@@ -43,7 +43,7 @@ class SourceConfig:
     native: NativeLibrary | None
     log: Logger
     widths: Sequence[int]
-    """Numbers of nodes in a step whose times must be measured."""
+    """Step widths, in nodes, to measure the time of."""
     layers: int | None = None
     """The number of first layers that draft; None: all."""
     description: SourceDescription = NODE_BY_NODE
@@ -87,7 +87,7 @@ def draft_features(config: EngineConfig, target: Path) -> tuple[int, ...]:
     """The target layers that the configured drafts read. Raises `CheckpointError` for layers that do not
     exist.
 
-    `SSD_EAGLE_LAYERS` stands in for drafts whose files are on another machine only.
+    `SSD_EAGLE_LAYERS` gives the layers of drafts with files on another machine only.
     """
     found: list[int] = []
     for name in config.draft_models:

@@ -55,7 +55,7 @@ class LookupSource:
         self._requests[request] = _Request(TokenHistory(tokens), parameters.temperature)
 
     def salt(self, request: int, salt: bytes) -> None:
-        """Set the salt whose history an open request may use."""
+        """Allow an open request to use the history of this salt."""
         self._requests[request].salt = salt
 
     def share(self, request: int) -> None:

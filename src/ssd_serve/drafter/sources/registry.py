@@ -37,7 +37,7 @@ class SourceDescription:
     """The needs of a source, from the target and the drafter's core."""
 
     features: tuple[int, ...] = ()
-    """Target layers whose outputs the source reads (`FINAL`: the normed last one)."""
+    """Target layers that the source reads the outputs of (`FINAL`: the normed last one)."""
     block: int | None = None
     """Tokens below a root that one step drafts at once: only roots are expanded, and trees are no deeper.
     None: node by node."""

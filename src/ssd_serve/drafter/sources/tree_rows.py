@@ -51,7 +51,7 @@ class StepRows:
     order: list[int]
     """Indices of the requested nodes in the order of their rows."""
     after: list[int]
-    """Positions after the requested nodes, whose tokens are drafted."""
+    """Positions of the drafted tokens: those after the requested nodes."""
     names: list[int]
     """Names of the requested nodes."""
 

@@ -178,7 +178,7 @@ def _right(
 def _measured(candidate: Candidate, seconds: Callable[[Maker], float], log: Logger | None) -> float | None:
     try:
         return seconds(candidate.make)
-    except Exception as error:  # whatever a foreign kernel or its compiler raises
+    except Exception as error:  # any error of a foreign kernel or its compiler
         if log is not None:
             reason = in_a_line(error)
             log.warning("tree attention skipped: it cannot be timed", backend=candidate.name, reason=reason)

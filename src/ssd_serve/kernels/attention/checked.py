@@ -17,10 +17,10 @@ from ssd_serve.kernels.attention.self_test import ALLOWED
 from ssd_serve.kernels.batch import Batch
 
 EVERY = 64
-"""Interval of checked forwards, whose attention is computed twice."""
+"""Interval of checked forwards: their attention is computed twice."""
 _LOGGED = 8
 _LEAST = 1e-3
-"""Below this largest output of a row and head, rounding of what was averaged may be all that differs."""
+"""Below this largest output of a row and head, rounding of the averaged values may explain a difference."""
 
 
 @dataclass(frozen=True, slots=True)

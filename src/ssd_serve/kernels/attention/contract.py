@@ -22,7 +22,7 @@ PlanT = TypeVar("PlanT")
 
 
 class AttentionBackend(Protocol[PlanT]):
-    """Tree attention over one KV cache, whose layout describes each layer (`LayerKV`).
+    """Tree attention over one KV cache; the cache's layout describes each layer (`LayerKV`).
 
     In a layer with a window a row at position p attends only to positions above p - window. A prefix slot's
     position is its index in the prefix, a tree slot's is its entry in `tree_positions`.
@@ -63,7 +63,7 @@ class AttentionBackend(Protocol[PlanT]):
 
 @runtime_checkable
 class Capturable(Protocol):
-    """A backend whose part of a forward can be captured and replayed."""
+    """A backend that can be captured and replayed as part of a forward."""
 
     def plan_to_capture(self, batch: Batch) -> Any:
         """Plan in fixed memory, outside any capture; a replay reads the newest plan of its capture key.

@@ -1,7 +1,7 @@
 """Tree attention with torch's scaled_dot_product_attention: works on every device, fast on CPUs.
 
-The context is not copied where it need not be. A request whose slots (prefix and tree) lie close together is
-read through a view of the whole span, in which foreign slots are masked. Only scattered requests are
+The context is copied only where necessary. If the prefix and tree slots of a request lie close together, they
+are read through a view of the whole span, with the slots of other requests masked. Only scattered slots are
 gathered. Masks are made on the host in numpy, once a forward for each distinct window.
 """
 

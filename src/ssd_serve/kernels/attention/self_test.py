@@ -60,7 +60,7 @@ class Heads:
     head_dim: int
     dtype: torch.dtype
     like: LayerKV | None = None
-    """Layer whose kind, value_dim and scale are used; None: a plain one."""
+    """Layer that gives the kind, value_dim and scale; None: a plain one."""
 
     def layer(self, window: int | None = None) -> LayerKV:
         """Return such a layer."""
@@ -111,7 +111,7 @@ def failure_of(make: Maker, forms: Sequence[Heads], device: str) -> str:
     """Describe what is wrong with a backend; empty: nothing."""
     try:
         trials = try_forms(make, forms, device)
-    except Exception as error:  # whatever a foreign kernel or its compiler raises, it cannot be used
+    except Exception as error:  # any error of a foreign kernel or its compiler
         return in_a_line(error)
     return next((str(trial) for trial in trials if not trial.right), "")
 
@@ -142,7 +142,7 @@ def largest_error(make: Maker, form: Heads, asked: Sequence[RequestShape], devic
         filled = torch.randn((slots, *stored), generator=generator).to(form.dtype)
         ours.write(layer, torch.arange(slots, device=device), filled.to(device))
         theirs.write(layer, torch.arange(slots), filled.float())
-        # One tensor, as a product gives them: backends must take rows whose strides are wider than the heads.
+        # One tensor, as a product gives them: backends must take rows with strides wider than the heads.
         width = form.heads * form.head_dim
         given = torch.randn((batch.rows, width + stored[0] * stored[1]), generator=generator).to(form.dtype)
         queries = given[:, :width].view(batch.rows, form.heads, form.head_dim)

@@ -136,10 +136,10 @@ class Package:
         return self.make(workspace, "NHD", backend="fa2")
 
     def capturable_wrapper(self, workspace: torch.Tensor, buffers: FixedBuffers) -> Wrapper:
-        """A wrapper whose `run` reads no other indices than these buffers, which `plan` fills.
+        """Return a wrapper that reads its indices only from these buffers, which `plan` fills.
 
-        Its first plan fixes the number of rows that it can have at most; all its plans must agree in heads,
-        causality, window and page size, which launches fix.
+        Its first plan fixes the maximum number of rows. All its plans must agree in heads, causality, window
+        and page size, because launches fix these.
         """
         wrapper = self.make(
             workspace,
@@ -182,7 +182,7 @@ class Package:
             "custom_mask": None if tables.mask is None else torch.from_numpy(tables.mask).to(device),
             "sm_scale": layer.scale,
             "window_left": layer.window - 1 if tables.causal and layer.window is not None else -1,
-            "q_data_type": dtype,  # the default is float16, whatever is passed to run
+            "q_data_type": dtype,  # the default is float16, even if run gets another dtype
             "kv_data_type": dtype,
         }
         if split_pages is not None:

@@ -54,9 +54,9 @@ class FlashInferPlan:
     number: int
     write_slots: torch.Tensor  # [rows], int64
     parts: tuple[Part, ...]
-    """Each row is in one of them."""
+    """Each row is in one part."""
     paged: Part | None
-    """Rows whose context has more, in pages; only in layers without a window."""
+    """Rows that also have context in pages; only in layers without a window."""
     captured_as: Hashable | None = None
     """Capture key besides the number of rows; None: a forward of this plan cannot be captured."""
 
@@ -64,11 +64,12 @@ class FlashInferPlan:
 class FlashInferAttention:
     """`AttentionBackend` by an installed FlashInfer. `heads` is the number of query heads.
 
-    Needs a cache whose layout has slots first (ValueError), and a dtype and head sizes that the package's
-    kernels have (UserError). `page_size`: prefixes are read in pages of so many slots as far as they lie so;
-    `page_size.py` measures which is fastest. `split_pages`: the work on a long context is always split after
-    so many slots, so that a row's result does not depend on the rest of the batch. Upstream's package alone
-    offers it (UserError). Pages then have one slot: where a prefix lies would show in a row's result.
+    Needs a cache layout with slots first (ValueError), and a dtype and head sizes that the package's kernels
+    have (UserError). `page_size`: prefixes are read in pages of this many slots where their slots form whole
+    pages; `page_size.py` measures which is fastest. `split_pages`: the work on a long context is always split
+    after this many slots, so that a row's result does not depend on the rest of the batch. Only the upstream
+    package offers it (UserError). Pages then have one slot, as otherwise the slots of a prefix would change a
+    row's result.
 
     Allocates `workspace_bytes` once (by default what `workspace_for` computes) and 8 MiB, and 8 MiB of
     pinned memory, for each wrapper: up to three for each kind of layer. Forwards can be captured, unless

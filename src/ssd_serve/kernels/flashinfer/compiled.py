@@ -1,11 +1,12 @@
-"""The folder where FlashInfer compiles kernels: its name, what in it is stale, what of it cannot be trusted.
+"""The folder where FlashInfer compiles kernels: its name, and its stale and untrusted contents.
 
-FlashInfer compiles on first use and keeps what it made. Its own folder names tell its version and the GPU
-apart, not torch, whose libraries the objects are linked with. And the port 0.5.3+amd.2 writes `build.ninja`
-only once, so that new flags or a moved installation change nothing (upstream 0.7.2.post1 and the port's main
-branch write it anew). So each combination has a folder here, and what is older than the package is cleared.
+FlashInfer compiles on first use and keeps the result. Its own folder names contain its version and the GPU,
+but not the version of torch, although the objects are linked with torch's libraries. The port 0.5.3+amd.2
+writes `build.ninja` only once, so new flags or a moved installation have no effect. (Upstream 0.7.2.post1 and
+the port's main branch rewrite it.) So each combination has a folder here, and kernels older than the package
+are removed.
 
-The port has not run yet. Knows nothing of what the kernels compute.
+The port has not been run yet. This module knows nothing of the computations in the kernels.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ _PREBUILT_PORT = "amd-flashinfer-jit-cache"
 _PORT_ARCHITECTURES = ("gfx942", "gfx950")
 _HEADERS = ("include", "data/include")
 _SOURCES = (*_HEADERS, "csrc", "csrc_rocm", "data/csrc", "jit")
-"""Folders of both packages whose files decide what is compiled."""
+"""Source folders of both packages; kernels older than a file in them are stale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,10 @@ def _close(folder: Path) -> list[str]:
 
 
 def clear_stale(folder: Path, package: Path | None) -> list[str]:
-    """Remove the kernels under `folder` that were not compiled from the package as it is now; their names.
+    """Remove the kernels under `folder` that were not compiled from the current package; return their names.
 
-    Stale is a kernel without `build.ninja`, one whose `build.ninja` is older than a source of the package,
-    and one whose `build.ninja` takes headers from another installation. Ninja keeps everything else up to
-    date.
+    A kernel is stale if it has no `build.ninja`, if that file is older than a source of the package, or if
+    that file takes headers from another installation. Ninja keeps everything else up to date.
     """
     newest = _newest(package)
     headers = [str(path.resolve()) for path in _existing(package, _HEADERS)]

@@ -80,9 +80,9 @@ def fastest_page_size(
     clock: Clock | None = None,
     workspace_bytes: int | None = None,
 ) -> int:
-    """The size whose attention takes least time for a forward of long requests, the smaller one of equals.
+    """Return the page size with the fastest attention for a forward of long requests, the smaller if equal.
 
-    A size that raises is left out; where all do, pages have one slot. Reads the cache, and writes nothing.
+    A size that raises is skipped; if all raise, pages have one slot. Reads the cache, and writes nothing.
     """
     if all(layer.window is not None for layer in cache.layout.layers):
         return 1
@@ -97,7 +97,7 @@ def fastest_page_size(
                 cache, heads, package, workspace_bytes=workspace_bytes, page_size=size
             )
             return forward_seconds(attention, cache, heads, batch, range(len(cache.layout.layers)), now)
-        except Exception as error:  # whatever a foreign kernel or its compiler raises
+        except Exception as error:  # any error of a foreign kernel or its compiler
             if log is not None:
                 log.warning("a page size is left out", slots_a_page=size, reason=in_a_line(error))
             return None

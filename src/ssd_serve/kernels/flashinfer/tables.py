@@ -43,7 +43,7 @@ def rows_of(batch: Batch, requests: Int64Array) -> Int64Array:
 
 
 def leading_pages(batch: Batch, page_size: int) -> Int64Array:
-    """Count the leading pages of each prefix whose slots are in order from k * page_size: [requests]."""
+    """Count the leading whole pages of each prefix, with slots in order from k * page_size: [requests]."""
     slots, places = batch.prefix_slots, _places(batch.prefix_offsets)
     fits = slots % page_size == places % page_size
     fits[1:] &= (slots[1:] == slots[:-1] + 1) | (places[1:] % page_size == 0)
@@ -124,7 +124,7 @@ def with_empty_requests(tables: Tables, requests: int) -> Tables:
 
 
 def _first_bits(counts: Int64Array, words: int) -> npt.NDArray[np.uint64]:
-    """Bit masks [rows, words] whose first `counts` [rows] bits are set."""
+    """Return bit masks [rows, words] with the first `counts` [rows] bits set."""
     left = np.clip(counts[:, None] - 64 * np.arange(words), 0, 64)  # [rows, words], bits set in each word
     return np.where(left > 0, _ONES >> (64 - np.maximum(left, 1)).astype(np.uint64), np.uint64(0))
 

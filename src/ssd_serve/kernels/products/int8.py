@@ -1,10 +1,10 @@
 """Products with int8 weights: a scale for each output, activations as they are.
 
 A weight row is rounded to the nearest of 255 evenly spaced numbers. The product takes bf16 activations
-without giving up their precision. Each row is written as 16-bit numbers with a scale of its own, in two bytes
-that are two rows of one integer product, so that the weights are read once. An element is off by at most
-1 / 65,278 of the largest one in its row. Sums are exact before they are scaled, hence a row's result does not
-depend on how many others there are. Knows no private operator (those are in `packed`), no checkpoint and no
+without giving up their precision. Each row becomes 16-bit numbers with a scale per row, split into two bytes.
+The two bytes are two rows of one integer product, so that the weights are read once. An element is off by at
+most 1 / 65,278 of the largest one in its row. Sums are exact before they are scaled, hence a row's result
+does not depend on the number of rows. Knows no private operator (those are in `packed`), no checkpoint and no
 model.
 """
 

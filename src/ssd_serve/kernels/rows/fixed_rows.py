@@ -89,10 +89,10 @@ def settle(
 def trial_product(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [outputs, inputs] and rows [rows, inputs] whose products are zero, but for rounding.
+    """Return a weight [outputs, inputs] and rows [rows, inputs] with products of zero, except for rounding.
 
-    So nothing but the order of additions is left in the results, where it would rarely show after rounding to
-    16 bits.
+    The results then depend on the order of additions only. In other products, rounding to 16 bits would
+    usually hide that order.
     """
     generator = torch.Generator().manual_seed(0)
 

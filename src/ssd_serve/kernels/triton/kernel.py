@@ -50,8 +50,8 @@ def attend_parts(
 ):
     """Program (tile, KV head, part): part 0 is the tree, part i the prefix's i-th `SPLIT` entries.
 
-    Tiles from `first_tile` on, whose rows are `rows` from `first_row` on. A tile of no rows, and a part that
-    its request does not have, are left out.
+    Computes tiles from `first_tile` on; their rows are `rows` from `first_row` on. Skips tiles without rows,
+    and parts that a tile's request does not have.
 
     `queries` [rows, heads, HEAD_DIM], `keys` and `values` [kv_heads, slots, HEAD_DIM] with the given strides.
     `partial` float32 [parts, rows, heads, HEAD_DIM] and `partial_lse` float32

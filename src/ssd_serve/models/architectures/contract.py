@@ -126,8 +126,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """Parts on which a model of any architecture is built. `features` are the layers whose outputs every
-    forward returns for all rows, `FINAL` among them where it is asked for; `feature_name` names them."""
+    """Parts on which a model of any architecture is built. Every forward returns the outputs of the layers
+    `features` for all rows, with `FINAL` if it is requested; `feature_name` names them."""
 
     attention: AttentionBackend[Any]
     operations: RowOperations

@@ -1,4 +1,4 @@
-"""Qwen 3: heads of 128 whose queries and keys are normed, and the windows of Qwen 2."""
+"""Qwen 3: heads of 128 with normed queries and keys, and the windows of Qwen 2."""
 
 from dataclasses import replace
 

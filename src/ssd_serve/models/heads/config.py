@@ -25,8 +25,8 @@ class EagleConfig:
     """Configuration that decides the computation of a head.
 
     `layer` is the decoder layer as if its input were [hidden]; its vocabulary is the target's, of which the
-    head proposes `draft_vocabulary` tokens. `features` are the target's layers whose outputs it reads, by
-    number from 0, or `FINAL`; None: those that follow from the target's number of layers.
+    head proposes `draft_vocabulary` tokens. The head reads the outputs of the target's layers `features`, by
+    number from 0, or `FINAL`; None: the default layers for the target's number of layers.
     """
 
     kind: HeadKind
@@ -74,7 +74,7 @@ class EagleConfig:
 
     @property
     def fused(self) -> int:
-        """Number of layers whose features it reads."""
+        """Number of target layers that it reads."""
         return 3 if self.features is None else len(self.features)
 
     @property

@@ -25,8 +25,8 @@ OWN = "own"
 
 
 class EagleHead:
-    """`Model` whose batches carry vectors. Logits are of the target's vocabulary; what it never proposes is
-    -inf."""
+    """`Model` that takes batches with vectors. Logits cover the target's vocabulary; tokens that it never
+    proposes have -inf."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, parts: ModelParts) -> None:
         """The weights have an embedding and a head, their own or the target's."""

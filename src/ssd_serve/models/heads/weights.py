@@ -30,7 +30,7 @@ class EagleWeights:
     feature_norms: tuple[RmsNorm, ...]  # [fused * target_hidden], or [target_hidden] each, or none
     fuse: Linear  # fused * target_hidden -> hidden; EAGLE-1: a token and a vector, 2 * hidden -> hidden
     hidden_norm: RmsNorm | None  # [hidden], of what the layer adds to, for its attention
-    blocks: LayerBlocks  # whose qkv reads 2 * hidden; EAGLE-1: hidden
+    blocks: LayerBlocks  # qkv reads 2 * hidden; EAGLE-1: hidden
     norm: RmsNorm | None  # [hidden]
     head: Linear | None  # hidden -> draft vocabulary
     proposed: torch.Tensor | None  # int64 [draft vocabulary], ids of the target; None: all
@@ -169,7 +169,7 @@ class TensorCheck:
             for name, shape in asked.items()
             if name in file and (found := file.shape(name)) != shape
         ]
-        # What belongs to a matrix that was asked for, such as its scales, is checked when that is read.
+        # Tensors that belong to a requested matrix, such as its scales, are checked when the matrix is read.
         parents = {name.rpartition(".")[0] for name in asked}
         others = [
             f"{name} {list(file.shape(name))}"

@@ -26,7 +26,7 @@ _MAX_REASON = 500
 class _Generation(Extension):
     """`{% generation %}` marks the assistant's text for training; here its body is rendered unchanged."""
 
-    tags = {"generation"}  # noqa: RUF012 (the base class says what it is)
+    tags = {"generation"}  # noqa: RUF012 (declared in the base class)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

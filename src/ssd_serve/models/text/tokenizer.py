@@ -50,7 +50,7 @@ class DetokenizeStream:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._before = list(context)
-        """Tokens whose text was returned; only as many as the next text may depend on."""
+        """The latest tokens with returned text, as many as the next text may depend on."""
         self._held: list[int] = []
         while self._before and len(self._held) < _MAX_PIECES and decode(self._before).endswith(_BROKEN):
             self._held.insert(0, self._before.pop())

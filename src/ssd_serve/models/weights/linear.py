@@ -84,7 +84,7 @@ class Linears(Protocol):
 
     @property
     def parallel(self) -> Parallel:
-        """Rank whose share is read."""
+        """Rank to read the share of."""
         ...
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Linears(Protocol):
         ...
 
     def by_inputs(self, part: MatrixShare, inputs: int, *, bias: bool) -> Linear:
-        """A matrix whose inputs are split over the ranks; the results of all ranks are summed."""
+        """A matrix with inputs split over the ranks; the results of all ranks are summed."""
         ...
 
     def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

@@ -1,6 +1,6 @@
 """Reading the matrices of linear layers, in the dtype of the file or as e4m3 numbers with their scales.
 
-The file says which matrices are quantised: an fp8 one must have a scale of a shape that `config.json` names,
+The file decides which matrices are quantised: an fp8 one must have a scale of a shape that `config.json` names,
 any other must have none. Scales of activations are checked and not used: rows are rounded finer or not at
 all. Scales of an fp8 KV cache are ignored: keys and values are kept wide. Knows names and shapes of tensors;
 knows no device and no architecture.

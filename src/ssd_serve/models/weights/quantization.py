@@ -271,7 +271,7 @@ def _block(raw: object, path: str) -> tuple[int, int]:
 
 
 def _check(raw: object, path: str, fields: _Fields, required: tuple[str, ...] = ()) -> Mapping[str, Any]:
-    """An object whose every field has a value that is built."""
+    """Return the object if every field has a supported value. Raises `CheckpointError`."""
     found = _object(raw, path)
     for name, value in found.items():
         allowed = fields.get(name, ())

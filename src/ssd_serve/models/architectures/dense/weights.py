@@ -102,7 +102,7 @@ def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLay
 
 
 def read_blocks(config: DecoderConfig, make: Linears, prefix: str, inputs: int) -> LayerBlocks:
-    """Attention and MLP of a layer, whose queries, keys and values are made of rows [inputs]."""
+    """Read attention and MLP of a layer; `inputs` is the input size of the query, key and value projections."""
     c, attention, mlp = config, f"{prefix}.self_attn", f"{prefix}.mlp"
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     own, kv_heads = rank_config(c, make.parallel), make.parallel.kv_heads(c.kv_heads)
