@@ -1,9 +1,9 @@
 # pyright: reportPrivateUsage=false
-"""A pretended GPU: tensors that say they lie on `cuda:0`, and errors where tensors of two devices meet.
+"""Simulated GPU: tensors that report the device `cuda:0`, and errors where tensors of two devices meet.
 
-Each of them holds an ordinary tensor, which computes, so that code runs as on a GPU down to the numbers that
-it reads back. What it cannot show: whether a GPU has an operator for a dtype, how it rounds, and how fast it
-is. Private modules of torch are imported here alone.
+Each of them holds an ordinary tensor that computes, so code runs as on a GPU, including the values that it
+reads back. The simulation does not cover the dtypes, rounding and speed of a real GPU's operators.
+Only this file imports private modules of torch.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,25 +21,25 @@ from triton.runtime.interpreter import GridExecutor
 DEVICE = "cuda:0"
 _HOST = torch.device("cpu")
 _ACROSS = frozenset({"copy_", "_to_copy"})
-"""Operators that go from device to device."""
+"""Operators that copy between devices."""
 _INDEXING = frozenset({"index", "index_put_", "__getitem__", "__setitem__"})
-"""Operators of a device whose indices may also lie on the CPU."""
+"""Operators on device tensors that also accept indices on the CPU."""
 _NUMBERS = frozenset({"item", "__bool__", "__float__", "__int__", "__index__"})
 _EARLY = frozenset({"copy_", "contiguous", "nonzero", "__getitem__", "__invert__", "__setitem__"}) | _NUMBERS
 _READING = frozenset({"_local_scalar_dense", "nonzero", "masked_select"}) | _NUMBERS
-"""Operators for which the host waits, since it wants numbers of the device."""
+"""Operators that make the host wait for values of the device."""
 
 
 class MixedDevicesError(Exception):
-    """An operator was given tensors of two devices."""
+    """An operator received tensors of two devices."""
 
 
 class StreamOrderError(Exception):
-    """A stream used what another stream had written, without waiting for that stream."""
+    """A stream used data that another stream had written, without waiting for that stream."""
 
 
 class Stream:
-    """Stands in for torch.cuda.Stream: counts its work, and what it has waited for in others."""
+    """Test double of torch.cuda.Stream that counts its operators and those of other streams that it waited for."""
 
     def __init__(self) -> None:
         self.work = 0
@@ -51,7 +51,7 @@ class Stream:
 
 
 class Streams:
-    """The streams of the pretended device; they run at once, and only their order is checked."""
+    """Streams of the simulated device: operators run immediately, and only their order is checked."""
 
     def __init__(self) -> None:
         self.current = Stream()
@@ -79,13 +79,13 @@ class Streams:
 
     @contextmanager
     def graph(self, _graph: object, *, stream: Stream, **_: object) -> Generator[None]:
-        """Enter as torch.cuda.graph does: after everything that was started."""
+        """Synchronize all streams first, as torch.cuda.graph does."""
         self.synchronize()
         with self.using(stream):
             yield
 
     def run(self, name: str, given: Sequence["DeviceTensor"]) -> None:
-        """Check one operator on the current stream."""
+        """Count an operator on the current stream; raise if it reads unsynchronized data of another stream."""
         self.current.work += 1
         for each in given:
             writer, work = self._writers.get(each.held.untyped_storage().data_ptr(), (self.current, 0))
@@ -98,7 +98,7 @@ class Streams:
 
 
 class Graph:
-    """Stands in for torch.cuda.CUDAGraph: holds nothing, and cannot be replayed."""
+    """Test double of torch.cuda.CUDAGraph without replay."""
 
     def pool(self) -> None:
         pass
@@ -108,7 +108,7 @@ class Graph:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor on the pretended device; `held` has its numbers."""
+    """A tensor on the simulated device; `held` has its values."""
 
     held: torch.Tensor
 
@@ -146,9 +146,9 @@ class DeviceTensor(torch.Tensor):
 
 
 class _Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes tensors on the device, runs operators on them, and notes what the host reads back."""
+    """Dispatch mode that runs operators of device tensors and records those that the host reads back."""
 
-    # Where fake tensors are made torch does not look for a GPU.
+    # In the mode of fake tensors torch does not look for a GPU.
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
 
     def __init__(self) -> None:
@@ -160,21 +160,21 @@ class _Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        with self:  # under inference mode operators come before they are taken apart
+        with self:  # in inference mode operators arrive before decomposition
             parts = func.decompose(*args, **options)
         if parts is not NotImplemented:
             return parts
         return self.run(func, str(func.overloadpacket.__name__), args, options)
 
     def run(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run an operator on the held tensors; the result lies where it would lie."""
+        """Run an operator on the held tensors, and place its result on the device of the real operator."""
         tensors = _tensors((args, options))
         on_device = any(isinstance(each, DeviceTensor) for each in tensors)
         if on_device:
             _check(func, name, args, tensors)
             self.streams.run(name, [each for each in tensors if isinstance(each, DeviceTensor)])
         if options.get("pin_memory"):
-            options["pin_memory"] = False  # there is nothing to copy from it
+            options["pin_memory"] = False  # no copy needs pinned memory here
         wanted = None if options.get("device") is None else torch.device(options["device"])
         if on_device and (name in _READING or wanted == _HOST):
             self.reads.append(name)
@@ -182,7 +182,7 @@ class _Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             on_device = wanted.type != "cpu"
             options["device"] = _HOST
         result = func(*held(tuple(args)), **held(options))
-        same = {id(held(each)): each for each in tensors}  # operators in place return what they were given
+        same = {id(held(each)): each for each in tensors}  # in-place operators return their arguments
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             return same.get(id(tensor), DeviceTensor(tensor) if on_device else tensor)
@@ -193,7 +193,7 @@ class _Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Event:
-    """Stands in for torch.cuda.Event: what is pretended is done at once."""
+    """Test double of torch.cuda.Event; simulated work is complete at once."""
 
     def record(self) -> None:
         pass
@@ -206,7 +206,7 @@ class Event:
 
 
 def _launch(launch: Callable[..., None], executor: Any, arguments: Any, constants: Any) -> None:
-    """A Triton kernel on the device, by Triton's interpreter: every tensor it is given must lie there."""
+    """Run a Triton kernel in Triton's interpreter; raise if a tensor argument is not on the device."""
     tensors = _tensors((arguments, constants))
     if not all(isinstance(each, DeviceTensor) for each in tensors):
         raise MixedDevicesError(f"a kernel was given tensors on {[str(each.device) for each in tensors]}")
@@ -216,9 +216,9 @@ def _launch(launch: Callable[..., None], executor: Any, arguments: Any, constant
 
 @contextmanager
 def pretended_device(memory: int = 8 << 30) -> Generator[list[str]]:
-    """Meanwhile `cuda:0` is there, with this much free memory.
+    """Provide a simulated `cuda:0` with `memory` bytes of free memory.
 
-    Yields the operators that the host has waited for, but for masks as indices.
+    Yields the list of operators that the host has waited for, except for masks as indices.
     """
     lifting = torch._C._only_lift_cpu_tensors()
     with pytest.MonkeyPatch.context() as patch, _Device() as device:
@@ -251,13 +251,13 @@ def pretended_device(memory: int = 8 << 30) -> Generator[list[str]]:
 
 @contextmanager
 def checked_device() -> Generator[None]:
-    """Meanwhile tensors have no numbers, and operators check what torch knows of a GPU's demands."""
+    """Use fake tensors, which have no values, so that operators check only torch's requirements for GPUs."""
     with FakeTensorMode():
         yield
 
 
 def held(values: Any) -> Any:
-    """The same with the tensors of the device as ordinary ones."""
+    """Replace each device tensor in `values` by the ordinary tensor that it holds."""
     return tree_map_only(DeviceTensor, lambda tensor: tensor.held, values)
 
 
@@ -269,7 +269,7 @@ def _check(func: Any, name: str, args: Sequence[Any], tensors: Sequence[torch.Te
     if name in _ACROSS:
         return
     if name in _INDEXING and isinstance(args[0], DeviceTensor):
-        # Without tensors as indices it is a view, or a copy.
+        # Without index tensors the operator is a view or a copy.
         tensors = _tensors(args[2:]) if _tensors(args[1]) else []
     pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) or name in _INDEXING
     for each in tensors:

@@ -1,4 +1,4 @@
-"""Asynchronous tests run on asyncio; and a crashing whose engines can die."""
+"""Fixtures of the server tests: the asyncio backend, and an engine client with engines that can crash."""
 
 from collections.abc import AsyncGenerator
 
@@ -14,7 +14,6 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 async def crashing() -> AsyncGenerator[CrashingEngine, None]:
-    """Closed when the test is over."""
     found = CrashingEngine()
     yield found
     found.close()

@@ -50,7 +50,7 @@ TOLD = (
     r"^n: a (response|message) is one",
     r"^(input: says|messages: say) nothing",
 )
-"""The rules that the document tells in words, with the answer 400, because only the model decides them."""
+"""Patterns of documented validation errors (status 400) that the schema of the document cannot express."""
 
 
 @schemathesis.hook

@@ -1,4 +1,4 @@
-"""A client whose engines die when the test says so; the engines give a few tokens at a time."""
+"""Test double of an engine client: its engines crash on demand and give a few tokens a step."""
 
 import asyncio
 import queue
@@ -106,7 +106,7 @@ class CrashingEngine:
 
     def close(self) -> None:
         self.client.stop()
-        self.channels.put(None)  # a thread may wait
+        self.channels.put(None)  # unblocks a waiting reconnect
         self.engine.channel.close()
         while not self.channels.empty():
             channel = self.channels.get()

@@ -1,5 +1,4 @@
-"""What chat programs in browsers send is answered as they read it: Open WebUI's words as they were recorded,
-LibreChat's as its sources of 2025 have them."""
+"""Tests with requests of browser chat clients: Open WebUI as recorded, LibreChat as in its sources of 2025."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The file of keys: what a line says, what is wrong with it, and that it is read again."""
+"""Tests of the API keys file: line format, errors and reloading."""
 
 import os
 from pathlib import Path

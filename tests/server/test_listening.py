@@ -1,4 +1,4 @@
-"""A server on a real socket: the official client, disconnects, drain and signals."""
+"""Tests of a server on a real socket: the official client, disconnects, drain and signals."""
 
 import errno
 import json
@@ -34,12 +34,12 @@ def official(address: ListeningServer) -> openai.OpenAI:
 
 
 def answer(submit: Submit) -> Script:
-    """Says which choice it is, with a character of several bytes."""
+    """Return a text that ends with the seed's last digit and contains a multi-byte character."""
     return tokens([*f"Hi 🙂 {submit.seed % 10}".encode(), END], group=4)
 
 
 def test_connections_disable_nagle() -> None:
-    """asyncio switches off what would hold small writes back where a socket says that it is TCP."""
+    """asyncio sets TCP_NODELAY only on sockets with the protocol IPPROTO_TCP."""
     with listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()):
         connection, _ = server.accept()
         with connection:
@@ -148,7 +148,7 @@ def test_head_request_has_the_headers_of_get() -> None:
 
 
 def test_keep_alive_survives_pauses() -> None:
-    """Longer than proxies keep them, else a request meets a connection that is being closed."""
+    """The timeout must exceed that of proxies, or they send requests on connections that the server closes."""
     ends = channel_pair()
     server = build_server(Settings(), EngineClient(ends[0]), ByteTokenizer())
     for end in ends:
@@ -197,7 +197,7 @@ def test_client_that_does_not_read_delays_no_other() -> None:
         client.connect(("127.0.0.1", int(address.url.rpartition(":")[2])))
         client.sendall(f"{head}\r\n".encode() + body)
         address.engine.wait_for(lambda: len(address.engine.submits()) == choices)
-        wait_until_idle()  # all that the kernel takes has been written
+        wait_until_idle()  # the server has filled the socket buffers
         other = httpx.post(f"{address.url}{COMPLETIONS}", json={"prompt": "b", "max_tokens": 9}, timeout=10.0)
         assert other.json()["choices"][0]["text"] == "x" * 9
         with client.makefile("rb") as whole:
@@ -287,7 +287,7 @@ print("tidied up", flush=True)
 
 @contextmanager
 def served(script: str) -> Generator[tuple["subprocess.Popen[str]", str]]:
-    """A process that serves an engine of this script, and its address once it answers."""
+    """Start a server process with an engine of this script; yield it and its URL once it is healthy."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", SERVING.replace('say("hi")', script)]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}"}

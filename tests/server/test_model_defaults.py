@@ -1,4 +1,4 @@
-"""Requests take from the model's `generation_config.json` what they leave out, and the server tells it."""
+"""Tests of sampling defaults from the model's `generation_config.json`."""
 
 import msgspec
 import pytest

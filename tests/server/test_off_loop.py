@@ -1,4 +1,4 @@
-"""Long work beside the event loop: turns, the shortest first, and nothing for callers who have left."""
+"""Tests of the worker pool: turns, shortest work first, cancellation."""
 
 import asyncio
 import threading
@@ -59,7 +59,7 @@ async def test_worker_pool_stops_cancelled_work() -> None:
     working.cancel()
     queued.cancel()
     await asyncio.gather(working, queued, return_exceptions=True)
-    # The slice that had begun ends, and with it the thread is free again.
+    # The thread is free as soon as the running slice ends.
     assert await off_loop.run(LONG, lambda: len(done)) < 100
     assert "queued" not in done
 

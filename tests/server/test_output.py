@@ -1,4 +1,4 @@
-"""From tokens to text: stop strings among tokens, held back beginnings, characters of several bytes."""
+"""Tests of the text assembler: stop strings, held-back prefixes, multi-byte characters."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ def test_first_word_after_prompt_keeps_leading_space() -> None:
     words = [" Once", " upon", " a", " time"]
 
     def decode(ids: Sequence[int]) -> str:
-        # As sentencepiece does, at the start of whatever it is given.
+        # sentencepiece strips the leading space of each decoded text.
         return "".join(words[i] for i in ids).removeprefix(" ")
 
     text = TextAssembler(DetokenizeStream(decode, [0, 1]), TextRules())

@@ -1,4 +1,4 @@
-"""What of a request is kept from others: its part of the prefix cache, what was found there, its lengths."""
+"""Tests of isolation between requests: prefix cache salts, cached-token counts, chunk lengths."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ async def test_api_keys_have_separate_prefix_caches(keys: Path) -> None:
     anna, same, *others = salts(server.engine)
     assert anna == same
     assert len({anna, *others}) == 7
-    assert others[3] == b""  # the operator's, who has not asked for another
+    assert others[3] == b""  # the operator's request without a cache_salt
 
 
 async def test_salt_by_key_setting_can_be_off(keys: Path) -> None:

@@ -1,4 +1,4 @@
-"""Requests that engines die of are found and given up; who only waited beside them is not."""
+"""Tests of poison requests: requests that crash engines are found and aborted, others go on."""
 
 import asyncio
 
@@ -67,7 +67,7 @@ async def test_earlier_crash_does_not_blame_innocent_request(crashing: CrashingE
     await crashing.until(lambda: crashing.client.ready is not None)
     innocent = submit_short(crashing, 1)
     crashing.engine.take()
-    crashing.die()  # of something else
+    crashing.die()  # for an unrelated reason
     await crashing.until(lambda: crashing.client.lost_s is not None)
     guilty = submit_short(crashing, 2)
     crashing.live()

@@ -1,4 +1,4 @@
-"""Each request has a name that its answer tells, whatever becomes of it."""
+"""Tests of request ids: taken from the client or generated, and returned with every response."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a request may say of speculation, and what its answer tells of time and rounds."""
+"""Tests of speculation options of requests, and of timings and round traces in responses."""
 
 from typing import Any
 

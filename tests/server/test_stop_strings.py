@@ -1,5 +1,4 @@
-"""The automaton of stop strings: it says at each piece of text what the slow scanner says, at any split, and
-its steps do not grow with the strings."""
+"""Tests of the stop string automaton: equal to the slow scanner at any split, in bounded steps."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,7 +77,7 @@ class CountingStops(StopStrings):
 def test_stop_scanner_worst_case_is_two_steps_per_character() -> None:
     longest = MAX_STOP_CHARACTERS - 1
     stops = CountingStops(tuple("a" * (longest - i) + "b" for i in range(MAX_STOPS)))
-    stops.backs = 0  # those of the making, which are as few
+    stops.backs = 0  # drops the steps of the construction
     scanner = StopScanner(stops, include_stop=False)
     fed = 0
     for text in ["a" * 8] * 1_000 + [("a" * 400 + "c") * 10] * 2:

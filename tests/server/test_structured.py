@@ -1,4 +1,4 @@
-"""What an output must match: which grammar the engine is asked to follow, and what is refused."""
+"""Tests of structured output: grammars for the engine, and rejected requests."""
 
 import json
 import re
@@ -312,7 +312,7 @@ async def test_mistral_marks_are_special_tokens_in_grammar() -> None:
         named = await asked_grammar(server, CHAT, tool_choice=NAMED_G, **body)
     assert all(matches_marked(forced, text) for text in (NAMED_CALL_F, NAMED_CALL_F + NAMED_CALL_G))
     assert not any(matches_marked(forced, text) for text in ("Well.", "", NAMED_CALL_F[:-1]))
-    assert not matches(forced, NAMED_CALL_F)  # as text it is no mark
+    assert not matches(forced, NAMED_CALL_F)  # a mark spelled as text does not match
     assert [matches_marked(named, text) for text in (NAMED_CALL_G, NAMED_CALL_F)] == [True, False]
 
 

@@ -1,4 +1,4 @@
-"""Tools and thoughts over `/v1/chat/completions`: what is asked, what is told, whole and streamed."""
+"""Tests of tool calls and reasoning in `/v1/chat/completions`, whole and streamed."""
 
 import json
 from collections.abc import Sequence
@@ -191,7 +191,7 @@ async def test_thinking_token_budget_reaches_engine() -> None:
         budgets = [submit.parameters.thinking_budget for submit in server.engine.submits()]
     begin, end = (tuple(mark.encode()) for mark in ("<think>", "</think>"))
     assert budgets == [ThinkingBudget(9, begin, end), ThinkingBudget(0, begin, end), None]
-    async with running_server(lambda _: speak("Yes.")) as server:  # does not think at all
+    async with running_server(lambda _: speak("Yes.")) as server:  # a model without thinking
         await post(server, PATH, messages=ASK, thinking_token_budget=9)
         assert server.engine.submits()[0].parameters.thinking_budget is None
         refused = await server.http.post(PATH, json={"messages": ASK, "thinking_token_budget": -1})

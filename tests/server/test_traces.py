@@ -1,4 +1,4 @@
-"""Traces go to a collector of OpenTelemetry, and what goes wrong there harms nobody."""
+"""Tests of OpenTelemetry traces: spans, privacy, and operation without a collector."""
 
 import sys
 import time

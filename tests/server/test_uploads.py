@@ -1,4 +1,4 @@
-"""The sum of all bodies in flight: small ones never wait, others until there is room; slow ones make it."""
+"""Tests of the memory limit for request bodies: small bodies never wait, slow uploads are evicted."""
 
 import asyncio
 import json

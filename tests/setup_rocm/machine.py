@@ -1,7 +1,7 @@
-"""A pretended machine with an AMD GPU for setup_rocm.sh: commands on PATH, a Python with few packages, a pip.
+"""Simulated machine with an AMD GPU for setup_rocm.sh: commands on PATH, a Python with few packages, a pip.
 
-Python itself is real, but sees only the packages of this machine; nothing is downloaded, and nothing outside
-the machine's folder is written. It knows nothing of what the script is to do.
+Python itself is real, but sees only the packages of this machine. Nothing is downloaded, and nothing outside
+the machine's folder is written. The simulation does not depend on the steps of the script.
 """
 
 import json
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass
 class Machine:
-    """The folder of a machine, in which tests change what they are about before they run the script."""
+    """Simulated machine in a folder; tests change it before they run the script."""
 
     place: Path
     mood: dict[str, Any] = field(
@@ -81,7 +81,6 @@ class Machine:
 
     @property
     def site(self) -> Path:
-        """The folder of installed packages."""
         return self.place / "site"
 
     @property
@@ -89,7 +88,7 @@ class Machine:
         return self.place / "home" / ".cache" / "ssd-serve" / "rocm.env"
 
     def build(self) -> "Machine":
-        """A ROCm image of PyTorch on an MI300X: torch and Triton are there, nothing else."""
+        """Set up a ROCm image of PyTorch on an MI300X with torch, numpy and Triton."""
         for folder in ("bin", "site", "home"):
             (self.place / folder).mkdir()
         (self.site / "pip").symlink_to(Path(pip.__file__).parent)
@@ -119,7 +118,7 @@ PYTHONPATH={self.site} exec {sys.executable} -S "$@"
         path.chmod(0o755)
 
     def show(self, *architectures: str) -> None:
-        """Let rocminfo show these GPUs."""
+        """Make rocminfo list GPUs of these architectures."""
         text = ROCMINFO + "".join(AGENT.format(architecture=each) for each in architectures)
         self.command("rocminfo", f"cat <<'END'\n{text}END\n")
 
@@ -137,7 +136,7 @@ PYTHONPATH={self.site} exec {sys.executable} -S "$@"
             info.rmdir()
 
     def run(self, *arguments: str) -> Outcome:
-        """Run the script, without any variable of whoever runs the tests."""
+        """Run the script without the environment variables of the test process."""
         (self.place / "mood.json").write_text(json.dumps(self.mood), encoding="utf-8")
         variables = {
             "PATH": f"{self.place / 'bin'}:/usr/bin:/bin",
@@ -167,7 +166,7 @@ PYTHONPATH={self.site} exec {sys.executable} -S "$@"
         return (self.site / "torch.py").read_text(encoding="utf-8"), next(self.site.glob("torch-*")).name
 
     def files(self) -> dict[str, tuple[int, int]]:
-        """Every file of the machine with size and time of change, but for what the test itself writes."""
+        """Return size and modification time of each file of the machine, except mood.json."""
         found: dict[str, tuple[int, int]] = {}
         for folder, _, names in os.walk(self.place):
             for name in names:

@@ -1,8 +1,8 @@
-"""Stands in for pip: notes how it was called, and pretends to install, as honestly or badly as it is told.
+"""Test double of pip: records each call, and simulates the installation.
 
 Runs as a program: PLACE ARGUMENTS. PLACE is the folder of the machine (machine.py): calls go to
-PLACE/pip.jsonl, packages into PLACE/site. PLACE/mood.json tells whether there is a network, what the package
-indexes have, and whether pip keeps torch, replaces it, or wants another one and is held by constraints only.
+PLACE/pip.jsonl, packages into PLACE/site. PLACE/mood.json configures the network, the package indexes and
+the treatment of torch: pip keeps it, replaces it, or replaces it unless a constraint or --no-deps prevents it.
 """
 
 import json
@@ -28,7 +28,7 @@ MODULES = {"amd-flashinfer": "flashinfer", "triton": "triton"}
 def write_package(
     site: Path, name: str, version: str, requires: Sequence[str] = (), origin: str = ""
 ) -> None:
-    """Metadata of an installed package, in place of that of another version."""
+    """Write the metadata of an installed package, and remove that of other versions."""
     folder = name.replace("-", "_")
     for old in site.glob(f"{folder}-*.dist-info"):
         shutil.rmtree(old)
@@ -42,13 +42,13 @@ def write_package(
 
 
 def write_module(site: Path, name: str, source: str) -> None:
-    """A module that can be imported, in place of another one of that name."""
+    """Write an importable module, replacing one of the same name."""
     shutil.rmtree(site / "__pycache__", ignore_errors=True)
     (site / f"{name}.py").write_text(source, encoding="utf-8")
 
 
 def write_torch(site: Path, version: str, hip: str | None, cuda: str | None) -> None:
-    """A torch of that version, for that GPU; it needs the Triton of its own build."""
+    """Write a torch of that version and GPU platform, which requires the Triton of its own build."""
     lines = [f"__version__ = {version!r}", "class version:", f"    hip = {hip!r}", f"    cuda = {cuda!r}"]
     write_module(site, "torch", "\n".join(lines) + "\n")
     write_package(site, "torch", version, ["triton==3.5.1+rocm7.2.0", "sympy>=1.13.3"])
@@ -63,7 +63,7 @@ class Pip:
         self.constraints = [line for line in lines if line and not line.startswith("#")]
 
     def run(self, arguments: list[str]) -> int:
-        """Pretend to do it; the exit code."""
+        """Simulate the command, and return its exit code."""
         if arguments[0] == "uninstall":
             for old in self.site.glob(f"{arguments[-1].replace('-', '_')}-*.dist-info"):
                 shutil.rmtree(old)
@@ -115,7 +115,7 @@ class Pip:
 
 
 def main(place: Path, arguments: list[str]) -> int:
-    """Write the call down, and do it."""
+    """Record the call, and run it."""
     pip = Pip(place)
     with (place / "pip.jsonl").open("a", encoding="utf-8") as calls:
         calls.write(json.dumps({"arguments": arguments, "constraints": pip.constraints}) + "\n")

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 
 def versions(machine: Machine) -> dict[str, str]:
-    """Installed packages of the machine."""
     names = [
         info.name.removesuffix(".dist-info").rpartition("-") for info in machine.site.glob("*.dist-info")
     ]
@@ -38,7 +37,7 @@ def test_exact_versions_come_from_the_constraints_file(machine: Machine) -> None
 
 
 def test_every_pip_call_pins_torch(machine: Machine) -> None:
-    """This pip would take another torch whenever it is not held to the one that is there."""
+    """This pip replaces torch unless the installed version is pinned."""
     machine.mood["torch"] = "wants"
     before = machine.torch()
     assert machine.run().code == 0
@@ -51,7 +50,7 @@ def test_every_pip_call_pins_torch(machine: Machine) -> None:
 
 
 def test_a_pip_that_would_take_another_torch_does_so_when_nothing_holds_it(machine: Machine) -> None:
-    """The test above can fail: this is what it guards against."""
+    """Without a pin this pip replaces torch, so the test above can fail."""
     machine.mood["torch"] = "wants"
     machine.run("--check")
     before = machine.torch()
@@ -115,7 +114,7 @@ def test_a_newer_flashinfer_is_left_alone(machine: Machine) -> None:
     ],
 )
 def test_another_flashinfer_can_be_asked_for(machine: Machine, spec: str, asked: str, got: str) -> None:
-    """`>=` with a local version is no valid requirement: pip is told which versions are too old instead."""
+    """`>=` with a local version is an invalid requirement; the script excludes older versions instead."""
     machine.variables["SSD_FLASHINFER_SPEC"] = spec
     outcome = machine.run()
     assert outcome.code == 0, outcome

@@ -1,5 +1,4 @@
-"""Memory shared by two ends of a unix socket: nothing that was not read is written on, what is offered is
-checked before it is touched, and nothing of it stays behind."""
+"""Tests of memory shared over a unix socket: flow control, validation of offers, release of descriptors."""
 
 import fcntl
 import os
@@ -26,7 +25,7 @@ Pair = tuple[SocketChannel, SocketChannel]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    """The second takes open files."""
+    """Two connected channels; the second accepts file descriptors."""
     first, second = socket.socketpair()
     channels = SocketChannel(first), SocketChannel(second, limits=ReceiveLimits(descriptors=True))
     yield channels
@@ -54,7 +53,7 @@ def open_files() -> int:
 @given(st.integers(1, 3000), st.lists(st.integers(-9, 1200), max_size=60))
 @settings(max_examples=examples(300), deadline=None)
 def test_taken_spans_never_overlap_and_return_in_order(size: int, actions: list[int]) -> None:
-    """A number above 0 asks for so many bytes; another one gives so many pieces back, if there are."""
+    """An action above 0 allocates that many bytes; any other returns up to that many spans."""
     pieces, held, returned = RingAllocator(size), list[range](), 0
     for action in actions:
         if action > 0:
@@ -85,7 +84,7 @@ def test_find_uses_free_bytes_at_both_ends() -> None:
     assert pieces.find(108) == 192
     assert pieces.find(120) == 0
     pieces.take(SharedSpan(0, 120))
-    assert pieces.find(1) is None  # up to the piece at 128, in steps of 64
+    assert pieces.find(1) is None  # the next offset is 128 (64-byte alignment), which is still taken
     pieces.give_back(4)
     assert pieces.find(300) == 0
 
@@ -164,7 +163,7 @@ def test_mappings_and_descriptors_are_released(pair: Pair) -> None:
     before = maps(), open_files(), sorted(os.listdir("/dev/shm"))
     writer, reader = shared_pair(pair)
     assert maps() == before[0] + 2
-    assert sorted(os.listdir("/dev/shm")) == before[2]  # it has no name
+    assert sorted(os.listdir("/dev/shm")) == before[2]  # the memory has no file name
     del writer, reader
     assert (maps(), open_files()) == before[:2]
 
@@ -177,7 +176,7 @@ def test_untaken_descriptors_are_closed(pair: Pair) -> None:
         socket.send_fds(pair[0]._socket, [b"\1"], [file.fileno()] * 3)  # pyright: ignore[reportPrivateUsage]
         heard = [message for _ in range(4) if pair[1].wait(0.1) for message in pair[1].receive()]
     assert heard == [Abort(0), Abort(1), Abort(2)]
-    assert open_files() == before + 1  # the last one may still be asked for
+    assert open_files() == before + 1  # the last descriptor may still be taken
     pair[1].close()
     assert open_files() == before - 1
 

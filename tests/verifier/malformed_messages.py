@@ -1,4 +1,4 @@
-"""What a hostile drafter may say: the protocol, spoken deep, long and wide, rightly and nearly rightly."""
+"""Strategies for messages of hostile drafters: deeply nested, long, wide, valid and nearly valid."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class Heard:
 
 
 Speech = Callable[[Heard], bytes]
-"""Bytes on the wire, as the speaker knows the requests when it says them."""
+"""Function from the requests that a drafter knows to the bytes that it sends."""
 
 
 def framed(*messages: Message) -> bytes:
@@ -98,7 +98,7 @@ def growths(draw: st.DrawFn) -> Speech:
                 parent, step = name, (tokens[index % all_cores] if all_cores else 1)
         try:
             growth = pack(request, max(0, epoch + shift), sequence, expansions, source, snapshot)
-        except OverflowError:  # no 32 bits hold such a value
+        except OverflowError:  # the value does not fit in 32 bits
             return b""
         if spoil:
             growth = replace(growth, **{spoil: getattr(growth, spoil)[:-1] + b"\xff\xff"})

@@ -1,4 +1,4 @@
-"""What rounds verified and accepted, by depth and by draft source."""
+"""Tests of acceptance figures by depth and by draft source."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ MODEL, NGRAM = 2, 4
 
 
 def grown(*guesses: tuple[int, Sequence[Expansion]]) -> Replica:
-    """A replica that sources have grown."""
+    """Return a replica with the expansions of each source applied."""
     replica = Replica(1, 1, ROOT, limit=100, vocabulary=50)
     for source, expansions in guesses:
         replica.apply(pack(1, 1, 0, expansions, "d", snapshot=True), source, source)

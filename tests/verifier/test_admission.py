@@ -1,4 +1,4 @@
-"""Who may join and stay: strangers that break a rule are kept out for a while, and nobody else suffers."""
+"""Tests of drafter admission: limits, temporary bans, and isolation of other drafters."""
 
 from collections import Counter
 from typing import cast
@@ -127,7 +127,7 @@ def test_a_long_model_name_becomes_a_label_that_stays_its_own() -> None:
 
 
 class Hostile(DrafterHarness):
-    """A harness with an honest drafter of its own, and strangers."""
+    """Harness with one valid local drafter; `strange` connects remote drafters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_a_mismatch_is_refused_but_no_offence() -> None:
 
 def test_a_stranger_cannot_have_the_name_of_an_own_drafter() -> None:
     harness = Hostile()
-    harness.clock.now += 60.0  # the honest one has long been silent
+    harness.clock.now += 60.0  # the local drafter has been silent for a minute
     its = harness.strange(replace(STRANGE, name=HELLO.name, instance=9))
     assert len(of(Refusal, its.receive())) == 1
     assert harness.drafters.num_joined == 1

@@ -1,4 +1,4 @@
-"""Who drafts for which request: shared by load, moved when it must be, and else left where it is."""
+"""Tests of the assignment of requests to drafters: shared by load, and moved only when necessary."""
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -111,7 +111,7 @@ def test_a_slow_drafter_gets_less_and_a_little_slower_is_not_slow() -> None:
         team.assign(request)
     assert [team.num_requests(member) for member in range(3)] == [6, 2, 6]
     team.update(1, 0.0025, lagging=False)
-    assert team.rebalance() == []  # its measurements waver
+    assert team.rebalance() == []  # a small change of its step time moves no request
     team.update(1, 0.0012, lagging=False)
     while team.rebalance():
         pass

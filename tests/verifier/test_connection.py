@@ -1,6 +1,7 @@
-"""Links under any sequence of events: each request is in one state, which is what its drafter knows. Once all
-is said, the working drafters know exactly the open requests, each one of them, at their current tokens, and
-their growth fits the replicas."""
+"""Tests of drafter connections and their pool under any sequence of events.
+
+Once all messages are sent, the working drafters hold exactly the open requests, with their current tokens.
+"""
 
 import hypothesis.strategies as st
 import pytest
@@ -31,7 +32,7 @@ NUMBERS = range(3)
 
 
 class Far:
-    """A drafter's process at the other end of a channel that holds few messages."""
+    """Drafter behind a channel that holds at most `capacity` messages."""
 
     def __init__(self, drafters: DrafterPool, capacity: int, name: str, synchronous: bool = False) -> None:
         mine, self._its = memory_pair(capacity=capacity)
@@ -44,7 +45,7 @@ class Far:
         self._its.close()
 
     def work(self) -> None:
-        """Take what has come, answer, and grow a step."""
+        """Handle received messages, send the replies, and run one draft step."""
         for message in self._its.receive():
             if isinstance(message, Open | Outcome | Close | Resync | Pause):
                 for answer in self.core.handle(message):
@@ -72,7 +73,7 @@ class World:
             self.open[number] = create_request(submit, shared_state(submit, ()), GROWTH.nodes, VOCABULARY)
             self.drafters.open(self.open[number])
         elif action == "commit" and request is not None and request.replica is not None:
-            for token in range(count):  # rounds of two tokens, now and then along the tree
+            for token in range(count):  # rounds of two tokens; the first follows the tree where it has one
                 children = request.replica.tree.root.tokens
                 tokens = (children[0] if children else token, (token + number) % VOCABULARY)
                 request.tokens.extend(tokens)
@@ -80,7 +81,7 @@ class World:
                 self.drafters.send_outcome(request)
         elif action == "end" and request is not None:
             self.drafters.close(self.open.pop(number))
-        elif action == "set aside" and request is not None:  # as the engine does when memory is short
+        elif action == "set aside" and request is not None:  # as for a preempted request
             self.drafters.close(request)
             request.replica = None
             self.drafters.open(request)
@@ -156,7 +157,7 @@ class Ear:
     def __init__(self) -> None:
         self.room = 3
         self.texts: dict[int, tuple[int, list[int]]] = {}
-        """By request: the epoch, and the tokens that the drafter knows."""
+        """Epoch and tokens that the drafter knows, by request number."""
         self.paused = False
 
     def send(self, message: Message) -> bool:

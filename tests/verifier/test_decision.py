@@ -1,4 +1,4 @@
-"""Why does it not speculate now? Every reason has a scenario, and what is told is what was launched."""
+"""Tests of speculation decisions: a scenario for each reason, and decisions that equal the launched rounds."""
 
 from collections.abc import Callable, Iterator
 
@@ -32,7 +32,7 @@ SPECULATING = {DecisionReason.PAYS, DecisionReason.TRYING}
 
 
 class DearRows(CostTable):
-    """A row more makes a round much longer, for ever."""
+    """Cost table that adds about 16 ms for each row and ignores measurements."""
 
     def __init__(self) -> None:
         super().__init__([Timing(1, 0, 0.010), Timing(64, 0, 1.0)])
@@ -42,7 +42,7 @@ class DearRows(CostTable):
 
 
 class Fixed(ModeController[SpeculationMode]):
-    """Always chooses the same way, to try it or because it is the best."""
+    """Mode controller that always chooses the same mode, as a trial if `exploring` is set."""
 
     def __init__(self, way: SpeculationMode, exploring: bool) -> None:
         super().__init__(WAYS)
@@ -58,7 +58,7 @@ class Fixed(ModeController[SpeculationMode]):
 
 
 class Unlearning(RoundPlanner):
-    """Keeps what it knows."""
+    """Round planner that ignores observations."""
 
     def observe(self, round_: Round) -> None:
         pass

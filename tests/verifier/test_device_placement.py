@@ -1,4 +1,4 @@
-"""A whole engine on a pretended GPU, put together from settings: its tokens are those of the CPU."""
+"""Tests of an engine on a simulated GPU, built from settings: its tokens equal those on the CPU."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -73,7 +73,7 @@ def outputs(
 
 @pytest.mark.slow
 def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "failure_of", lambda *_: "")  # tried elsewhere
+    monkeypatch.setattr(backends, "failure_of", lambda *_: "")  # tested elsewhere
     write_pair(tmp_path)
     expected, found = outputs("cpu", nullcontext, tmp_path), outputs(DEVICE, pretended_device, tmp_path)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
@@ -112,11 +112,11 @@ def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
 def test_recorded_forwards_of_both_models_give_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Target and draft are recorded once for each shape, while they serve, and replayed after that."""
+    """Forwards of target and draft model are captured once for each shape, and replayed after that."""
     monkeypatch.setattr(backends, "failure_of", lambda *_: "")
     tape = Tape()
     monkeypatch.setattr(load, "DeviceGraphCapture", lambda _: tape)
-    monkeypatch.setattr(startup_benchmark, "ROWS", (1, 8))  # an interpreter takes long for more
+    monkeypatch.setattr(startup_benchmark, "ROWS", (1, 8))  # Triton's interpreter is slow
     monkeypatch.setattr(startup_benchmark, "_LONG_ROWS", (1,))
 
     @contextmanager
@@ -132,15 +132,13 @@ def test_recorded_forwards_of_both_models_give_them_too(
 
 
 class OnDevice(FakeModel):
-    """Says that it lies there."""
-
     @property
     def facts(self) -> ModelFacts:
         return replace(super().facts, device=DEVICE)
 
 
 class Watched(NoiseRows):
-    """Tells what it was asked for."""
+    """Noise source that records the requested spans."""
 
     def __init__(self) -> None:
         super().__init__(VOCABULARY, 64)

@@ -1,4 +1,4 @@
-"""Several drafters: who has which request, who takes it over, and whose name is whose."""
+"""Tests of several drafters: assignment, takeover and names."""
 
 from msgspec.structs import replace
 
@@ -59,7 +59,7 @@ def test_the_requests_of_a_drafter_that_leaves_go_to_the_others_at_once() -> Non
     assert [message.request for message in second.receive() if isinstance(message, Open)] == [0]
     assert harness.drafters.num_requests == {"d1": 2}
     assert request.epoch == 1
-    assert len(request.replica.tree) == 2  # what was drafted is not lost
+    assert len(request.replica.tree) == 2  # the draft tree is kept
     harness.join()
     harness.end_round()
     assert harness.drafters.num_requests == {"d1": 1, "d0": 1}
@@ -79,7 +79,7 @@ def test_the_requests_of_a_drafter_that_lags_go_to_the_others() -> None:
     first.send(Heartbeat(step_ms=1.0))
     harness.clock.now += 0.5
     harness.end_round()
-    assert harness.drafters.num_requests == {"d0": 0, "d1": 2}  # not back at once
+    assert harness.drafters.num_requests == {"d0": 0, "d1": 2}  # requests do not move back at once
     harness.clock.now += 2.1
     second.send(Heartbeat(step_ms=1.0))
     harness.end_round()

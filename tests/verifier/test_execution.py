@@ -1,4 +1,4 @@
-"""Where rounds compute: prompts on all cores, and decoding where the governor drafts."""
+"""Tests of the execution planner: cores of prefill and decode rounds."""
 
 from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.bench.memory_channel import memory_pair
@@ -13,7 +13,7 @@ WAYS = (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN)
 
 
 class Place:
-    """A target that two cores make `faster`, with a drafter at the other end of a channel."""
+    """Target that runs `faster` times as fast on all cores, with a connected drafter."""
 
     def __init__(self, faster: float, forecast: dict[SpeculationMode, float]) -> None:
         self.drafters = DrafterPool(HELLO)

@@ -1,5 +1,4 @@
-"""What the target has computed is sent as fast as the drafter takes it, by shared memory where it can be, and
-nothing else waits for it."""
+"""Tests of the feature sender: flow control, shared memory where possible, and outcomes that never wait."""
 
 import gc
 import os
@@ -38,7 +37,7 @@ from tests.verifier.drafter_factory import make_request
 Pair = tuple[SocketChannel, SocketChannel]
 LAYERS = (0, 1)
 WIDTH = 1 << 18
-"""Numbers of a token: half a MiB."""
+"""Feature values per token; at 2 bytes each, 512 KiB."""
 SHORT = 128
 REQUESTS, TOKENS = 6, 5
 
@@ -71,7 +70,7 @@ def memory_maps() -> int:
 
 
 class Far:
-    """A drafter at the other end of a socket, and a verifier with requests."""
+    """Drafter at one end of a socket, and a drafter pool with requests at the other."""
 
     def __init__(self, shares: bool) -> None:
         mine, its = socket.socketpair()
@@ -107,7 +106,7 @@ class Far:
         return bool(heard)
 
     def hear_all(self) -> None:
-        """Rows are read as late as can be: when nothing more comes."""
+        """Receive all messages, and read shared rows only when no more messages arrive."""
         while True:
             while self.hear() or self.drafters.channels[0].pending:
                 self.drain()
@@ -171,7 +170,7 @@ def test_outcomes_do_not_wait_for_features(shares: bool) -> None:
         far.drafters.flush()
         assert far.drafters.channels[0].pending < (1 << 10 if shares else 4 << 20)
         far.hear_all()
-        assert sum(isinstance(message, Open) for message in far.told) == REQUESTS  # nobody was told again
+        assert sum(isinstance(message, Open) for message in far.told) == REQUESTS  # opened only once
         assert sum(isinstance(message, Outcome) for message in far.told) == REQUESTS
         for number in far.requests:
             assert far.read(number) == b"".join(row(number, position) for position in range(TOKENS + 1))
@@ -220,7 +219,7 @@ def test_impossible_shared_memory_read_closes_the_connection(total: int) -> None
 
 
 def test_that_it_has_read_is_no_answer() -> None:
-    """Else a round would wait for a drafter that only reads."""
+    """If SharedMemoryRead counted as an answer, rounds would wait for a drafter that only reads."""
     now = [0.0]
     liveness = Liveness(lambda: now[0], synchronous=False)
     now[0] = 1.0

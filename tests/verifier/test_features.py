@@ -1,5 +1,4 @@
-"""What the target has computed of committed tokens reaches drafters that read it, in order and before the
-outcome, whatever the rounds were like."""
+"""Tests of target features for drafters: order, and arrival before the outcome of the same tokens."""
 
 import re
 from dataclasses import replace as changed
@@ -44,7 +43,7 @@ PROMPT = tuple(1 + 7 * place % 30 for place in range(40))
 
 
 class TellingModel(FakeModel):
-    """A row's features say its token and its position, and which layer they are of."""
+    """Model with features that contain token, position and layer of each row."""
 
     def forward(self, batch: Batch) -> ForwardResult:
         result = super().forward(batch)
@@ -118,7 +117,7 @@ def test_features_of_each_token_are_sent_once_before_its_outcome() -> None:
                 assert message.position == known
                 known += len(message.data) // (2 * message.width)
             elif isinstance(message, Outcome):
-                assert known == message.position + len(message.tokens) - 1  # not of the last
+                assert known == message.position + len(message.tokens) - 1  # the last token has none yet
                 text += message.tokens
                 committed = len(text)
     assert committed > len(PROMPT) + 10
@@ -245,7 +244,7 @@ def test_a_slot_has_its_last_row_or_none(room: int, rounds: list[list[int]]) -> 
     assert store.first(table, found) == found
     told = store.rows(table, found, 31 - found)[:, 0].tolist() if found < 31 else []
     assert told == [last[slot] for slot in range(found, 31)]
-    newest = rounds[-1] if rounds else []  # however little room there is
+    newest = rounds[-1] if rounds else []  # rows of the newest round are always kept
     for slot in newest:
         one = SlotTable([slot])
         assert store.first(one, 0) == 0

@@ -1,4 +1,4 @@
-"""What layouts should give, from measured tables: orders that arithmetic knows."""
+"""Tests of the forecast of speedups by mode from measured cost tables."""
 
 import hypothesis.strategies as st
 import pytest
@@ -102,7 +102,7 @@ def test_several_requests_are_not_forecast_to_verify_what_is_hardly_right() -> N
 
 
 def test_long_texts_are_part_of_what_a_round_takes() -> None:
-    """Reading them is what a saved round saves: by the rows alone, drafts would not pay."""
+    """With long contexts a round mostly reads the KV cache, so saved rounds outweigh the cost of drafting."""
     cost = CostTable(
         [Timing(rows, read, 0.004 + (2e-6 + 1e-9 * rows) * read) for rows in ROWS for read in (0, 1024)]
     )

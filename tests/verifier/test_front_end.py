@@ -1,5 +1,4 @@
-"""What the front end is told: figures when it ends a request, slots in use without what can be evicted, and
-why rounds speculate or not, which is also logged."""
+"""Tests of messages to the front end: figures, slots in use, and reported and logged decisions."""
 
 import io
 

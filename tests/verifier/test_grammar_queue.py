@@ -1,4 +1,4 @@
-"""Requests wait for their grammars, in order, and nobody else does."""
+"""Tests of the grammar queue: requests wait in order for their grammars, and other requests do not."""
 
 from threading import Event
 
@@ -16,7 +16,7 @@ from ssd_serve.verifier.process import GrammarQueue
 
 
 class SlowGrammars(Grammars):
-    """Takes until it may."""
+    """Grammars that block in `compile` until `may` is set."""
 
     def __init__(self) -> None:
         super().__init__(str, 100, ())

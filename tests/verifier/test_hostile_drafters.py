@@ -1,4 +1,4 @@
-"""Whatever drafters say: texts are those of plain decoding, honest drafters stay, memory is bounded."""
+"""Tests of hostile drafters: lossless output, valid drafters stay connected, memory is bounded."""
 
 from functools import cache
 
@@ -24,7 +24,7 @@ def plain() -> dict[int, Output]:
 
 
 class Honest:
-    """A drafter of the engine's own, with a real core."""
+    """Local drafter with a real core."""
 
     def __init__(self, engine: Engine) -> None:
         mine, self.its = memory_pair()
@@ -43,7 +43,7 @@ class Honest:
 
 
 class Hostile:
-    """Says what was drawn, a few things a step; where it was hung up on it comes again, from elsewhere."""
+    """Drafter that sends generated messages, a few a step, and reconnects from a new address when disconnected."""
 
     def __init__(self, engine: Engine, speeches: list[Speech], shares: bool) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Engines with several drafters: the same tokens, whoever drafts, dies, comes back or guesses otherwise."""
+"""Tests of engines with several drafters: the output is the same if drafters differ, die or reconnect."""
 
 import pytest
 from msgspec.structs import replace
@@ -105,20 +105,20 @@ def test_drafters_of_different_models_merge_their_trees() -> None:
         def each(_step: int) -> None:
             for drafter in drafters:
                 drafter.work()
-            assert len(set(engine.drafters.num_requests.values())) <= 1  # all have all
+            assert len(set(engine.drafters.num_requests.values())) <= 1  # each drafter has all requests
 
         assert texts(run(engine, mixed_requests(REQUESTS), each)) == plain()
         return engine.totals.figures.accepted
 
     weak, strong, both = accepted(2.5), accepted(0.6), accepted(2.5, 0.6)
     assert both > weak
-    assert both >= 0.95 * strong  # a bad neighbour costs little
+    assert both >= 0.95 * strong  # a weak second drafter costs little
 
 
 def test_one_drafter_serves_two_verifiers() -> None:
     engines = [make_engine(case())[0] for _ in range(2)]
     drafter = Drafter(named("d0"), *engines)
-    for engine in engines:  # one after the other, while the other's requests are open
+    for engine in engines:  # both engines have open requests at the same time
         for submit in mixed_requests(REQUESTS):
             assert engine.submit(submit) is None
     outputs: list[dict[int, tuple[int, ...]]] = [{}, {}]

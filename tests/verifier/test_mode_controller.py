@@ -1,4 +1,4 @@
-"""Which way to draft: the fastest runs, and finding out costs little."""
+"""Tests of the mode controller: it finds the fastest mode at little cost."""
 
 import random
 
@@ -37,7 +37,7 @@ class World:
         return mode
 
     def run(self, rounds: int) -> float:
-        """Tokens a second over these rounds, as a multiple of plain decoding."""
+        """Run rounds, and return their tokens per second as a multiple of plain decoding."""
         tokens, seconds = self.tokens, self.seconds
         for _ in range(rounds):
             self.round()
@@ -202,7 +202,7 @@ def test_mode_that_would_start_too_late_is_not_started() -> None:
 
 QUIET = {"beside": 1.9, "inline": 1.6, "plain": 1.0}
 CORE_LOST = {"beside": 1.5, "inline": 0.5, "plain": 0.4}
-"""Two cores, of which another process takes one: threads wait for the slower."""
+"""Speeds on two cores when another process takes one, and threads wait for the slower core."""
 
 
 class ForeseenWorld(World):
@@ -214,7 +214,7 @@ class ForeseenWorld(World):
         self.controller.forecast = lambda requests: is_forecast
 
     def efficiency(self, rounds: int) -> float:
-        """The time of the best way over that of the ways that ran, without the luck of their rounds."""
+        """Run rounds, and return the time of the best mode divided by that of the chosen modes, without noise."""
         best = max(self.speedups.values())
         return rounds / sum(best / self.speedups[self.round()] for _ in range(rounds))
 
@@ -234,7 +234,7 @@ def test_modes_forecast_far_below_the_best_are_not_tried() -> None:
 
 
 def test_low_acceptance_of_one_text_does_not_switch_modes() -> None:
-    """Forty rounds give two thirds of what those before gave, in the time that those took."""
+    """Forty rounds yield two thirds of the earlier tokens in the same time."""
     gains = {"beside": 1.6, "inline": 1.75, "plain": 1.0}
     world = ForeseenWorld(gains, seed=1)
     world.run(100)

@@ -1,4 +1,4 @@
-"""A device whose memory runs out in a round: smaller rounds, the same texts, and nothing lost."""
+"""Tests of out-of-memory handling: smaller rounds, the same output, no lost slots."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ CHUNK = 32
 
 
 class Scarce(FakeModel):
-    """Has memory for so many rows at once."""
+    """Model that runs out of memory in batches of more than `max_rows` rows."""
 
     max_rows = 1_000_000
 
@@ -90,7 +90,7 @@ def test_bounds_are_halved_and_come_back() -> None:
     assert (oom_backoff.chunk, oom_backoff.nodes) == (CHUNK, None)
     oom_backoff.on_oom(30, "too little")
     assert (oom_backoff.chunk, oom_backoff.nodes) == (15, 0)
-    oom_backoff.on_oom(0, "too little")  # a round without prompts
+    oom_backoff.on_oom(0, "too little")  # a round without prefill rows
     assert (oom_backoff.chunk, oom_backoff.nodes) == (7, 0)
     seen: list[tuple[int, int | None]] = []
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Drafters that a layout lets work, and those that pause: what each of them is told, and when."""
+"""Tests of paused drafters: outcomes, requests and pauses that are sent later."""
 
 import pytest
 from msgspec.structs import replace
@@ -122,7 +122,7 @@ def test_paused_drafter_receives_new_requests_late_without_loss_of_trees() -> No
 
 def test_a_pause_that_did_not_fit_is_said_later() -> None:
     harness = DrafterHarness()
-    its = harness.join(capacity=3)  # its hello's answer and two openings fill it
+    its = harness.join(capacity=3)  # the reply to its Hello and two Open messages fill it
     harness.drafters.set_mode(SpeculationMode.PLAIN)
     assert of(Pause, its.receive()) == []
     harness.drain()

@@ -1,4 +1,4 @@
-"""How much of a prompt is read beside running requests, and what the governor is told of a round."""
+"""Tests of the round planner: prefill chunk sizes, and observations for the mode controller."""
 
 import math
 
@@ -35,15 +35,15 @@ def test_prefill_uses_whole_chunks_without_tpot_target_or_decoding() -> None:
 
 
 def test_chunks_are_as_large_as_reads_prompts_fastest() -> None:
-    flat = np.full(513, 0.01)  # a GPU far from its limit: more rows for nothing
+    flat = np.full(513, 0.01)  # a memory-bound GPU: more rows cost nothing
     rows = np.arange(513, dtype=np.float64)
     straight = 0.01 + 1e-4 * rows
     assert cheapest_chunk(flat) == cheapest_chunk(straight) == 512
-    cliff = straight + 5e-4 * np.maximum(0.0, rows - 128)  # what no longer fits a cache is dearer
+    cliff = straight + 5e-4 * np.maximum(0.0, rows - 128)  # rows beyond a cache size cost more
     assert 128 <= cheapest_chunk(cliff) <= 140
-    beside = 0.02 + 1e-3 * rows + 2e-4 * np.maximum(0.0, rows - 16)  # the first rows are nearly free
-    assert cheapest_chunk(beside) == 512  # but a round for each 16 of them is not
-    gentle = straight + 1e-5 * np.maximum(0.0, rows - 128)  # within what noise does
+    beside = 0.02 + 1e-3 * rows + 2e-4 * np.maximum(0.0, rows - 16)  # the first 16 rows are cheaper
+    assert cheapest_chunk(beside) == 512  # but rounds of 16 rows add overhead
+    gentle = straight + 1e-5 * np.maximum(0.0, rows - 128)  # a difference within noise
     assert cheapest_chunk(gentle) == 512
     assert cheapest_chunk(cliff[:9]) == 8
 

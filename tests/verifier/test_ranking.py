@@ -1,4 +1,4 @@
-"""What is ranked for a round, and where growth is still worth waiting for."""
+"""Tests of tree ranking: node order, limits of a request, and leaves worth waiting for."""
 
 import math
 from collections.abc import Sequence

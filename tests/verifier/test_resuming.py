@@ -1,4 +1,4 @@
-"""A request that another verifier has begun goes on as if nothing had happened."""
+"""Tests of resumed requests: the rest of the output equals that of an uninterrupted request."""
 
 import pytest
 from msgspec.structs import replace

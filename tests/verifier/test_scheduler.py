@@ -1,4 +1,4 @@
-"""The scheduler: admission, chunks, preemption; never an allocation failure, never a lost slot."""
+"""Tests of the scheduler: admission, chunks and preemption, without allocation failures or lost slots."""
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -19,7 +19,7 @@ PROMPT = st.lists(st.integers(1, 3), min_size=1, max_size=30)
 
 
 class Rounds(RuleBasedStateMachine):
-    """Requests of any length come and go while memory is short."""
+    """Requests of random length are submitted, run and aborted while memory is short."""
 
     prefix = True
 
@@ -29,7 +29,7 @@ class Rounds(RuleBasedStateMachine):
         self.submitted: list[Request] = []
         self.texts: dict[int, list[int]] = {}
         self.content: dict[int, list[int]] = {}
-        """Which text a slot was last written with."""
+        """Tokens up to and including the one last written to each slot."""
 
     @rule(prompt=PROMPT, max_tokens=st.integers(1, 30))
     def submit(self, prompt: list[int], max_tokens: int) -> None:
@@ -113,7 +113,7 @@ class Rounds(RuleBasedStateMachine):
 
 
 class WithoutPrefix(Rounds):
-    """The same without reuse between requests."""
+    """Rounds without a prefix cache."""
 
     prefix = False
 

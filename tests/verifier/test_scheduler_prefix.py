@@ -1,4 +1,4 @@
-"""The scheduler and its prefix cache: prompts are read once, looks are bounded, cached texts make room."""
+"""Tests of the scheduler with a prefix cache: shared prefill, bounded lookups, eviction for tree rows."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from tests.verifier.scheduler_factory import commit, make_request, make_schedule
 
 
 def test_cached_texts_make_room_for_tree_rows() -> None:
-    """However full of them a server is, and no more of them go than there are rows."""
+    """Even a full cache evicts only as many slots as there are rows."""
     scheduler = make_scheduler(slots=24)
     for number in range(4):
         read_and_remove(scheduler, make_request(number, [number, 2, 3, 4, 5, 6], 4))
@@ -56,7 +56,7 @@ def test_choices_of_one_prompt_read_it_once(chunk: int, max_running: int) -> Non
 
 
 def test_later_requests_go_on_with_what_is_being_read() -> None:
-    """The second begins when a part of the prompt is read, and differs from the first after 70 tokens."""
+    """The second request starts in the middle of the prefill, and differs from the first after 70 tokens."""
     scheduler = make_scheduler(slots=1000, chunk=20)
     first = make_request(0, [1] * 100, 9)
     scheduler.submit(first)
@@ -124,7 +124,7 @@ def test_choices_that_share_their_prompt_need_its_memory_once() -> None:
 
 
 class CountingPrefix(PrefixCache):
-    """Notes how many tokens each look may cover."""
+    """Prefix cache that records how many tokens each lookup may cover."""
 
     def __init__(self, pool: SlotPool) -> None:
         super().__init__(pool)

@@ -1,4 +1,4 @@
-"""Whether a round computes on all cores: where that is faster, and as soon as it is."""
+"""Tests of the thread count selector: rounds use all cores where that is faster."""
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +11,7 @@ FEW_S, ALL_S = 0.010, 0.006
 
 
 class Machine:
-    """Forwards on one core and on two, in virtual time; `slower` multiplies what two take."""
+    """Simulated forwards on some or all cores; `slower` multiplies the time on all cores."""
 
     def __init__(self, all_s: float = ALL_S) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ class Machine:
         return all_cores
 
     def run(self, seconds: float) -> list[bool]:
-        """Rounds of so much time: whether each was on both cores."""
+        """Run rounds for so many seconds, and return for each whether it used all cores."""
         end, rounds = self.now + seconds, list[bool]()
         while self.now < end:
             rounds.append(self.round())
@@ -52,7 +52,7 @@ def test_a_core_that_another_process_takes_is_left_within_some_rounds() -> None:
     machine.slower = 4.0
     assert sum(machine.run(0.5)) <= 4
     rounds = machine.run(10.0)
-    assert sum(rounds) <= 11  # a look a second
+    assert sum(rounds) <= 11  # one trial per second
 
 
 def test_a_core_that_is_free_again_is_taken_within_about_a_second() -> None:

@@ -1,4 +1,4 @@
-"""What is read of an answer, whatever pieces it comes in: words, thoughts and calls of tools."""
+"""Tests of output readers: text, thinking and tool calls, at any split of the output."""
 
 import json
 
