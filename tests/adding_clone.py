@@ -1,6 +1,6 @@
 """Applies the steps of docs/adding.md to a copy of the sources.
 
-The copy is run by programs of its own: whatever is derived from a table when it is imported is derived anew.
+Each run of the copy is a new process, so values that an import derives from a table are computed again.
 """
 
 import ast
@@ -23,7 +23,7 @@ _CHANGE = re.compile(r"^The change in `([\w/]+\.py)`:\n\n```diff\n((?:-.*\n)+)((
 
 
 class Clone:
-    """The sources with what one section of the page adds; all that it leaves alone is a link to ours."""
+    """A copy of the sources with one section's additions; unchanged files are links to the repository."""
 
     def __init__(self, heading: str, folder: Path) -> None:
         self._folder = folder
@@ -55,7 +55,7 @@ class Clone:
         self._place(path).write_text(source, encoding="utf-8")
 
     def _place(self, path: str) -> Path:
-        """Return the place in the copy of a path in the repository."""
+        """Return the path in the copy for a path in the repository."""
         return self._folder / path.removeprefix("src/")
 
     def run(self, *arguments: str) -> str:
@@ -73,7 +73,7 @@ class Clone:
 
 
 def with_line(source: str, table: str, neighbour: str, line: str) -> str:
-    """The source with a line behind that of a neighbour, in a dictionary, a tuple of calls or a class."""
+    """Return the source with a line added after the neighbour's, in a dictionary, a tuple of calls or a class."""
     ends = [end for name, end in _entries(ast.parse(source), table) if name == neighbour]
     (end,) = ends
     lines = source.splitlines(keepends=True)
@@ -81,7 +81,7 @@ def with_line(source: str, table: str, neighbour: str, line: str) -> str:
 
 
 def _entries(tree: ast.Module, table: str) -> list[tuple[str, int]]:
-    """The entries' names, and their last lines."""
+    """Return the names of the entries and their last lines."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == table:
             fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]

@@ -1,4 +1,4 @@
-"""Runs the code of docs/adding.md: a file, and its line in a registry."""
+"""Runs the code of docs/adding.md: a file and its line in a registry."""
 
 import ast
 import re
@@ -16,13 +16,15 @@ _LINE = re.compile(r"^The line in `(\w+)` of `([\w/]+)\.py`:" + _CODE, re.MULTIL
 
 
 def section(heading: str) -> str:
-    """The page from one heading of the second level to the next."""
+    """Return the part of the page below a heading of the second level."""
     return PAGE.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 def follow(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the section's file to a folder, in which its package is then found too, and add its line to the
-    registry, all for the length of a test."""
+    """Write the section's file to a folder and add its line to the registry.
+
+    For the length of a test, the file's package is also found in the folder.
+    """
     ((path, source),) = _FILE.findall(section(heading))
     ((table, place, line),) = _LINE.findall(section(heading))
     (folder / f"{Path(path).name}.py").write_text(source, encoding="utf-8")
@@ -34,8 +36,10 @@ def follow(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def install(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the section's file to a folder as an installed package with the page's entry point, found for
-    the length of a test."""
+    """Write the section's file to a folder as an installed package with the page's entry point.
+
+    The package is found for the length of a test.
+    """
     ((path, source),) = _FILE.findall(section(heading))
     (points,) = _POINTS.findall(section(heading))
     name = Path(path).name
@@ -54,7 +58,7 @@ def install(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _forget(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import it anew, and with the test forget what was imported."""
+    """Let the module be imported again, and restore the entry of `sys.modules` after the test."""
     monkeypatch.setitem(sys.modules, module, sys)
     del sys.modules[module]
 

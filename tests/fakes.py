@@ -1,4 +1,4 @@
-"""Deterministic stand-ins: a model whose logits are a function of the tokens that its rows attend to."""
+"""Deterministic test doubles, such as a model with logits that depend only on the attended tokens."""
 
 import hashlib
 from collections import defaultdict
@@ -39,7 +39,7 @@ EOS = 0
 
 
 class FakeClock:
-    """Time that a test moves, in seconds."""
+    """Clock in seconds that a test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -136,19 +136,19 @@ class Case:
 
 
 class ScriptedSource:
-    """A draft source without a model: a node's candidates follow from its name. Remembers what it made."""
+    """Draft source without a model: the candidates depend on the node's name, and its results are recorded."""
 
     is_warmup_step = False
 
     def __init__(self) -> None:
         self.made: dict[int, list[int]] = {}
         self.candidates: list[int] = []
-        """The candidates of every node, where they are given."""
+        """The candidates of every node, if set."""
         self.committed: dict[int, list[int]] = {}
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         self.committed[request] = list(tokens)
-        self.made.clear()  # the tree begins again
+        self.made.clear()  # the tree starts again
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
         self.committed[request].extend(tokens)
@@ -179,19 +179,19 @@ def make_core(case: Case) -> DrafterCore:
 def core_of(
     guesses: DraftModel | DraftSource, limits: GrowthLimits, ends: tuple[int, ...] = (EOS,)
 ) -> DrafterCore:
-    """A drafter's core without channels."""
+    """Return a drafter's core without channels."""
     return DrafterCore(
         guesses.source(limits.fan_out) if isinstance(guesses, DraftModel) else guesses, limits, ends, "d0"
     )
 
 
 def make_engine(case: Case) -> tuple[Engine, FakeModel]:
-    """An engine without any drafter yet."""
+    """Return an engine without drafters."""
     model = FakeModel(case.slots)
     engine = build_engine(
         EngineParts(
             model=model,
-            # Time stands still for drafters, and costs are fixed: no test depends on how busy the machine is.
+            # Drafters have a constant clock and fixed costs, so that no test depends on the load of the machine.
             drafters=DrafterPool(HELLO, clock=lambda: 0.0),
             cost=FixedCost(),
             slots=case.slots,
@@ -221,7 +221,7 @@ class Output:
 def run(
     engine: Engine, submits: Sequence[Submit], each_step: Callable[[int], None] = lambda step: None
 ) -> dict[int, Output]:
-    """Submit everything, step until done; what the engine was given before is done too."""
+    """Submit all requests, and step until these and earlier ones are done."""
     for submit in submits:
         refused = engine.submit(submit)
         if refused is not None:
@@ -243,7 +243,7 @@ def run(
 
 
 def mixed_requests(count: int, max_tokens: int = 40) -> list[Submit]:
-    """Requests of mixed parameters: temperatures, penalties, truncation, bias, stops, minimum lengths."""
+    """Return requests with mixed parameters: temperatures, penalties, truncation, bias, stops, minimum lengths."""
     variants = (
         SamplingParameters(temperature=0.0),
         SamplingParameters(temperature=0.7, top_p=0.9),

@@ -1,4 +1,4 @@
-"""`ssd report` packs what every step wrote, also of steps that fail, and no secrets."""
+"""Tests of `ssd report`: it packs the output of every step, also of failed ones, and no secrets."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, str]:
 
 
 def quiet(text: str) -> None:
-    """Says nothing."""
+    """Print nothing."""
 
 
 def test_results_logs_and_exit_codes_are_packed_without_secrets(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_what_is_there_is_packed_when_it_is_interrupted(
     code += f"    os.kill({os.getpid()}, signal.SIGINT)\n    time.sleep(600)"
     todo = [Step("done", ("prints",)), Step("cut", ("hangs",)), Step("never", ("prints",))]
     out = tmp_path / "out.tar.gz"
-    # A shell ignores the signal for what it starts in the background, and Python leaves it so.
+    # A shell ignores the signal for background processes, and Python inherits that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""A sum over ranks, each a process: right, wrong, failing and hanging libraries are told apart."""
+"""Tests of the all-reduce check of `ssd doctor`: correct, wrong, failing and hanging libraries."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def program(text: str) -> tuple[str, ...]:
-    """A stand-in for the process that sums."""
+    """Return a command that runs this code in place of a rank."""
     return (sys.executable, "-c", text)
 
 
@@ -19,7 +19,7 @@ def test_ranks_on_cpus_sum(tmp_path: Path) -> None:
     assert failure(["cpu", "cpu", "cpu"]) == ""
     assert failure(["cpu"]) == ""
     assert sums("cpu", 0, 1, tmp_path / "one")
-    assert sums("cpu", 0, 1, tmp_path / "other")  # a group that was left behind would be in the way
+    assert sums("cpu", 0, 1, tmp_path / "other")  # a process group that was not destroyed would make it fail
 
 
 def test_missing_device_is_reported_in_the_librarys_words() -> None:

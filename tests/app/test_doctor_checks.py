@@ -20,7 +20,7 @@ GPU = (Settings(target_device="cuda:0"), Settings(target_device="cpu", draft_dev
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting one takes seconds."""
+    """Ray is replaced because its start takes seconds."""
     monkeypatch.setattr(doctor_checks, "ray_view", lambda: RayView(4, 0))
 
 
@@ -38,7 +38,7 @@ class Files:
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
-    """A machine whose drivers a test chooses, and whose GPUs torch cannot use."""
+    """Return driver files that a test may create; torch finds no usable GPU."""
     found = Files(*(tmp_path / name for name in ("kfd", "amdgpu", "nvidiactl", "nvidia")))
     for name in ("kfd", "amd_driver", "nvidia_control", "nvidia_driver"):
         monkeypatch.setattr(doctor_checks, f"_{name.upper()}", getattr(found, name))
@@ -84,7 +84,7 @@ def test_a_cuda_torch_without_a_gpu_points_at_the_driver(
 def test_a_cuda_torch_beside_an_amd_gpu_is_no_wrong_torch(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An NVIDIA card in a machine whose processor has an AMD GPU."""
+    """An NVIDIA card in a machine with an AMD GPU in its processor."""
     files.kfd.touch()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert found([*doctor_checks.torch_build(GPU[0])], "torch").state is State.OK
@@ -108,7 +108,7 @@ def test_a_gpu_that_this_user_may_not_open_matters_where_it_shall_serve(
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Versions of packages by name, for a test to fill; others are not installed."""
+    """Return package versions by name, for a test to fill; others count as not installed."""
     versions: dict[str, str] = {}
 
     def version(package: str) -> str:

@@ -1,4 +1,4 @@
-"""`ssd draft` says at once what no second try mends."""
+"""Tests of `ssd draft`: errors that a retry cannot fix are reported at once."""
 
 from pathlib import Path
 

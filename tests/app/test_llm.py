@@ -1,4 +1,4 @@
-"""Generating from Python: the same texts as the server's, whatever the mode, and clear errors."""
+"""Tests of the Python API: equal texts in every mode, equal to those of the server, and clear errors."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ SAMPLED = SamplingParams(seed=5, temperature=0.8, max_tokens=16)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step times are measured once."""
+    """Return one folder for all tests, so that step times are measured once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -39,7 +39,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def _workers() -> list[psutil.Process]:
-    """This process's children that hold models; what has ended has no command line."""
+    """Return this process's children that hold models; an ended process has no command line."""
     found: list[psutil.Process] = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -95,7 +95,7 @@ def test_the_command_gives_the_same_text(llm: LLM, folder: Path) -> None:
         "--dtype",
         "fp32",
     ]
-    # What the command is not told is the model's, what parameters leave out is off.
+    # Options that the command leaves out come from the model; parameters that are left out are off.
     sampling = ["--seed", "5", "--temperature", "0.8", "--top-p", "1", "--max-tokens", "16"]
     sampling += ["--no-native-kernels"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`ssd plan`: which layout it takes, and how that is told."""
+"""Tests of `ssd plan`: the layout that it chooses, and its report."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_five_devices_give_four_to_the_target_and_one_to_the_drafter(of_five: Pl
 
 
 def test_two_devices_are_better_used_by_the_target() -> None:
-    """A second device halves what the target reads; a drafter beside would leave it one."""
+    """A second device halves the bytes that the target reads; a drafter would take that device."""
     best = plan(2).best
     assert best is not None
     assert (best.drafting, best.target) == (SpeculationMode.SYNC, 2)

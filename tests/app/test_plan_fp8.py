@@ -1,4 +1,4 @@
-"""`ssd plan` of fp8 checkpoints: what a device reads that multiplies them, and what one that does not."""
+"""Tests of `ssd plan` for fp8 checkpoints: bytes that devices with and without fp8 products read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def on_gpu(name: str | Path, fp8: torch.dtype | None) -> PlannedModel:
 
 
 def known_fp8(name: str, fp8: torch.dtype | None, scheme: Fp8Scheme) -> PlannedModel:
-    """A well-known model as if its `config.json` said this."""
+    """Return a well-known model with this scheme in its `config.json`."""
     model = known_model(name)
     assert model is not None
     quantised = replace(model, config=replace(model.config, fp8=scheme))
@@ -90,7 +90,7 @@ def test_an_fp8_70b_fits_one_h100_and_reads_half() -> None:
     assert narrow.resident_bytes < h100.memory_gb * 1e9 < wide.resident_bytes
     reading = [Sheets(h100, 1).parts(model, 1, Forward(1)).weights_s for model in (narrow, wide)]
     assert reading[0] / reading[1] == pytest.approx(narrow.matrix_bytes / wide.matrix_bytes)
-    # A long prompt is bound by computing, whose rate in fp8 the table does not have.
+    # A long prompt is compute-bound, and the table has no fp8 rate.
     prompt = [Sheets(h100, 1).step_s(model, 1, Forward(2048, 2048)) for model in (narrow, wide)]
     assert prompt[0] == pytest.approx(prompt[1])
 

@@ -1,4 +1,4 @@
-"""Log lines: one for each event, whoever logs; levels and formats are kept."""
+"""Tests of logging: one line for each event, also from libraries; levels and formats."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint whose delays are known: uvicorn in this process, and nothing of our own server."""
+"""An OpenAI endpoint with known delays: uvicorn in this process, without code of `ssd serve`."""
 
 import asyncio
 import contextlib
@@ -20,11 +20,11 @@ Send: TypeAlias = Callable[[Event], Awaitable[None]]
 
 @dataclass(slots=True)
 class Endpoint:
-    """Answers after `first_s`, then a chunk of `per_chunk` tokens each `gap_s`.
+    """Endpoint that answers after `first_s`, then sends `per_chunk` tokens every `gap_s`.
 
-    Without `usage` nothing tells how many tokens an answer has. `short` answers end after so many.
-    `refuse` are seeds that get a 500. With `rounds` there is a page of metrics that counts speculation;
-    `positions` are accepted tokens a round by position.
+    Without `usage` an answer does not report its number of tokens. `short` is the maximum length of answers.
+    Seeds in `refuse` get a 500. With `rounds` a metrics page counts speculation; `positions` holds
+    accepted tokens per round by position.
     """
 
     first_s: float = 0.06
@@ -104,7 +104,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 @contextlib.contextmanager
 def listening(endpoint: Endpoint) -> Generator[tuple[Endpoint, str]]:
-    """The endpoint at an address of its own."""
+    """Serve the endpoint at a free port; yield it with its address."""
     port = free_port()
     config = uvicorn.Config(endpoint, host="127.0.0.1", port=port, log_config=None, lifespan="off")
     server = uvicorn.Server(config)

@@ -1,5 +1,8 @@
-"""Benchmarks on the devices that flags name. torch's device `meta`, which holds no numbers, stands in for a
-GPU: what mixes devices fails there, and reading a result back ends it."""
+"""Tests of benchmarks on the devices that flags name.
+
+torch's device `meta`, which holds no numbers, stands in for a GPU. An operator that mixes devices fails there,
+and so does reading a result back.
+"""
 
 import contextlib
 from collections.abc import Generator
@@ -93,7 +96,7 @@ def test_emulated_devices_are_refused_on_a_gpu(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
-    """torch's name of the stand-in."""
+    """Return the name that torch uses for the stand-in."""
 
     def choose(wish: AttentionOptions, cache: KVCache, heads: int, *rest: object) -> ChosenAttention:
         return ChosenAttention(
@@ -122,7 +125,7 @@ def test_a_synchronous_draft_may_compute_elsewhere_than_its_target(mode: EngineM
     plain = runner.run(rig.engine(EngineMode("ar")), prompt, 0.8)
     engine = rig.engine(mode, draft_device="cpu")
     assert runner.run(engine, prompt, 0.8).tokens == plain.tokens
-    assert engine.drafters.expansions > 0  # whether they pay to be verified is a matter of the moment
+    assert engine.drafters.expansions > 0  # the number of verified ones depends on measured times
 
 
 def test_beside_a_gpu_it_computes_on_cores(gpu: str) -> None:
@@ -139,7 +142,7 @@ def test_the_drafter_grows_on_the_gpu_until_children_are_read(gpu: str) -> None:
 
 
 def grow(core: DrafterCore) -> None:
-    """A step whose ranking needs noise, up to where its children are read."""
+    """Run a step that ranks with noise, up to the point where its children are read."""
     core.handle(Open(1, 1, (5, 6, 7), (), SAMPLED, 3, root=1))
     with pytest.raises(NotImplementedError, match=READ_BACK):
         core.step()

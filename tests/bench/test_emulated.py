@@ -1,4 +1,4 @@
-"""Emulated devices: a forward is ready when its table says, and not before."""
+"""Tests of emulated devices: a forward is ready at the time in its table, and not earlier."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.fakes import FakeModel
 
 
 class SpentTime:
-    """A clock that goes on by a microsecond whenever it is looked at, and by what is slept."""
+    """A clock that advances by a microsecond at each reading, and by the time of each sleep."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -73,7 +73,7 @@ def test_the_setting_that_emulates_a_table_puts_its_device_before_a_model(tmp_pa
 
 
 def test_drafters_of_other_processes_say_how_many_forwards_took_too_long(tmp_path: Path) -> None:
-    """This process's parent stands for a drafter; its own draft is none, and one whose process has ended."""
+    """Only the parent's file counts as a drafter: the others are of this process and of an ended one."""
     settings = Settings(model_wrapper=emulating("mi300x-70b-1b", tmp_path))
     assert overrun_share(settings) == 0.0
     for pid in (os.getppid(), os.getpid(), 1 << 30):

@@ -1,4 +1,4 @@
-"""The GGUF file is read back: keys, names, shapes, kinds, and numbers near those of the checkpoint."""
+"""Tests of the GGUF export, read back: keys, names, shapes, types, and numbers near the checkpoint."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,14 +30,14 @@ class File:
         self.tensors = {each.name: each for each in reader.tensors}
 
     def weight(self, name: str) -> torch.Tensor:
-        """The weight of this name in the checkpoint, as llama.cpp computes with it."""
+        """Return the weight with this name in the checkpoint, as llama.cpp computes with it."""
         found = self.tensors[str(NAMES.get_name(name, (".weight",)))]
         return torch.from_numpy(gguf.dequantize(np.array(found.data), found.tensor_type))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with ballast, whose heads and KV heads differ in number."""
+    """Write a tiny target with ballast; its numbers of heads and KV heads differ."""
     folder = tmp_path_factory.mktemp("gguf")
     source, _ = write_pair(folder)
     add_ballast(source, folder / "ballast", 128, LAYERS)
@@ -51,7 +51,7 @@ def file(checkpoint: Path) -> File:
 
 
 def unmoved(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights whose rows keep their places; the others have a test of their own."""
+    """Yield the weights that keep the order of their rows; another test covers the rest."""
     for name, weight in read_checkpoint(checkpoint).weights.items():
         if "q_proj" not in name and "k_proj" not in name:
             yield name, weight.float()
@@ -77,7 +77,7 @@ def test_the_header_holds_the_whole_vocabulary(checkpoint: Path, file: File) -> 
 
 @pytest.fixture
 def edited(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Makes a copy of the checkpoint whose config or tokenizer has other values."""
+    """Return a function that copies the checkpoint with other values in its config or tokenizer."""
 
     def edit(name: str, **values: object) -> Path:
         for each in ("config.json", "tokenizer.json", "model.safetensors"):
@@ -124,7 +124,7 @@ def test_matrices_can_be_blocks_of_eight_bits(checkpoint: Path, file: File, tmp_
     assert {each.tensor_type for each in found.tensors.values()} == {F32, Q8_0}
     for name, exact in unmoved(checkpoint):
         if exact.dim() > 1:
-            # Half a step of the block's scale, and fp16's rounding of that.
+            # Half a step of the block's scale, and its rounding to fp16.
             step = exact.view(len(exact), -1, 32).abs().amax(2, keepdim=True) / 127
             bound = (0.5 + 127 * 2**-11) * step + 127 * 2**-25
             off = (found.weight(name) - exact).view(len(exact), -1, 32).abs()

@@ -1,4 +1,4 @@
-"""A metric is found on a page, whatever its labels."""
+"""Tests of reading a metric from a page, with any labels."""
 
 from ssd_serve.bench.metrics_page import by_label, metric
 

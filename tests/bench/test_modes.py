@@ -1,4 +1,4 @@
-"""The modes on a stage whose truth is known: the right way wins, ties are not shown, loops end it."""
+"""Tests of `ssd bench modes` with known speeds: the fastest mode wins, ties, and texts that loop."""
 
 import math
 import random
@@ -32,7 +32,7 @@ CHOSEN = ChosenPrompts(PROMPTS[8:], PROMPTS[:8], 0.1)
 BEST_STEPS = {"sd-chain": 5, "sd-tree": 6, "ngram": 4}
 SPEEDS = {"ar": 50.0, "ngram": 70.0, "sd-chain": 80.0, "sd-tree": 100.0, "ssd": 150.0}
 LOOKUP = 1.1
-"""Speed-up of a mode by lookup."""
+"""Speed-up of a mode with lookup."""
 
 
 def worth(mode: str, steps: int) -> float:
@@ -43,8 +43,11 @@ def worth(mode: str, steps: int) -> float:
 
 
 class FakeStage:
-    """A way gives its speed, less where its shape is not the best one; two cores give as much more as
-    `wider`. Prompts are of different worth to all, the machine drifts, and each run has its noise."""
+    """Test double of a stage with a known speed for each mode.
+
+    A shape other than the best one is slower; two cores are faster by the factor `wider`. The speed also
+    depends on the prompt, a drift of the machine, and noise in each run.
+    """
 
     setting, fan_out = "real", 16
     async_share = DeviceShare("cpu:0", "cpu:1", 2)
@@ -53,7 +56,7 @@ class FakeStage:
     def __init__(
         self, wider: float = 1.2, noise: float = 0.05, loops: str = "", after: Sequence[Prompt] = ()
     ) -> None:
-        """`loops`: the mode whose texts do, after these prompts; after all where none is named."""
+        """`loops` is the mode that repeats tokens after the prompts in `after`, or after all if it is empty."""
         self._wider, self._noise, self._loops, self._after = wider, noise, loops, after
         self._chance = random.Random(11)
         self._drift = 1.0
@@ -178,7 +181,7 @@ def test_report_prints_a_line_for_every_mode() -> None:
 
 
 def test_where_one_way_loops_no_way_is_counted() -> None:
-    """On a GPU a way may write another text than the one by which its prompt was chosen."""
+    """On a GPU a mode may write another text than the one that was seen when its prompt was chosen."""
     lines: list[str] = []
     stage = FakeStage(loops="sd-chain", after=CHOSEN.prompts[3:4])
     rows = run_modes(stage, {0.6: CHOSEN}, lines.append).results

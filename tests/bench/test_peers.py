@@ -1,4 +1,4 @@
-"""The comparison with other engines: start commands, shapes, fairness of the order, and figures."""
+"""Tests of the comparison with other engines: start commands, shapes, fairness of the order, and figures."""
 
 import contextlib
 import random
@@ -79,7 +79,7 @@ def test_shapes_start_where_neighbours_can_go_on(engine: str, mode: str) -> None
 
 
 class FakeEngine:
-    """An engine whose answers take `step_s` a token; `busy` seconds of CPU follow each answer."""
+    """Test double of an engine: `step_s` seconds a token, then `busy` seconds of CPU after each answer."""
 
     def __init__(self, mode: PeerMode, step_s: float, busy: int = 0) -> None:
         self.mode = mode

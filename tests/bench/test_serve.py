@@ -1,4 +1,4 @@
-"""`ssd bench serve` against an endpoint whose delays are known: figures, traffic, and what it asks for."""
+"""Tests of `ssd bench serve` against an endpoint with known delays: figures, traffic, and requests."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from ssd_serve.bench.serve import (
 from tests.bench.endpoint import Endpoint, listening
 
 SLACK_MS = 1000.0
-"""A busy machine may be as late as that; never early."""
+"""Allowed delay on a busy machine; a result may never be early."""
 
 
 def measured(endpoint: Endpoint, count: int = 6, tokens: int = 6, **options: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def test_what_the_page_of_metrics_tells_of_speculation_is_the_difference() -> No
 def test_acceptance_by_position_is_told_down_to_the_deepest(
     prefix: str, positions: dict[int, float], rates: list[float]
 ) -> None:
-    """This server's last position stands for all deeper ones together, which is no rate."""
+    """The last position of `ssd serve` sums all deeper ones, so it is not a rate."""
     found = measured(Endpoint(rounds=7, prefix=prefix, positions=positions), count=1)
     assert found["spec_decode_per_position_acceptance_rates"] == pytest.approx(rates)
 
@@ -229,7 +229,7 @@ VLLM = {
         for which in ("mean", "median", "std", "p99")
     ),
 }
-"""Fields that `vllm bench serve` writes, without its lists and peaks by the second."""
+"""Fields that `vllm bench serve` writes, without its lists and its peaks per second."""
 
 
 def answer(
@@ -281,7 +281,7 @@ def test_latencies_count_from_sending_and_what_waited_before_is_told_apart() -> 
 
 
 def test_time_per_token_counts_tokens_and_not_chunks() -> None:
-    """Speculation sends several in a chunk: the gap between chunks is longer than the time of a token."""
+    """Speculation sends several tokens in a chunk: the gap between chunks is longer than the time per token."""
     keys = serve_keys([answer(0.0, 0.2, 0.1, 11, counted=41)], (99,), {})
     assert keys["mean_tpot_ms"] == pytest.approx(25)
     assert keys["mean_itl_ms"] == pytest.approx(100)

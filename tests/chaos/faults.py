@@ -1,6 +1,6 @@
 """Fault injection: processes that die or hang, lost messages, clients that do not read.
 
-Every fault happens in the middle of the same streams, whose tokens must be those of an undisturbed run.
+Every fault happens in the middle of the same streams. Their tokens must equal those of an undisturbed run.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _POLL_S = 0.02
 _TEXTS = ("def f(", "import os\n", "class Tree:\n    def", "for index in range(", "# A list of", "try:\n    ")
 
 Heal = Callable[[], dict[str, float]]
-"""Ends a fault and returns what else was seen."""
+"""Function that ends a fault and returns further observations."""
 Strike = Callable[[RunningServer, MessageProxy | None], Heal]
 
 
@@ -133,7 +133,7 @@ SERVER_KILLED = Fault("kill -9 of the server", _send("server", signal.SIGKILL), 
 
 @dataclass(slots=True)
 class ClientStream:
-    """One client's request, and the tokens, their times and the error that it received."""
+    """A request of one client with the received tokens, their times, and the error."""
 
     prompt: tuple[int, ...]
     seed: int

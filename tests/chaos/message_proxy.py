@@ -70,7 +70,7 @@ class MessageProxy:
 
 
 class _Relay:
-    """One drafter's connection, in both directions."""
+    """Relay of the connection of one drafter, in both directions."""
 
     def __init__(self, drafter: Channel, verifier: Channel) -> None:
         self.ends = (drafter, verifier)

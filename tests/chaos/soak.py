@@ -59,7 +59,7 @@ class SoakPlan:
 
 @dataclass(slots=True)
 class SoakResult:
-    """Everything that a soak has seen; `held` are metrics after the traffic."""
+    """Results of a soak test; `held` are metrics after the traffic."""
 
     requests: dict[str, int]
     failures: list[str]
@@ -178,7 +178,7 @@ def _after(series: Series, warm_up_s: float) -> int:
 
 
 def problems(result: SoakResult, warm_up_s: float) -> list[str]:
-    """Return everything that is wrong, in sentences."""
+    """Return all problems, in sentences."""
     found = [f"failed: {text}" for text in result.failures]
     if not result.requests:
         found.append("no request was answered")

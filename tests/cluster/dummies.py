@@ -1,4 +1,4 @@
-"""Tiny workers for tests of those who look after workers."""
+"""Dummy worker processes for tests of the launcher and the supervisor."""
 
 import os
 import sys
@@ -14,11 +14,11 @@ HERE = Path(__file__).parent
 QUIET = get_logger("server", level="error")
 MACHINE = Machine(tuple(sorted(os.sched_getaffinity(0))), gpus=0)
 _BEATING = 3
-"""Threads of a worker that beats: its own, its lifeline's and its pulse's."""
+"""Number of threads of a worker with heartbeats: main, lifeline and heartbeat."""
 
 
 def workers(**behaviours: str) -> Callable[..., list[str]]:
-    """Commands for dummy workers: `workers(verifier="listen", drafter="crash")`."""
+    """Return commands for dummy workers: `workers(verifier="listen", drafter="crash")`."""
 
     def command(role: str, *arguments: str) -> list[str]:
         return [sys.executable, str(HERE / "worker_dummy.py"), role, behaviours[role], *arguments]

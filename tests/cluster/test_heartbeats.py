@@ -1,4 +1,4 @@
-"""Signs of life: who falls silent is named; a watcher that was stopped itself judges nobody."""
+"""Tests of heartbeats: a silent worker is reported, but not by a monitor that was stopped itself."""
 
 import socket
 import time
@@ -15,7 +15,7 @@ def beat(path: Path, name: str) -> None:
 
 
 def silent_after(watch: PulseWatch, clock: FakeClock, seconds: float) -> dict[str, float]:
-    """Asked several times a second, as the supervisor does."""
+    """Poll for silent workers several times a second, as the supervisor does."""
     found: dict[str, float] = {}
     for _ in range(round(seconds * 4)):
         clock.now += 0.25
@@ -62,7 +62,7 @@ def test_monitor_that_was_stopped_itself_reports_no_silence(tmp_path: Path) -> N
 
 def test_heartbeats_survive_a_restart_of_the_monitor(tmp_path: Path) -> None:
     clock, path = FakeClock(), tmp_path / "pulse"
-    start_pulse(path, "rank-3")  # nobody listens yet
+    start_pulse(path, "rank-3")  # no socket is open yet
     time.sleep(0.1)
     for _ in range(2):
         with closing(PulseWatch(path, clock)) as watch:

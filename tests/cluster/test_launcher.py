@@ -1,4 +1,4 @@
-"""No orphans, whoever is killed first; reasons reach the caller, and everybody leaves in the end."""
+"""Tests of the launcher: no orphans, reported reasons of failures, and the end of all processes."""
 
 import itertools
 import json

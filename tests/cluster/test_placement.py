@@ -1,4 +1,4 @@
-"""Placement of processes on machines of every size, and names of devices."""
+"""Tests of the placement of processes on machines of every size, and of device names."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def write_draft(folder: Path, megabytes: int) -> str:
 
 
 def test_beside_a_single_gpu_a_core_makes_only_small_drafts(tmp_path: Path) -> None:
-    """A large one takes a core longer than the target's round; whoever names a core gets it."""
+    """A large draft takes longer on a core than the target's round; a core in the settings is used for any draft."""
     small, large = (write_draft(tmp_path / f"{size}", size) for size in (256, 257))
     one = machine(8, 1)
     assert place(Settings(target="t", draft=small), one).draft == cpu(7)
@@ -86,7 +86,7 @@ def test_beside_a_single_gpu_a_core_makes_only_small_drafts(tmp_path: Path) -> N
 
 
 def test_a_draft_is_looked_at_only_where_its_size_decides(tmp_path: Path) -> None:
-    """Plain decoding starts whatever is wrong with a draft that it does not use."""
+    """Plain decoding starts even if the unused draft is broken."""
     broken = write_draft(tmp_path / "broken", 1)
     Path(broken, "config.json").write_text("{")
     settings = Settings(target="t", draft=broken)

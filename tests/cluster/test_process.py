@@ -1,4 +1,4 @@
-"""Worker processes as their parent sees them, where a real process would take too long to misbehave."""
+"""Tests of worker processes with doubles, where a real process would take too long to fail."""
 
 import errno
 import signal
@@ -12,7 +12,7 @@ from ssd_serve.cluster.process import WorkerProcess
 
 
 class Held:
-    """A process that the kernel holds: it hears no signal, and never ends."""
+    """Test double of a process that is blocked in the kernel: signals have no effect, and it never ends."""
 
     pid, stdin = 1, None
 

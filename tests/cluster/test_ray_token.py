@@ -1,4 +1,4 @@
-"""Ray's token: set before Ray is imported, never in place of the user's; a Ray without one is told of."""
+"""Tests of Ray's token: set before Ray is imported, unless the user has one; a warning without a token."""
 
 import socket
 import sys
@@ -58,7 +58,7 @@ def test_a_ray_that_is_imported_has_read_its_variables(monkeypatch: pytest.Monke
 
 @contextmanager
 def directory(*, asks_for_token: bool) -> Generator[str]:
-    """Something that answers as Ray's directory does."""
+    """Serve one answer at a free port, as Ray's GCS would."""
 
     def answer(_request: bytes, context: Any) -> bytes:
         if asks_for_token:

@@ -1,4 +1,4 @@
-"""Workers that die or hang come back, less and less often where it helps nothing."""
+"""Tests of the supervisor: restarts of workers that die or hang, with longer pauses after each failure."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from tests.cluster.dummies import MACHINE, QUIET, alive, beats, workers
 from tests.waiting import until
 
 SILENCE_S = 2.5
-"""Longer than a beating thread waits for its turn on a busy machine, and shorter than a user would like."""
+"""Seconds: longer than a heartbeat is late on a busy machine, and short enough for a test."""
 
 
 def test_a_drafter_that_worked_and_refuses_later_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_drafter_restarts_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Broken:
-    """A watch that fails when it is asked."""
+    """Test double of a monitor that raises an error at every poll."""
 
     def silent(self) -> dict[str, float]:
         raise RuntimeError("the cluster is gone")
@@ -82,7 +82,7 @@ def start(plan: WorkerPlan) -> WorkerProcess:
 
 
 class _Short:
-    """Starts workers, but for a while whatever is asked finds no descriptor."""
+    """Test double of a launcher and monitor that runs out of file descriptors for a while."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -216,7 +216,7 @@ def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_l
 
 @pytest.mark.slow
 def test_silent_verifier_is_restarted_unless_it_computes() -> None:
-    """Both are suspected for as long as it takes to be sure of the one that does nothing."""
+    """Both verifiers are suspected until the one that uses no CPU time is restarted."""
     supervisors: list[Supervisor] = []
     for behaviour in ("sleep", "compute"):
         plan = WorkerPlan("verifier", tuple(workers(verifier=behaviour)("verifier")), vital=True)
@@ -226,7 +226,7 @@ def test_silent_verifier_is_restarted_unless_it_computes() -> None:
     for each in supervisors:
         each.start()
         each.target_is_ready()
-    until(lambda: psutil.Process(busy.pids()["verifier"]).cpu_times().user > 0.5)  # beyond what a start takes
+    until(lambda: psutil.Process(busy.pids()["verifier"]).cpu_times().user > 0.5)  # longer than a start takes
 
     def is_back() -> bool:
         for each in supervisors:

@@ -25,7 +25,7 @@ def services() -> dict[str, Any]:
 
 
 def deploying(service: dict[str, Any]) -> list[str]:
-    """The command by which a service `ray-serve-*` tells Serve its config."""
+    """Return the command with which a service `ray-serve-*` deploys its config to Ray Serve."""
     (script,) = service["command"]
     found = re.search(r"tell\(\) \{ (.*); \}", script)
     assert found
@@ -33,19 +33,19 @@ def deploying(service: dict[str, Any]) -> list[str]:
 
 
 def environment(service: Mapping[str, Any]) -> dict[str, str]:
-    """Variables of a service when neither the shell nor .env sets any; `NAME:` passes nothing on then."""
+    """Return the variables of a service if neither the shell nor .env sets any; `NAME:` then passes none."""
     given: dict[str, str | None] = service.get("environment", {})
     return {name: by_default(value) for name, value in given.items() if value is not None}
 
 
 def by_default(text: str) -> str:
-    """`${NAME:-value}` where NAME is not set."""
+    """Expand `${NAME:-value}` for a NAME that is not set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
 @dataclass(frozen=True)
 class Dockerfile:
-    """Instructions in order: the word, and what follows on one line."""
+    """Instructions in order: the keyword, and its arguments on one line."""
 
     instructions: tuple[tuple[str, str], ...]
 
@@ -53,7 +53,7 @@ class Dockerfile:
         return [rest for each, rest in self.instructions if each == word]
 
     def of_the_image(self) -> "Dockerfile":
-        """The last stage."""
+        """Return the last stage."""
         starts = [index for index, (word, _) in enumerate(self.instructions) if word == "FROM"]
         return Dockerfile(self.instructions[starts[-1] :])
 
@@ -82,6 +82,6 @@ def alert_expressions() -> list[str]:
 
 
 def dashboard_panels() -> list[dict[str, Any]]:
-    """Panels that show something."""
+    """Return the panels without rows."""
     text = (DEPLOY / "grafana/dashboards/ssd-serve.json").read_text(encoding="utf-8")
     return [panel for panel in json.loads(text)["panels"] if panel["type"] != "row"]

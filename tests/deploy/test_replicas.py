@@ -1,4 +1,4 @@
-"""Replicas on a real Ray Serve: both answer alike, a dead one is replaced, streams outlive an update."""
+"""Tests of replicas on a real Ray Serve: equal answers, replacement of dead ones, streams during an update."""
 
 import json
 import os
@@ -43,7 +43,7 @@ FLAGS = ["--seed", "3", "--temperature", "0.8", "--max-tokens", "32", "--json"]
 
 @dataclass(frozen=True)
 class Fleet:
-    """A Ray node that runs, as the service `ray-head-cpu` has it, and the Serve config that it was told."""
+    """A running Ray node, as in the service `ray-head-cpu`, and the deployed Serve config."""
 
     process: "subprocess.Popen[bytes]"
     environment: dict[str, str]
@@ -65,13 +65,13 @@ class Fleet:
 
     @contextmanager
     def told_again(self) -> Generator[None]:
-        """The whole service `ray-serve-cpu` runs, and looks every second."""
+        """Run the whole service `ray-serve-cpu`, with a check every second."""
         service = services()["ray-serve-cpu"]
         (script,) = service["command"]
         command = [*service["entrypoint"], self._here(script).replace("sleep 60", "sleep 1")]
         process = subprocess.Popen(command, env=self.environment, start_new_session=True)
         try:
-            # It tells once, before it looks.
+            # It deploys once before the first check.
             until(lambda: any(child.name() == "sleep" for child in psutil.Process(process.pid).children()))
             yield
         finally:
@@ -119,7 +119,7 @@ class Fleet:
         return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
     def stream(self, tokens: int = 32) -> str:
-        """The text of a stream, whose events must come one by one and end well."""
+        """Return the text of a stream, or a description of its error."""
         body = {**WISH, "max_tokens": tokens, "stream": True, "ignore_eos": True}
         text, end = "", ""
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60.0) as answer:
@@ -135,7 +135,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    # The names of Ray's sockets would be too long there.
+    # The paths of Ray's sockets would be too long there.
     with tempfile.TemporaryDirectory(prefix="ray") as ray:
         given = environment(services()["ray-head-cpu"])
         variables = {
@@ -158,8 +158,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
 def running_node(
     name: str, head_port: str, options: list[str], variables: dict[str, str], log: Path
 ) -> "Generator[tuple[subprocess.Popen[bytes], dict[str, str]]]":
-    """A healthy Ray node with its ports. One that ends early is started again with other ports: another
-    process may have taken one of them before Ray listened there."""
+    """Start a healthy Ray node, and yield its process and ports.
+
+    A node that ends early is started again with other ports: another process may have taken one of them.
+    """
     for _ in range(3):
         command, ports = node(name, head_port)
         with log.open("wb") as file:
@@ -201,7 +203,7 @@ def healthy(name: str, ports: dict[str, str], variables: dict[str, str]) -> bool
 
 
 def node(name: str, head_port: str) -> tuple[list[str], dict[str, str]]:
-    """The command of a Ray node with free ports, by their options, and small."""
+    """Return the command of a small Ray node, and its free ports by option."""
     service = services()[name]
     command: list[str] = [*service["entrypoint"], *map(by_default, service["command"])]
     options = [word.partition("=")[0] for word in command]
@@ -218,7 +220,7 @@ def node(name: str, head_port: str) -> tuple[list[str], dict[str, str]]:
 def until(what: Callable[[], bool], seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while True:
-        with suppress(httpx.TransportError):  # a replica that hangs leaves even its fellows' pages waiting
+        with suppress(httpx.TransportError):  # a hanging replica delays all metrics pages
             if what():
                 return
         assert time.monotonic() < deadline
@@ -289,7 +291,7 @@ def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, ge
     before = set(fleet.answered())
     engine, replica = an_engine_and_its_replica(fleet)
     replica.kill()
-    # Its processes go with it.
+    # Its processes end with it.
     assert engine.wait(60) is None
     assert {fleet.stream() for _ in range(4)} == {generated}
     until(lambda: both_are_there(fleet))
@@ -302,7 +304,7 @@ def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet,
     engine, replica = an_engine_and_its_replica(fleet)
     replica.suspend()
     until(lambda: len(fleet.answered()) > 0)  # never an error
-    # One that was on its way to it goes to the other when it is given up.
+    # A request to the stopped replica is sent to the other one after a timeout.
     assert {fleet.stream() for _ in range(4)} == {generated}
     until(lambda: both_are_there(fleet))
     assert len(set(fleet.answered()) - before) == 1

@@ -1,4 +1,4 @@
-"""Target and drafter in containers of their own: they find each other, and either may go and come."""
+"""Tests of target and drafter in separate containers: connection, and restarts of either one."""
 
 import signal
 import time
@@ -25,14 +25,14 @@ def network(tmp_path: Path) -> Generator[Network]:
 
 
 def until_healthy(drafter: Container) -> None:
-    """It says so with its next sign of life."""
+    """Wait for the next heartbeat, which changes the result of the health check."""
     deadline = time.monotonic() + 60.0
     while drafter.healthcheck() != 0:
         assert time.monotonic() < deadline
 
 
 def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
-    # The drafter first: it waits.
+    # The drafter starts first, and waits.
     drafter = network.start("drafter-cpu", WITHOUT_COMPILER)
     target = network.start("target-cpu", WITHOUT_COMPILER)
     await_health(network.url, 240.0)
@@ -49,9 +49,9 @@ def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
     assert complete(network.url) == text
     target.process.send_signal(signal.SIGTERM)
     assert target.process.wait(60) == 0
-    time.sleep(1.0)  # it notices that
+    time.sleep(1.0)  # the drafter notices the closed connection
     network.age_signs_of_life()
-    time.sleep(1.0)  # with a target it would give another one twice in this time
+    time.sleep(1.0)  # with a target it would send two heartbeats in this time
     assert (target.healthcheck(), again.healthcheck()) == (1, 1), "a drafter without a target is of no use"
 
 

@@ -1,4 +1,4 @@
-"""Drafters that keep to grammars: they guess what the target may choose, and all of it."""
+"""Tests of drafters with grammars: the draft tokens are exactly those that the target may choose."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -46,7 +46,7 @@ ROOT = root_name(1, 1, 2)
 
 
 class AtOnce(Executor):
-    """Compiles before anything else goes on."""
+    """Executor that runs each call at once, in the calling thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done = Future[Any]()
@@ -62,7 +62,7 @@ def followed() -> GrammarPaths:
 
 
 class Told:
-    """A drafter's core, and what a verifier knows of its trees."""
+    """A drafter's core, with the replicas of its trees that a verifier would have."""
 
     def __init__(self, source: DraftSource, limits: GrowthLimits, paths: GrammarPaths | None) -> None:
         self.core = DrafterCore(source, limits, (EOS,), "d0", paths=paths)
@@ -99,7 +99,7 @@ def a_model(fan_out: int = 4) -> ModelSource:
 
 
 class Heedless(ScriptedSource):
-    """Guesses all tokens, also those that may not come."""
+    """Draft source that ignores the grammar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,18 +107,18 @@ class Heedless(ScriptedSource):
 
 
 class Chains:
-    """Guesses two levels at once, as lookups do."""
+    """Draft source that proposes two levels at once, as lookup does."""
 
     is_warmup_step = False
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        """Every text is alike."""
+        """Do nothing: the candidates do not depend on the text."""
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        """Nothing is remembered."""
+        """Do nothing: there is no state."""
 
     def close(self, request: int) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no state."""
 
     def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[ExpandResult]:
         first = list(range(1, 20))
@@ -135,7 +135,7 @@ def test_all_draft_tokens_match_the_grammar(source: DraftSource) -> None:
     assert found
     assert all(map(matches, found))
     assert len(found) == told.core.nodes
-    # The next round begins behind two of them.
+    # The next round begins after two of them.
     output = next(path for path in found if len(path) == 2)
     told.core.handle(Outcome(1, 1, 3, output, mix(mix(ROOT, output[0]), output[1])))
     told.replicas[1].advance(output)

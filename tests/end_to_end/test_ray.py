@@ -1,5 +1,7 @@
-"""The `ray` launcher on a real Ray of several simulated nodes: who is where, and what happens when a node is
-lost. Texts are those of the local launcher."""
+"""Tests of the `ray` launcher on a real Ray with several simulated nodes: placement, and loss of a node.
+
+Texts must equal those of the local launcher.
+"""
 
 import importlib
 import os
@@ -39,7 +41,7 @@ PARAMS = SamplingParams(temperature=0.9, max_tokens=64)
 
 
 class SimulatedCluster:
-    """Ray nodes of this machine that only differ in what they say they have. The head has no cores."""
+    """Ray nodes on this machine that differ only in the resources that they report. The head has no cores."""
 
     def __init__(self) -> None:
         import ray
@@ -94,7 +96,7 @@ def head() -> Iterator[SimulatedCluster]:
 
 @pytest.fixture
 def cluster(head: SimulatedCluster) -> Iterator[SimulatedCluster]:
-    """A cluster whose nodes are removed after the test."""
+    """Yield a cluster, and remove its nodes after the test."""
     yield head
     head.take_away_all()
 
@@ -120,13 +122,13 @@ def settings(pair: tuple[Path, Path]) -> Settings:
 
 @contextmanager
 def asking(engine: RunningEngine) -> Generator[RemoteEngine]:
-    """A client of the engine, whose channel is closed however the test ends."""
+    """Yield a client of the engine, and close its channel after the test."""
     with closing(engine.connect()) as channel:
         yield RemoteEngine(engine, channel, lambda _progress: None)
 
 
 def generated(access: RemoteEngine, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of one request on an engine that stays."""
+    """Return the token ids of one request, and leave the engine running."""
     prompt, parameters = (
         tuple(tokenizer.encode("def f(")),
         engine_parameters(PARAMS, access.ready, max_tokens=64, logprobs=None),
@@ -142,7 +144,7 @@ def generated(access: RemoteEngine, tokenizer: Tokenizer) -> list[int]:
 
 
 def text(engine: RunningEngine, settings: Settings) -> list[int]:
-    """Token ids of one request."""
+    """Return the token ids of one request, and expect the end of the engine."""
     with asking(engine) as access:
         tokens = generated(access, Tokenizer(Path(settings.target)))
         engine.supervisor.expect_end()
@@ -151,7 +153,7 @@ def text(engine: RunningEngine, settings: Settings) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(settings: Settings) -> list[int]:
-    """Tokens of the local launcher, without drafts."""
+    """Return the tokens of the local launcher, without drafts."""
     plain = settings.model_copy(update={"mode": Mode.AR})
     with local_engine(plain, QUIET) as engine:
         return text(engine, plain)
@@ -203,14 +205,14 @@ def test_ranks_share_a_node_and_a_lost_drafter_moves(
 
 
 def seen_gpus() -> tuple[list[str], str | None]:
-    """Runs in an actor: return the GPUs that Ray has assigned, and CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that Ray has assigned to this actor, and CUDA_VISIBLE_DEVICES."""
     ray: Any = importlib.import_module("ray")
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return sorted(map(str, ids)), visible_gpus()
 
 
 def test_accelerator_types_and_gpu_ids_come_from_ray(cluster: SimulatedCluster, settings: Settings) -> None:
-    """Nodes that only say that they have GPUs: what is asked for goes to the right one; all stay visible."""
+    """The nodes only report GPUs: each worker runs on the requested type, and all GPUs stay visible."""
     parts, whole = cluster.add(8, 8, "AMD-Instinct-MI300X-OAM"), cluster.add(4, 2, "H200")
     wished = settings.model_copy(
         update={
@@ -273,12 +275,12 @@ def test_target_that_fits_no_node_is_refused(cluster: SimulatedCluster, settings
 def test_hanging_actor_is_restarted(cluster: SimulatedCluster, settings: Settings) -> None:
     plain = settings.model_copy(update={"mode": Mode.AR})
     cluster.add(1)
-    # Long enough that an actor of a busy machine is not taken for one that hangs.
+    # Long enough that a slow actor on a busy machine does not count as hanging.
     with ray_engine(plain, QUIET, silence_s=8.0) as engine:
         with asking(engine):
             engine.supervisor.target_is_ready()
             hanging = engine.supervisor.pids()["verifier"]
-            time.sleep(3.0)  # it is asked every second, and watched from its first answer on
+            time.sleep(3.0)  # it is polled every second, and monitored from its first answer on
             os.kill(hanging, signal.SIGSTOP)
             until(lambda: engine.supervisor.restarts > 0, 60.0)
         with asking(engine):

@@ -1,4 +1,4 @@
-"""`ssd serve --launcher ray` with a Ray of its own: it answers, and leaves nothing behind."""
+"""Tests of `ssd serve --launcher ray`: answers, and no processes or files after its end."""
 
 import os
 import signal
@@ -23,14 +23,14 @@ RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 
 @pytest.fixture
 def temporary() -> Generator[Path]:
-    """A short path: there are sockets below it."""
+    """Yield a folder with a short path, as needed for sockets."""
     with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @contextmanager
 def serving(folder: Path, temporary: Path, *flags: str) -> Generator[Server]:
-    """A running server that answers; Ray's files and its own go below `temporary`."""
+    """Start a server; its files and those of Ray are below `temporary`."""
     target, draft = (str(model) for model in write_pair(folder / "pair"))
     port = free_port()
     command = [sys.executable, "-m", "ssd_serve", "serve", target, "--draft", draft, "--port", str(port)]
@@ -64,7 +64,7 @@ def test_server_on_ray_answers_and_leaves_no_processes(tmp_path: Path, temporary
         code = process.wait(60)
         assert code == {"SIGTERM to the server": 0, "Ctrl-C": 0, "SIGKILL": -9}[how], log.read_text()
         left = psutil.wait_procs(started, timeout=10.0 if how == "SIGKILL" else 30.0)[1]
-        # Ray's own agents look for their node for some minutes when nobody has told them to end.
+        # Agents of Ray search for their node for some minutes if they get no message to end.
         assert {process.name() for process in left} <= (RAYS_AGENTS if how == "SIGKILL" else set())
         for process in left:
             process.kill()
@@ -76,7 +76,7 @@ def test_server_on_ray_answers_and_leaves_no_processes(tmp_path: Path, temporary
 def test_server_joins_a_running_cluster(tmp_path: Path, temporary: Path) -> None:
     with two_nodes() as (address, _), patch.dict(os.environ, {"RAY_ADDRESS": address}):
         devices = ("--target-device", "cpu:0", "--draft-device", "cpu:1")
-        for start in ("first", "second"):  # the second finds everything given back
+        for start in ("first", "second"):  # the second one needs all resources of the first one
             (tmp_path / start).mkdir()
             with serving(tmp_path / start, temporary, *devices) as (process, url, log):
                 body = {"prompt": "def f(", "max_tokens": 16, "seed": 3}
@@ -92,6 +92,6 @@ def test_server_joins_a_running_cluster(tmp_path: Path, temporary: Path) -> None
 
 
 def actors() -> list[psutil.Process]:
-    """The verifier and the drafters on the nodes of clusters that this process has begun."""
+    """Return the processes of verifiers and drafters on Ray nodes that this process has started."""
     children = psutil.Process().children(recursive=True)
     return [each for each in children if "RoleActor" in " ".join(each.cmdline())]

@@ -14,8 +14,10 @@ HEAD = 16
 
 
 def write_pair(folder: Path, heads: int = 2, layers: int = 1) -> tuple[Path, Path]:
-    """Write `target` and `draft` below the folder. The draft is the target with a little noise. Their `heads`
-    share one key-value head."""
+    """Write `target` and `draft` below the folder; the draft is the target with a little noise.
+
+    All `heads` share one key-value head.
+    """
     target, draft = folder / "target", folder / "draft"
     write_model(target, seed=1, noise=0.0, heads=heads, layers=layers)
     write_model(draft, seed=1, noise=0.004, heads=heads, layers=layers)
@@ -23,7 +25,7 @@ def write_pair(folder: Path, heads: int = 2, layers: int = 1) -> tuple[Path, Pat
 
 
 def write_model(folder: Path, seed: int, noise: float, heads: int = 2, layers: int = 1) -> None:
-    """A Llama checkpoint in the Hugging Face layout."""
+    """Write a Llama checkpoint in the Hugging Face layout."""
     folder.mkdir(parents=True)
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -54,8 +56,10 @@ def write_model(folder: Path, seed: int, noise: float, heads: int = 2, layers: i
 
 
 def write_head(folder: Path, target: Path, proposed: range) -> Path:
-    """A random EAGLE-3 head for a target, whose embedding it reads, in the flat layout. It proposes these of
-    the target's tokens."""
+    """Write a random EAGLE-3 head in the flat layout, which uses the target's embedding.
+
+    It proposes only the target's tokens in `proposed`.
+    """
     hidden = read_config(target)["hidden_size"]
     norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm")
     shapes = {"fc": (hidden, 3 * hidden), "lm_head": (len(proposed), hidden)}
@@ -66,8 +70,10 @@ def write_head(folder: Path, target: Path, proposed: range) -> Path:
 
 
 def write_first_head(folder: Path, target: Path) -> Path:
-    """A random EAGLE-1 head for a target, whose embedding and head it reads. Only its tensors tell it from a
-    model of one layer."""
+    """Write a random EAGLE-1 head, which uses the target's embedding and LM head.
+
+    Only its tensors distinguish it from a model with one layer.
+    """
     hidden = read_config(target)["hidden_size"]
     return _write_layer(folder, target, "layers.0", hidden, {"fc": (hidden, 2 * hidden)}, {}, {})
 
@@ -86,7 +92,7 @@ def _write_layer(
     weights: dict[str, torch.Tensor],
     kind: dict[str, Any],
 ) -> Path:
-    """A layer like the target's, whose attention reads rows [inputs], with other matrices and tensors."""
+    """Write a layer of the target's shape with attention inputs of size `inputs`, and further matrices and tensors."""
     folder.mkdir(parents=True)
     config = read_config(target)
     hidden, wide = config["hidden_size"], config["intermediate_size"]
@@ -123,7 +129,7 @@ def byte_tokenizer() -> Tokenizer:
 def random_weights(
     hidden: int, attention: int, vocabulary: int, layers: int, source: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Weights whose logits are spread enough for sampling to be interesting."""
+    """Return random weights, scaled so that the logits are neither flat nor concentrated on one token."""
     shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
     for layer in range(layers):
         shapes |= {
@@ -140,6 +146,6 @@ def random_weights(
     for layer in range(layers):
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
-    # The end must not come by chance in the first tokens of a test.
+    # The end token must not come by chance among the first tokens of a test.
     weights["lm_head.weight"][0] = 0.0
     return weights

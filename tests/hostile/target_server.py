@@ -1,11 +1,13 @@
 """A real `ssd serve` to attack, with a check that other clients and the server's resources are unharmed.
 
+Example:
+
     with server.unharmed() as harm:            # another client streams meanwhile
         with server.connect() as attacker: ... # any bytes, over a real socket
-    harm.longest_gap_s                         # the longest time without data for the other client
+    harm.longest_gap_s                         # the longest time without data for the other client.
 
-At the end of `unharmed` the other client has received equal answers without a long gap, every process is the
-same as before, and memory and descriptors have been released.
+The end of `unharmed` asserts that the other client received equal answers without a long gap. It also asserts
+that no process was restarted, and that memory and descriptors were released.
 """
 
 import contextlib
@@ -28,7 +30,7 @@ from tests.servers import await_health, children, free_port, started
 
 LONGEST_GAP_S = 4.0
 """Gaps are some tenths of a second on an idle machine, and above one second on two shared cores. Without its
-bounds the server had gaps of ten seconds under these attacks."""
+limits the server had gaps of ten seconds under these attacks."""
 KEPT_MB = 128.0
 """Processes return free pages once a minute; written pages of the KV cache stay."""
 _RELEASED_WITHIN_S = 60.0

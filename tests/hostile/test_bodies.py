@@ -1,4 +1,4 @@
-"""Expensive request bodies up to the size limit, beside another client's stream."""
+"""Tests of expensive request bodies up to the size limit, during a stream of another client."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Requests with many expensive choices, beside another client's stream."""
+"""Tests of requests with many expensive choices, during a stream of another client."""
 
 from typing import Any
 

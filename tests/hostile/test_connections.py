@@ -1,4 +1,4 @@
-"""Silent, slow and too many connections, beside another client's stream."""
+"""Tests of silent, slow and too many connections, during a stream of another client."""
 
 import contextlib
 import socket
@@ -76,7 +76,7 @@ def test_slow_heads_are_disconnected(short_timeouts: TargetServer) -> None:
 
 
 def test_slow_bodies_are_answered_408_and_disconnected(short_timeouts: TargetServer) -> None:
-    """The answer comes after the body timeout, the end of the connection after as much again."""
+    """The answer comes after the body timeout, and the end of the connection after twice that time."""
     with short_timeouts.unharmed(), attackers(short_timeouts, 20) as clients:
         for client in clients:
             client.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
@@ -85,7 +85,7 @@ def test_slow_bodies_are_answered_408_and_disconnected(short_timeouts: TargetSer
 
 
 def test_more_idle_connections_than_descriptors_block_no_one_else(tmp_path: Path) -> None:
-    """1.5 times the descriptor limit of the process."""
+    """There are 1.5 times as many connections as descriptors of the process."""
     with start_target_server(tmp_path, before=FEW_DESCRIPTORS) as server:
         assert "limit=256" in server.log
         with server.unharmed(), contextlib.ExitStack() as stack:

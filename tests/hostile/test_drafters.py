@@ -1,4 +1,4 @@
-"""Attacks on the port of remote drafters, with and without the cluster key."""
+"""Tests of attacks on the port of remote drafters, with and without the cluster key."""
 
 import contextlib
 import itertools
@@ -70,7 +70,7 @@ class MaliciousDrafter:
             self.received += self.channel.receive()
 
     def await_close(self, seconds: float = 30.0) -> bool:
-        """True once the server has closed the connection."""
+        """Return True once the server has closed the connection."""
         deadline = time.monotonic() + seconds
         while not self.channel.closed and time.monotonic() < deadline:
             self.channel.wait(0.1)
@@ -113,7 +113,7 @@ class Attacked:
     def drafter(
         self, address: str = "", change: Mapping[str, object] | None = None
     ) -> Generator[MaliciousDrafter]:
-        """Connect a drafter whose `Hello` has the fields of `change`."""
+        """Connect a drafter with a `Hello` changed by the fields in `change`."""
         number = next(self._numbers)
         hello = replace(self._hello, **{"name": f"stranger-{number}", **(change or {})})
         drafter = MaliciousDrafter(

@@ -1,4 +1,4 @@
-"""Users of one server who try to learn others' prompts, to get access without a key, or to exceed limits."""
+"""Tests of separation between users: no access to prompts of others, none without a key, and limits."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +58,7 @@ def test_cache_salt_separates_prefixes_but_its_owner_reuses_them(server: TargetS
 
 
 def test_prefix_cache_is_separate_for_each_key(guarded: Guarded) -> None:
-    """Also with the other user's salt, and while the other user's request runs."""
+    """The separation holds with the other user's salt, and while the other user's request runs."""
     ask = {"prompt": [*SECRET, 6], "max_tokens": 64, "ignore_eos": True, "cache_salt": "s"}
     with guarded.server.unharmed(), ThreadPoolExecutor(4) as pool:
         running = [pool.submit(guarded.post, ANNA, ask) for _ in range(2)]

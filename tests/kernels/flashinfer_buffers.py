@@ -8,11 +8,11 @@ import torch
 INDICES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 FIXED = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 LAUNCHED = ("page_size", "causal", "window_left", "sm_scale", "q_data_type", "kv_data_type")
-"""What a launch is told, so that a recorded one repeats it."""
+"""Arguments that are fixed in a captured launch."""
 
 
 def fixed_buffers(made_with: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The buffers of a wrapper in graph mode, in which kernels trust."""
+    """Return the buffers of a wrapper in graph mode after checks of their types and sizes."""
     names: tuple[str, ...] = FIXED
     if made_with["custom_mask_buf"] is not None or made_with["mask_indptr_buf"] is not None:
         names = (*FIXED, "custom_mask_buf", "mask_indptr_buf")
@@ -35,7 +35,7 @@ def fixed_buffers(made_with: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def packed_mask(planned: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask in bits, each request's from a byte of its own, and where they begin."""
+    """Return the mask packed to bits, and the byte at which each request's part begins."""
     rows, pages, lengths = (planned[name].long() for name in (INDICES[0], INDICES[1], INDICES[3]))
     sizes = rows.diff() * ((pages.diff() - 1) * planned["page_size"] + lengths)
     pieces = planned["custom_mask"].split(sizes.tolist())
@@ -47,7 +47,7 @@ def packed_mask(planned: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def summary_of(
     rows: torch.Tensor, pages: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Stands in for a schedule: int64 [4], different for other requests."""
+    """Return a substitute for a schedule, which depends on the requests: int64 [4]."""
     if rows.device.type == "meta":
         return torch.zeros(len(INDICES), dtype=torch.int64)
     rows, pages, indices, lengths = rows.cpu(), pages.cpu(), indices.cpu(), lengths.cpu()
@@ -66,7 +66,7 @@ def allowed_places(
     planned: dict[str, Any], count: int, context: int, seen: torch.Tensor | None
 ) -> torch.Tensor:
     window = planned["window_left"]
-    own = torch.arange(context - count, context)[:, None]  # a row's place in the context, if it is causal
+    own = torch.arange(context - count, context)[:, None]  # a row's position in the context, if causal
     places = torch.arange(context)[None, :]
     allowed = torch.ones((count, context), dtype=torch.bool)
     if seen is not None:  # causal is ignored then

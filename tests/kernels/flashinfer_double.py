@@ -1,9 +1,9 @@
-"""Doubles of FlashInfer's wrapper: attention in torch, computed from nothing but the buffers they are given.
+"""Test doubles of FlashInfer's wrapper: attention in torch, computed only from the buffers.
 
-They have the recorded signatures and the habits of the packages: index buffers of the port are on the device
-already, its masked scores are -50000, logarithms are to base 2, and a wrapper that once had a mask never
-works without one (so it is in graph mode). What kernels would read as garbage raises here. In graph mode what
-is launched reads the buffers of that moment, and tells the stand-in of a device, which may record it.
+They have the recorded signatures and the behaviour of the packages. AMD's port needs index buffers on the
+device, and its masked scores are -50000. Logarithms are to base 2. A wrapper that had a mask must always have
+one, also in graph mode. Buffers that kernels would read as garbage raise an error here. In graph mode a launch
+reads the buffers at launch time, and goes through a `Device` that may record it.
 """
 
 import math
@@ -37,7 +37,7 @@ class Device(Protocol):
     def capturing(self) -> bool: ...
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """Run it, and again at every replay of what is recorded."""
+        """Run the kernel, and repeat it at every replay if it is recorded."""
         ...
 
 
@@ -47,12 +47,12 @@ class NoRecorder:
     capturing = False
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """Run it."""
+        """Run the kernel."""
         kernel()
 
 
 class Doubles:
-    """Stands in for the wrapper's class, and keeps what it made."""
+    """Test double of the wrapper's class, which keeps the wrappers that it made."""
 
     def __init__(self, recorded: Recorded, device: Device | None = None) -> None:
         self.recorded = recorded
@@ -67,13 +67,13 @@ class Doubles:
         return self.made[-1]
 
     def package(self) -> Package:
-        """The adapter's view of it. Unlike kernels, the doubles compute any dtype and any size of head."""
+        """Return the adapter's description. Unlike kernels, the doubles compute any dtype and any head size."""
         package = describe(self.recorded.name, self.recorded.version, cast(MakeWrapper, self))
         dtypes = frozenset({torch.float32, torch.float16, torch.bfloat16})
         return replace(package, dtypes=dtypes, head_dims=frozenset(range(1, 257)))
 
     def attention(self, cache: KVCache, heads: int, page_size: int = 1) -> FlashInferAttention:
-        """Attention through doubles, over a copy of the cache in which slots come first."""
+        """Return attention through doubles, over a copy of the cache with slots as the first dimension."""
         return FlashInferAttention(
             slots_first(cache), heads, self.package(), workspace_bytes=WORKSPACE, page_size=page_size
         )
@@ -99,14 +99,14 @@ class WrapperDouble:
         self.mask: torch.Tensor | None = None
 
     def reset_workspace_buffer(self, *positional: Any, **named: Any) -> None:
-        """Keep schedules elsewhere."""
+        """Use this workspace for schedules."""
         bound = signature(RESET).bind(self, *positional, **named)
         self._schedule = bound.arguments["int_workspace_buffer"]
         if self._schedule.dtype != torch.uint8 or self._schedule.device != self._device:
             raise TypeError("the workspace must be uint8, and on the device")
 
     def plan(self, *positional: Any, **named: Any) -> None:
-        """Keep a copy of all buffers, or fill those that are fixed."""
+        """Keep a copy of all buffers, or fill the fixed ones."""
         if self._launches.capturing:
             raise RuntimeError("planning waits for the device and cannot be captured")
         bound = signature(self._recorded.plan).bind(self, *positional, **named)
@@ -124,7 +124,7 @@ class WrapperDouble:
         self._schedule[: len(summary)].copy_(summary)
 
     def run(self, *positional: Any, **named: Any) -> Any:
-        """Attend as planned."""
+        """Compute attention as planned."""
         if self._launches.capturing and self.fixed is None:
             raise RuntimeError("only a wrapper in graph mode can be recorded")
         bound = signature(self._recorded.run).bind(self, *positional, **named)
@@ -142,7 +142,7 @@ class WrapperDouble:
         return (out, lse) if bound.arguments["return_lse"] else out
 
     def run_return_lse(self, *positional: Any, **named: Any) -> Any:
-        """Attend as planned, with logarithms to base 2."""
+        """Compute planned attention, and return logarithms to base 2."""
         return self.run(*positional, **named, return_lse=True)
 
     def _check_plan(self, planned: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class WrapperDouble:
     def _attend(
         self, planned: dict[str, Any], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # It computes on the CPU, wherever its tensors lie.
+        # Computed on the CPU, on any device of the tensors.
         found = (planned[name] if self.fixed is None else self.fixed[name] for name in self._names())
         indices = [each.cpu() for each in found]
         queries, keys, values = queries.cpu(), keys.cpu(), values.cpu()
@@ -225,7 +225,7 @@ class WrapperDouble:
         return INDICES if self.fixed is None else FIXED
 
     def _seen(self, planned: dict[str, Any], request: int, start: int, size: int) -> torch.Tensor | None:
-        """A request's part of the mask, flat."""
+        """Return a request's part of the mask, flat."""
         if self.fixed is None:
             mask = planned["custom_mask"]
             return None if mask is None else mask[start : start + size].cpu()
@@ -243,7 +243,7 @@ class WrapperDouble:
         values: torch.Tensor,
         allowed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[count, heads, head_dim] and [count, heads] of one request."""
+        """Return outputs [count, heads, head_dim] and log-sums [count, heads] of one request."""
         group = queries.shape[1] // keys.shape[1]
         keys, values = (rows.repeat_interleave(group, dim=1) for rows in (keys, values))
         scores = torch.einsum("qhd,chd->qhc", queries, keys)
@@ -255,7 +255,7 @@ class WrapperDouble:
 
 
 def slots_first(cache: KVCache) -> KVCache:
-    """A copy of a cache, in the order of memory that pages need."""
+    """Return a copy of a cache in the memory order that pages need."""
     layout = cache.layout
     copy = KVCache(KVLayout(layout.layers, layout.dtype, order="slots"), cache.slots, str(cache.device))
     for layer in range(len(layout.layers)):
@@ -265,7 +265,7 @@ def slots_first(cache: KVCache) -> KVCache:
 
 
 def _signed(text: str) -> Any:
-    """Something callable with this signature."""
+    """Return a function with this signature."""
 
     def signed() -> None:
         raise NotImplementedError("made to be looked at")

@@ -1,4 +1,4 @@
-"""Every tree attention backend against the obvious reference: random trees, batches, windows, layouts."""
+"""Tests of every tree attention backend against the reference: random trees, batches, windows, layouts."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ SLOTS = 640
 HEAD_DIM = 16
 
 Maker = Callable[[KVCache, int], AttentionBackend[Any]]
-"""Makes a backend over a cache, for a number of query heads."""
+"""Factory of a backend for a cache and a number of query heads."""
 
 
 @pytest.fixture(scope="session", params=["sdpa", "sdpa by rows", "native"])
 def make(request: pytest.FixtureRequest) -> Maker:
-    """Each backend that works in float32."""
+    """Return the factory of each backend that works in float32."""
     if request.param == "sdpa":
         return SdpaAttention
     if request.param == "sdpa by rows":
@@ -40,7 +40,7 @@ def make(request: pytest.FixtureRequest) -> Maker:
 
 
 def random_paths(rng: random.Random, nodes: int) -> list[list[int]]:
-    """For each node of a random tree: its ancestors' indices and its own."""
+    """Return, for each node of a random tree, the indices of its ancestors and its own."""
     paths: list[list[int]] = [[0]]
     for node in range(1, nodes):
         paths.append([*paths[rng.randrange(node)], node])
@@ -48,7 +48,7 @@ def random_paths(rng: random.Random, nodes: int) -> list[list[int]]:
 
 
 def random_request(rng: random.Random, slots: list[int]) -> RequestRows:
-    """A chunk, a tree, or (as drafters do) the newest nodes of a tree whose others are computed."""
+    """Return a chunk, a tree, or (as in drafters) the newest nodes of a tree with all others computed."""
     kind = rng.choice(["chunk", "tree", "late rows"])
     prefix = [slots.pop() for _ in range(rng.choice([0, 0, 1, 7, 40]))]
     size = rng.choice([1, 2, 5, 9, 40, 70])
@@ -64,7 +64,7 @@ def random_request(rng: random.Random, slots: list[int]) -> RequestRows:
 def rows_of(
     rows: range, prefix: list[int], own: list[int], positions: list[int], paths: list[list[int]] | None
 ) -> RequestRows:
-    """The rows `rows` of a request whose tree is `own`."""
+    """Return the rows `rows` of a request with the tree slots `own`."""
     return RequestRows(
         tokens=[0] * len(rows),
         positions=[positions[row] for row in rows],
@@ -78,7 +78,7 @@ def rows_of(
 
 
 def filled_cache(layers: Sequence[LayerKV], dtype: torch.dtype, generator: torch.Generator) -> KVCache:
-    """A cache in which every slot holds large numbers, so that reading a wrong one shows."""
+    """Return a cache with large numbers in every slot, so that reading a wrong slot is detected."""
     cache = KVCache(KVLayout(tuple(layers), dtype), SLOTS, "cpu")
     for index, layer in enumerate(layers):
         data = torch.randn((SLOTS, 2 * layer.heads, layer.head_dim), generator=generator) * 5
@@ -97,7 +97,7 @@ def largest_difference(
     dtype: torch.dtype = torch.float32,
     head_dim: int = HEAD_DIM,
 ) -> float:
-    """Run all layers through a backend and the reference; the largest difference of any output."""
+    """Run all layers through a backend and the reference; return the largest difference of any output."""
     generator = torch.Generator().manual_seed(seed)
     layers = [LayerKV(kv_heads, head_dim, window) for window in windows]
     ours, theirs = (filled_cache(layers, dtype, generator.manual_seed(seed)) for _ in range(2))
@@ -162,7 +162,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
             build_batch(parts), SdpaAttention, heads=2, kv_heads=2, windows=[None], dtype=dtype, seed=3
         )
         worst = max(worst, difference)
-    assert worst < 20 * 8 * torch.finfo(dtype).eps  # values reach about 20, sums of weights round a few times
+    assert worst < 20 * 8 * torch.finfo(dtype).eps  # values reach about 20, sums round a few times
 
 
 def test_many_requests(make: Maker) -> None:
@@ -178,7 +178,7 @@ def test_many_requests(make: Maker) -> None:
 
 
 def test_foreign_slots_do_not_leak(make: Maker) -> None:
-    """Changing every slot that a row may not see, to huge numbers, changes not one bit of its output."""
+    """Huge numbers in every slot that a row may not see leave its output bitwise equal."""
     prefix, own = [0, 2, 4, 6, 9], [11, 13, 15]
     batch = build_batch([rows_of(range(3), prefix, own, [5, 6, 6], [[0], [0, 1], [0, 2]])])
     outputs: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not here: what is told of them, and what is a complaint."""
+"""Tests of the Triton kernels, compiled for GPUs of other machines: register counts and complaints."""
 
 import os
 import subprocess

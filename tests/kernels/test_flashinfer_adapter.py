@@ -1,4 +1,4 @@
-"""Upstream's FlashInfer and AMD's port, told apart: what each takes."""
+"""Tests of the FlashInfer adapter: arguments and abilities of upstream's package and of AMD's port."""
 
 import importlib.util
 import inspect
@@ -22,7 +22,7 @@ RECORDED = pytest.mark.parametrize("recorded", ALL, ids=str)
 def test_what_each_package_can(recorded: Recorded) -> None:
     package = describe(recorded.name, recorded.version, cast(MakeWrapper, Doubles(recorded)))
     assert package.indices_on_device == (recorded is not UPSTREAM)
-    assert package.can_fix_splits == (recorded is UPSTREAM)  # the port's main names it, and refuses it
+    assert package.can_fix_splits == (recorded is UPSTREAM)  # the port's main branch refuses it
     assert torch.float32 not in package.dtypes
 
 

@@ -1,6 +1,6 @@
-"""Compiled kernels that compute something else are not used, whatever they say of themselves.
+"""Tests that compiled kernels with wrong results are not used, even if they report success.
 
-The right kernels run first: what they leave in freed memory must not speak for the others.
+The right kernels run first: their results in freed memory must not make wrong kernels pass.
 """
 
 import sys
@@ -20,7 +20,7 @@ from ssd_serve.sampling.ranking import trusted_ranking
 
 
 class Lying(NativeLibrary):
-    """A library whose functions report success and do nothing."""
+    """Test double of a library: its functions report success and do nothing."""
 
     def function(self, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
         def nothing(*given: object) -> int:

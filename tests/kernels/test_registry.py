@@ -1,4 +1,4 @@
-"""The table of tree attention backends: a row is built or says what it lacks, and settings know it."""
+"""Tests of the table of tree attention backends: construction, missing requirements, and settings."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A wrong tree attention is found out before it serves anybody: refused by name, or skipped under `auto`."""
+"""Tests of the self-test of tree attention: a wrong backend is refused by name, and skipped under `auto`."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,14 +19,14 @@ MOSTLY_SLOW = [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each 
 
 
 class Inflated(SdpaAttention):
-    """The softmax denominator is 1.875 times too large: 1.0 in bf16 read as if it were fp16."""
+    """Backend with a softmax denominator 1.875 times too large: 1.0 in bf16 read as fp16."""
 
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
         return super().run(layer, queries, plan) / 1.875
 
 
 class WrongHead(SdpaAttention):
-    """Under grouped-query attention a stacked row takes the mask of another row of its group."""
+    """Backend that, under grouped-query attention, gives a stacked row the mask of another row of its group."""
 
     def plan(self, batch: Batch) -> SdpaPlan:
         plan = super().plan(batch)
@@ -49,21 +49,24 @@ class NotANumber(SdpaAttention):
 
 
 class Raising(SdpaAttention):
-    """A compiler that does not know this device."""
+    """Backend with a compiler that does not support this device."""
 
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
         raise RuntimeError("unsupported architecture gfx000\nand a long story")
 
 
 class FirstStays(SdpaAttention):
-    """Planned as for a capture, so that batches are padded; of rows that write to one slot the first one
-    stays there, where torch's copy on a CPU leaves the last one. On a GPU it is any of them."""
+    """Backend that can be captured, so that batches are padded.
+
+    Of several rows that write to one slot the first one stays. With torch's copy it is the last one on a CPU,
+    and any of them on a GPU.
+    """
 
     def plan_to_capture(self, batch: Batch) -> SdpaPlan:
         return self.plan(batch)
 
     def captured_as(self, plan: SdpaPlan) -> None:
-        """Never captured."""
+        """Do nothing: no test captures it."""
 
     def write(self, layer: int, stored: torch.Tensor, plan: SdpaPlan) -> None:
         for row in range(len(stored) - 1, -1, -1):
@@ -104,7 +107,7 @@ def test_what_is_wrong_is_said_in_words() -> None:
 
 
 class Log:
-    """Keeps what is logged."""
+    """Logger that keeps its lines."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str, dict[str, object]]] = []
@@ -150,7 +153,7 @@ def test_nothing_wrong_ever_serves() -> None:
 
 
 def test_auto_takes_the_fastest_of_those_that_are_right() -> None:
-    """Wrong ones are not timed, and one that fails then is skipped too."""
+    """Wrong backends are not timed, and one that fails during timing is skipped too."""
 
     class Slower(SdpaAttention):
         pass
@@ -187,7 +190,7 @@ def test_auto_takes_the_fastest_of_those_that_are_right() -> None:
 
 
 def test_the_time_of_a_forward_counts_every_layer() -> None:
-    """Layers of one shape are run one after the other in the same memory."""
+    """Layers of one shape run one after the other in the same memory."""
     runs: list[int] = []
 
     class Counted(SdpaAttention):

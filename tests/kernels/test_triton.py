@@ -1,4 +1,4 @@
-"""The Triton kernels under Triton's interpreter."""
+"""Tests of the Triton kernels under Triton's interpreter."""
 
 import random
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def interpreted(cache: KVCache, heads: int) -> TritonAttention:
-    """The interpreter computes bfloat16 wrongly unless it is widened."""
+    """Return the attention with widened inputs: the interpreter computes bfloat16 wrongly."""
     return TritonAttention(cache, heads, widen=True)
 
 
@@ -50,7 +50,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch() -> None:
-    """Parts and blocks of the context have fixed lengths: who else is in the batch does not change them."""
+    """Parts and blocks of the context have fixed lengths, which do not depend on the rest of the batch."""
     rng = random.Random(3)
     prefix = rng.sample(range(100, 100 + SPLIT), 90)
     cache = filled_cache([LayerKV(2, 16)], torch.float32, torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Triton loads machine code only from where nobody else can put any."""
+"""Tests of Triton's cache folder: machine code is loaded only from a folder that other users cannot write."""
 
 import os
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""Compiles our kernels for GPUs that are not here, and reads what the code would use.
+"""Compiles the Triton kernels for GPUs of other machines, and reads their use of registers and memory.
 
-A kernel that spills registers or misses the matrix units still gives right results, only slowly: this is how
-that is noticed without the card. Knows targets, assembly and arguments by their names, not what the kernels
-compute.
+A kernel that spills registers or uses no matrix instructions gives right results, only slowly. This module
+finds such kernels without the GPU.
 """
 
 import re
@@ -39,15 +38,18 @@ _TYPES = {
     "scale": "fp32",
     **{"table": "*fp32", "lines": "*i64", "counters": "*i32", "vocabulary": "i32"},
 }
-"""Triton's types of the kernels' arguments by name; {} is the type of the cache, of queries and results."""
+"""Triton's types of the kernels' arguments by name; {} is the type of cache, queries and results."""
 _MULTIPLIES = ("attend_parts",)
-"""Kernels of which matrix instructions are expected."""
+"""Kernels that should use matrix instructions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A GPU, what its matrix instructions look like in assembly ({} is the type), and its shared memory for
-    one program."""
+    """A GPU.
+
+    `matrix` is a pattern of its matrix instructions in assembly ({} is the type). `shared_bytes` is the shared
+    memory of one program.
+    """
 
     gpu: GPUTarget
     listing: str
@@ -70,11 +72,11 @@ TARGETS = (
 class Registers:
     used: int
     spilled: int
-    """Vector registers that live elsewhere."""
+    """Vector registers that are spilled."""
     scalar_spilled: int
-    """Scalar registers that live in lanes of vector registers; 0 on GPUs that have none."""
+    """Scalar registers that are spilled to lanes of vector registers; 0 on NVIDIA GPUs."""
     memory_bytes: int
-    """What a thread keeps in memory: all spills that found no other place."""
+    """Bytes of spilled registers of a thread in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Compiled:
 def compile_attention(
     target: Target, head_dim: int, dtype: torch.dtype, tile: int, windowed: bool, group: int = 8
 ) -> Compiled:
-    """Compile one configuration of `attend_parts`. Raises whatever Triton raises."""
+    """Compile one configuration of `attend_parts`; Triton's errors are passed on."""
     constants = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -107,21 +109,21 @@ def compile_attention(
 
 
 def compile_merge(target: Target, head_dim: int, dtype: torch.dtype) -> Compiled:
-    """The same of `merge_parts`, whose results are of `dtype`."""
+    """Compile `merge_parts` with results of `dtype`."""
     block_d = triton.next_power_of_2(head_dim)
     constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_P": merged(head_dim)}
     return _compile(target, merge_parts, constants, dtype, 1)
 
 
 def compile_noise(target: Target) -> Compiled:
-    """The same of `fill_noise`, which knows neither heads nor the cache's dtype."""
+    """Compile `fill_noise`, which depends neither on heads nor on the cache's dtype."""
     return _compile(target, fill_noise, {"BLOCKS": BLOCKS}, torch.float32, 1)
 
 
 def argument_types(names: Sequence[str], constants: Mapping[str, int], dtype: str) -> dict[str, str]:
-    """Triton's types of a kernel's arguments, in their order.
+    """Return Triton's types of a kernel's arguments, in their order.
 
-    Raises `SsdError` for one that nothing is known of, and for a constant that the kernel does not take.
+    Raises `SsdError` for an argument without a known type, and for a constant that the kernel does not take.
     """
     unknown = [name for name in names if name not in _TYPES and name not in constants]
     unknown += [name for name in constants if name not in names]
@@ -137,7 +139,7 @@ def _compile(
     names: list[str] = kernel.arg_names
     signature = argument_types(names, constants, kind)
     places = {(names.index(name),): value for name, value in constants.items()}
-    # What the launcher finds out about real pointers and strides: they are multiples of 16.
+    # The launcher finds that real pointers and strides are multiples of 16.
     aligned = [name for name in names if signature[name].startswith("*") or name.endswith("_stride")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, places, attributes)
@@ -150,7 +152,7 @@ def _compile(
 
 
 def compile_all(targets: Sequence[Target] = TARGETS) -> Iterator[tuple[Compiled, str]]:
-    """Every configuration that may run, and what is wrong with it; empty when nothing is."""
+    """Yield every configuration that may run, with its complaint or an empty string."""
     for target, head_dim, dtype in product(targets, HEAD_DIMS, DTYPES):
         for tile, windowed in product(tiles_of(dtype), (False, True)):
             compiled = compile_attention(target, head_dim, dtype, tile, windowed)
@@ -162,9 +164,9 @@ def compile_all(targets: Sequence[Target] = TARGETS) -> Iterator[tuple[Compiled,
 
 
 def complaint(compiled: Compiled, shared_bytes: int) -> str:
-    """Why it must not be used on a GPU whose programs have `shared_bytes`; empty where it may.
+    """Return the reason against use on a GPU with `shared_bytes` for a program; empty if there is none.
 
-    Scalar registers in lanes of vector registers cost little, and are no reason.
+    Scalar registers in lanes of vector registers cost little, so they are no reason.
     """
     registers = compiled.registers
     if registers.spilled:
@@ -204,7 +206,7 @@ def _registers(target: Target, code: Mapping[str, Any]) -> Registers:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print a table of all configurations, for GPUs of these names or all; 1 when any must not be used."""
+    """Print a table of all configurations for the named GPUs or all; return 1 if there is a complaint."""
     targets = [target for target in TARGETS if target.name in names] if names else TARGETS
     head = "kernel | GPU | head size | dtype | rows | registers | spilled | scalar ones | bytes in memory"
     print(f"| {head} | shared KiB | matrix instructions |  |")

@@ -1,6 +1,6 @@
 """Small fp8 checkpoints in the forms that AMD Quark, compressed-tensors and the `fp8` method write.
 
-Each is made from a random transformers model, which afterwards holds the dequantised weights in fp32: the
+Each is made from a random transformers model. Afterwards this holds the dequantised weights in fp32, as the
 reference. Scales are random multiples of the smallest that fits, so that no two matrices share one.
 """
 
@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from tests.models import checkpoints
 
 BLOCK = (32, 48)
-"""No divisor of most sizes of the model: the last blocks are cut."""
+"""Block size that does not divide most sizes of the model, so that the last blocks are smaller."""
 
 
 def group(strategy: str, inputs: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
-    """A group of compressed-tensors with everything that its exports say."""
+    """Return a group of compressed-tensors with all fields of its exports."""
     common: dict[str, Any] = {"actorder": None, "block_structure": None, "group_size": None}
     common |= {"num_bits": 8, "type": "float"}
     common |= {"symmetric": True, "observer": "minmax", "observer_kwargs": {}, "dynamic": False}
@@ -103,7 +103,7 @@ def method_fp8(scheme: str, **changes: Any) -> dict[str, Any]:
 
 
 def with_fp8_cache(config: dict[str, Any]) -> dict[str, Any]:
-    """The same export with its KV cache in fp8."""
+    """Return the same export with its KV cache in fp8."""
     patterns = ["*k_proj", "*v_proj"]
     method = config["quant_method"]
     if method == "compressed-tensors":
@@ -132,13 +132,13 @@ class Form:
     config: dict[str, Any]
     kind: Callable[[str], str]
     shape: Shape = field(default=lambda scale: scale)
-    """From the scales [outputs, 1], [1, 1] or of blocks to the shape in the file."""
+    """Function from scales [outputs, 1], [1, 1] or [blocks, blocks] to the shape in the file."""
     name: str = "weight_scale"
     inputs: str | None = None
     form: torch.dtype = torch.float8_e4m3fn
     scale_dtype: torch.dtype = torch.float32
     head: bool = False
-    """Whether the head is quantised too."""
+    """True if the LM head is quantised too."""
 
 
 def all_of(kind: str) -> Callable[[str], str]:
@@ -202,7 +202,7 @@ FORMS: dict[str, Form] = {
 
 
 def quantise(weight: torch.Tensor, kind: str, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A weight as numbers, scales as in the file, and the fp32 weight that both mean."""
+    """Return the fp8 weight, the scales as in the file, and the fp32 weight that both represent."""
     outputs, inputs = weight.shape
     height, width = {"tensor": (outputs, inputs), "channel": (1, inputs), "block": BLOCK}[kind]
     rows, columns = torch.arange(outputs) // height, torch.arange(inputs) // width
@@ -217,7 +217,7 @@ def quantise(weight: torch.Tensor, kind: str, form: Form) -> tuple[torch.Tensor,
 
 
 def write(form: Form, folder: Path, case: str = "llama-linear-biases") -> Any:
-    """Write a checkpoint; returns the transformers model with the weights that it means, in fp32."""
+    """Write a checkpoint; return the transformers model with the dequantised weights, in fp32."""
     model = checkpoints.make(case)
     checkpoints.save(model, folder)
     tensors = load_file(folder / "model.safetensors")

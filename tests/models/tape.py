@@ -1,5 +1,7 @@
-"""A capture for machines without a GPU that keeps to a graph's rules: a replay runs the operators and
-kernels that ran at the capture, on the same tensors, and no Python in between."""
+"""Test double of graph capture, for machines without a GPU.
+
+A replay runs the operators and kernels of the capture on the same tensors, and no Python code between them.
+"""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ def _is_view(operator: Any) -> bool:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of every operator, with the tensors that it was given and those that it made."""
+    """Dispatch mode that records every operator as a step, which repeats it on the same tensors."""
 
     def __init__(self, note: Callable[[Step], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,8 +51,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Tape:
-    """`GraphCapture`. `runs`: how often work was run to be captured; `replays`: how often tapes
-    were played."""
+    """`GraphCapture` on the CPU; `runs` counts captures, and `replays` counts replays of any graph."""
 
     refuses: str = ""
     runs: int = 0
@@ -84,7 +85,7 @@ class Tape:
         return CapturedGraph(replay, len(steps)), result
 
     def launch(self, kernel: Step) -> None:
-        """Run a kernel: one step, whatever operators it consists of here."""
+        """Run a kernel, and record it as one step without its operators."""
         steps, self._steps = self._steps, None
         try:
             kernel()
@@ -99,7 +100,7 @@ class Tape:
 
 @contextmanager
 def recording_kernels(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    """Launches under Triton's interpreter are noted too."""
+    """Record launches under Triton's interpreter too."""
     launch = GridExecutor.__call__
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Recorded forwards give what the decoder gives, for batches that share a captured graph and nothing else."""
+"""Tests of captured forwards: results equal those of the decoder for all batches that share a graph."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -39,12 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def triton_attention(cache: KVCache, heads: int) -> Any:
-    """Under the interpreter."""
+    """Return Triton attention for the interpreter."""
     return TritonAttention(cache, heads, widen=True)
 
 
 def unrolled_attention(cache: KVCache, heads: int) -> Any:
-    """The same, every row as a request of its own, as batch invariance wants it."""
+    """Return Triton attention with every row as a request of its own, as batch invariance needs it."""
     return UnrolledAttention(triton_attention(cache, heads))
 
 
@@ -75,7 +75,7 @@ def decoder(
 
 
 class Pair:
-    """The same model twice: plain and captured."""
+    """The same model twice: eager and captured."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Pair:
         self.captured = CapturedModel(second, attention, self.tape, padding_slot=SLOTS)
 
     def compare(self, batch: Batch) -> None:
-        """Forward both."""
+        """Assert equal results of both models."""
         expected, found = self.plain.forward(batch), self.captured.forward(batch)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
         assert found.features.keys() == expected.features.keys() == {"layer.1", "final"}
@@ -114,7 +114,7 @@ def pair(
 
 
 def batch_of(seed: int, *sizes: tuple[int, int]) -> Batch:
-    """Requests of (prefix, tree rows) in random slots; a tree is a random one. All logits wanted."""
+    """Return requests of (prefix, tree rows) with random trees in random slots, and logits of every row."""
     rng = random.Random(seed)
     slots = rng.sample(range(SLOTS), SLOTS)
     parts = []
@@ -131,7 +131,7 @@ def batch_of(seed: int, *sizes: tuple[int, int]) -> Batch:
 
 @pytest.mark.parametrize("make_attention", [triton_attention, unrolled_attention])
 def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
-    """Other requests, trees, slots, prefixes, counts of requests: one is captured, all are replayed."""
+    """Requests, trees, slots, prefixes and numbers of requests differ; one capture serves all batches."""
     pair.compare(batch_of(1, (9, 3), (20, 2), (0, 1)))
     pair.compare(batch_of(2, (14, 1), (30, 1), (3, 4)))
     pair.compare(batch_of(3, (1, 4), (0, 1)))
@@ -140,7 +140,7 @@ def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
 
 
 class Diary(Tape, SingleRank):
-    """A capture and a group that write down what happens."""
+    """Capture and rank group that record the order of their calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_nobody_looks_at_earlier_sums_while_ranks_record(
 
 
 class OfTwo(Diary):
-    """Another rank waits."""
+    """Rank 0 of two."""
 
     @property
     def parallel(self) -> Parallel:
@@ -181,14 +181,14 @@ class OfTwo(Diary):
 
 
 class Failing(Tape):
-    """The device has no memory left."""
+    """Capture that fails with an out-of-memory error."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
         raise torch.OutOfMemoryError("no memory")
 
 
 def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> None:
-    """The others are in the middle of that forward: a vote would be added to their sums."""
+    """The other ranks are still in that forward: a vote would be added to their all-reduce."""
     second, attention = decoder(folder, triton_attention)
     diary = OfTwo()
     captured = CapturedModel(second, attention, Failing(), padding_slot=SLOTS, group=diary)
@@ -206,7 +206,7 @@ def test_a_forward_that_fails_when_padded_runs_unpadded_where_nobody_else_waits(
 
 
 class Contradicted(SingleRank):
-    """Another rank says no."""
+    """Rank group in which another rank refuses."""
 
     def agree(self, yes: bool) -> bool:
         return False
@@ -234,7 +234,7 @@ def test_a_forward_that_was_recorded_first_says_so(pair: Pair) -> None:
 def test_every_shape_has_its_own_recording(pair: Pair) -> None:
     pair.compare(batch_of(4, (9, 1)))
     pair.compare(batch_of(5, (9, 9)))
-    pair.compare(batch_of(6, (0, 1)))  # no part of a prefix: the shape has some that nobody needs
+    pair.compare(batch_of(6, (0, 1)))  # no part of a prefix: the shape has some that are not used
     pair.compare(batch_of(7, (8, 1)))
     assert (pair.tape.runs, pair.tape.replays) == (2, 4)
 

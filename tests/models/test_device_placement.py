@@ -1,4 +1,4 @@
-"""A whole model on a pretended GPU: every tensor lies there, and the logits are those of the CPU."""
+"""Tests of a whole model on a pretended GPU: every tensor is there, and the logits equal those of the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SLOTS = 128
 
 
 def batches() -> list[Batch]:
-    """A prompt; a tree below it beside a second prompt; a row whose logits nobody wants. Scattered slots."""
+    """Return a prompt, a tree below it together with a second prompt, and a row without logits, in scattered slots."""
     slots = [3 * index % 101 for index in range(40)]
     prompt = RequestRows(range(20), range(20), slots[:20], np.empty(0, dtype=np.int32), [19])
     tree = RequestRows(
@@ -41,7 +41,7 @@ def batches() -> list[Batch]:
 
 @pytest.fixture(autouse=True)
 def _without_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter needs long for it, and the logits are compared here."""
+    """The self-test is slow in Triton's interpreter, and the logits are compared here."""
     monkeypatch.setattr(backends, "failure_of", lambda *_: "")
 
 
@@ -77,7 +77,7 @@ def test_a_model_computes_on_its_device_and_the_host_waits_for_nothing(
 
 
 class HalfAlone(SingleRank):
-    """Rank 0 of two, whose other half gives nothing."""
+    """Rank 0 of two; the other rank contributes zeros."""
 
     @property
     def parallel(self) -> Parallel:
@@ -126,7 +126,7 @@ def test_a_watched_attention_compares_on_the_device(tmp_path: Path) -> None:
 
 def test_what_is_compiled_for_the_cpu_is_not_used(native: NativeLibrary, tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
-    options = AttentionOptions("sdpa")  # measuring which is fastest would take long here
+    options = AttentionOptions("sdpa")  # timing the backends would take long here
     with pretended_device():
         model = load_model(
             folder,
@@ -148,7 +148,7 @@ def both_features(ours: Any, theirs: Any) -> list[tuple[torch.Tensor, torch.Tens
 def test_fp8_weights_and_their_products_lie_on_the_device(
     native: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Multiplied in the device's format, where rows are rounded, or widened where it has none."""
+    """Products use the device's fp8 format with rounded rows; without such a format weights are widened."""
 
     def product(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
         if a.dtype is not native:

@@ -1,4 +1,4 @@
-"""fp8 checkpoints whose export wants the KV cache in fp8: its scales are ignored."""
+"""Tests of fp8 checkpoints with scales for an fp8 KV cache: these scales are ignored."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ SCALES = {
 
 
 def add(folder: Path, *names: str) -> None:
-    """Add scales that would change everything if they were used."""
+    """Add scales that would change the logits if they were used."""
     change_tensors(folder, lambda tensors: tensors.update({name: torch.full((1,), 1e3) for name in names}))
 
 

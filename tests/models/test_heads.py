@@ -1,4 +1,4 @@
-"""EAGLE heads against transformers' blocks: prompts, steps and trees, in every published layout."""
+"""Tests of EAGLE heads against transformers' blocks: prompts, steps and trees, in every published layout."""
 
 import re
 import shutil
@@ -75,7 +75,7 @@ def random_rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def same(oracle: AnyOracle, logits: torch.Tensor, expected: torch.Tensor) -> None:
-    """On what the head proposes; the rest is never proposed."""
+    """Assert equal logits of the proposed tokens; all others must be -inf."""
     proposed = torch.arange(VOCABULARY)
     if isinstance(oracle, Oracle) and oracle.proposed < VOCABULARY:
         proposed = oracle.ids
@@ -91,7 +91,7 @@ def test_features_are_fused(pair: Pair) -> None:
 
 
 def test_a_prompt_and_steps_from_its_own_vectors(pair: Pair) -> None:
-    """First with the features of a target, then with what the head has said itself."""
+    """The prompt uses features of a target, the steps use the outputs of the head itself."""
     oracle, head = pair
     tokens, vectors = random_rows(20, 2)
     part = chunk(tokens.tolist(), 0, 12, range(20))
@@ -130,7 +130,7 @@ def test_branches_of_a_tree_see_their_own_path_only(pair: Pair) -> None:
 
 
 def test_the_layers_it_reads(tmp_path: Path) -> None:
-    """Inputs of layers in one layout, outputs in the other; by a rule where none are named, or as told."""
+    """One layout numbers inputs of layers, the other one outputs; without numbers a rule or the setting holds."""
     theirs = target(tmp_path / "target")
 
     def features(layout: str, name: str, **changes: Any) -> tuple[int, ...] | None:
@@ -230,7 +230,7 @@ def test_all_tensors_that_do_not_fit_are_named_with_their_shapes(
 
 
 def written_in_fp8(oracle: AnyOracle, folder: Path, form: Form) -> Path:
-    """The oracle as an export of fp8 weights, `fc` too; afterwards it computes with what those mean."""
+    """Write the oracle with fp8 weights, also of `fc`; afterwards it has the dequantised weights."""
     oracle.save(folder, FLAT)
     homes = {"midlayer.self_attn": "attention", "midlayer.mlp": "mlp", "layers.0": "layer"}
 

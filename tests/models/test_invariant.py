@@ -1,4 +1,4 @@
-"""Batch invariance: a row's logits are the same to the bit alone, in a batch, in a tree and in any chunk."""
+"""Tests of batch invariance: bitwise equal logits of a row alone, in a batch, in a tree and in any chunk."""
 
 import random
 from pathlib import Path
@@ -56,7 +56,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def rows(tokens: list[int], start: int, stop: int, slots: list[int]) -> RequestRows:
-    """Rows start..stop of a text, those before being committed."""
+    """Return rows start..stop of a text, with all earlier ones committed."""
     return RequestRows(
         tokens[start:stop],
         range(start, stop),
@@ -67,14 +67,14 @@ def rows(tokens: list[int], start: int, stop: int, slots: list[int]) -> RequestR
 
 
 def one_by_one(model: Model, tokens: list[int]) -> torch.Tensor:
-    """Logits of every position, each token alone in its forward: [tokens, vocabulary]."""
+    """Return logits of every position, with one forward per token: [tokens, vocabulary]."""
     slots = list(range(LENGTH))
     parts = [build_batch([rows(tokens, index, index + 1, slots)]) for index in range(len(tokens))]
     return torch.cat([model.forward(part).logits for part in parts])
 
 
 def in_chunks(rng: random.Random, model: Model, tokens: list[int], slots: list[int], to: int) -> torch.Tensor:
-    """Logits of the first `to` positions in random chunks, beside a stranger's rows: [to, vocabulary]."""
+    """Return logits of the first `to` positions in random chunks, batched with other rows: [to, vocabulary]."""
     found: list[torch.Tensor] = []
     start = 0
     while start < to:
@@ -91,7 +91,7 @@ def in_chunks(rng: random.Random, model: Model, tokens: list[int], slots: list[i
 def in_a_tree(
     rng: random.Random, tokens: list[int], start: int, slots: list[int]
 ) -> tuple[RequestRows, list[int]]:
-    """A tree below `start` committed tokens that holds the text among other nodes, and the text's rows."""
+    """Return a random tree below `start` committed tokens that contains the text, and the text's rows."""
     paths, texts, mine = [[0]], [tokens[start]], [0]
     while len(mine) < min(5, len(tokens) - start):
         for _ in range(rng.randrange(4)):
@@ -130,7 +130,7 @@ def test_logits_are_the_same_to_the_bit(model: Model, seed: int) -> None:
 
 
 def test_without_it_they_are_not(tmp_path: Path) -> None:
-    """Else there would be nothing to build; of dozens of chunkings one shows it."""
+    """Without batch invariance at least one chunk changes the logits."""
     folder = checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path)
     model, rng = load(folder, "fp32", None, False), random.Random(1)
     tokens = rng.choices(range(199), k=LENGTH)
@@ -148,7 +148,7 @@ def test_facts_and_the_cost_key_say_so(tmp_path: Path) -> None:
 
 def test_a_product_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Placed(DenseLinear):
-        """Adds a row's place."""
+        """Product that adds the row number, so that it depends on the batch."""
 
         def __call__(self, rows: torch.Tensor) -> torch.Tensor:
             return super().__call__(rows) + torch.arange(len(rows))[:, None]

@@ -1,4 +1,4 @@
-"""Templates in the bounded sandbox: they give what they give in Jinja's own, and end whatever they try."""
+"""Tests of chat templates in the bounded sandbox: results as in Jinja's own sandbox, and limits."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The seam by which something is put before every model that a process loads."""
+"""Tests of the setting that wraps every model of a process."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.fakes import FakeModel
 
 
 class Labelled(WrappedModel):
-    """Says what it was made with."""
+    """Wrapper that keeps the arguments of its constructor."""
 
     def __init__(self, model: Model, role: str, argument: str) -> None:
         super().__init__(model)

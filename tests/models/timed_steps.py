@@ -1,4 +1,4 @@
-"""A model whose forwards take a time that a test chooses, and the clock that they move."""
+"""Test double of a model and a clock: each forward advances the clock by a fixed time."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,8 +12,7 @@ from ssd_serve.models.interface import ForwardResult
 
 @dataclass
 class Steps:
-    """A model, the ends of its forwards, and the clock: a step takes `step_s` of it, the first three times
-    that."""
+    """Model, completion and clock: a forward takes `step_s` seconds, and the first one three times that."""
 
     step_s: float
     slots: int = 2048
