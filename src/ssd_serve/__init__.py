@@ -1,7 +1,6 @@
 """ssd-serve: an inference server that speculates while it verifies.
 
-`LLM` and `SamplingParams` are found when they are asked for: whoever imports the package alone loads no
-torch.
+`LLM` and `SamplingParams` are imported on first access, so that `import ssd_serve` alone loads no torch.
 """
 
 from importlib import import_module
@@ -19,7 +18,7 @@ _LAZY = {"LLM": "ssd_serve.app.llm.llm", "SamplingParams": "ssd_serve.app.llm.sa
 
 
 def __getattr__(name: str) -> object:
-    """What is public and lives in a module that takes long to import."""
+    """Import a public name of a slow module on first access."""
     if name not in _LAZY:
         raise AttributeError(f"module 'ssd_serve' has no attribute '{name}'")
     return getattr(import_module(_LAZY[name]), name)

@@ -46,22 +46,22 @@ _PROXYS = {
     "tls_certificate": "http_options.ssl_certfile",
     "tls_key": "http_options.ssl_keyfile",
 }
-"""Settings of a server that listens itself, and where a Serve config has them."""
+"""Settings of a listening server, with the fields of a Serve config that replace them."""
 _LOOK_EVERY_S = 0.1
 _FAREWELL_S = 0.5
-"""Between the engine's death and the replica's: time for running requests to be told."""
+"""Time from the engine's death to the replica's exit, in which running requests receive their errors."""
 _SPARE_REQUESTS = 8
-"""Beyond what decodes: health checks and scrapes must get through to a busy replica."""
+"""Requests above the decoding limit, so that health checks and scrapes reach a busy replica."""
 _LAST_WORDS_S = 10
 _PAGES_WITHIN_S = 3.0
 _PLACE_S = 86400.0
-"""Serve starts replicas before there is room for them, until a node joins or another replica leaves; after
-some that gave up it would start no more."""
+"""Timeout for resources. Serve starts replicas before a node with free resources has joined, and stops trying
+after several failed starts, so a replica waits instead."""
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """The application of a Serve config, whose `args` are settings by field name. What they leave out comes
-    from the `SSD_` variables of the machine that a replica runs on. Wrong ones raise `SettingsError`."""
+    """Return the application of a Serve config; its `args` are settings by field name. Other settings come from
+    the `SSD_` variables of the replica's machine. Wrong ones raise `SettingsError`."""
     options = deployment_options(replica_settings(arguments))
     # Serve adds to the class what mypy cannot know.
     replica: Any = serve.ingress()(ServerReplica)
@@ -88,9 +88,9 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
 
 
 def resources(settings: Settings) -> dict[str, int]:
-    """Resources of one replica: the GPUs that its settings name, counted from cuda:0, as Ray shows a replica
-    its own; a core for each process that computes on one, and with GPUs a core for the front end. With the
-    launcher `ray` only the front end's core: the engine requests its own resources."""
+    """Return the resources of one replica: the named GPUs, counted from cuda:0, and a core for each process on
+    cores. With GPUs the front end gets a core too. With the launcher `ray` only the front end's core is
+    counted: the engine requests its own resources."""
     if settings.launcher == "ray":
         return {"num_cpus": 1}
     named = (settings.target_device, settings.draft_device)
@@ -121,8 +121,8 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
 
 
 def cores_of(machine: Machine, count: int, rank: int) -> Machine:
-    """The part of a machine's cores that replica number `rank` on it computes on, `count` of them. Ray counts
-    cores but binds nobody to them. All of them where there are too few, or the replica asked for none."""
+    """Return the `count` cores for replica number `rank` of this machine: Ray counts cores but binds no process.
+    If there are too few cores, or `count` is 0, the replica gets all of them."""
     parts = len(machine.cores) // count if count else 0
     if parts < 2:
         return machine
@@ -131,8 +131,8 @@ def cores_of(machine: Machine, count: int, rank: int) -> Machine:
 
 
 def check_doors(settings: Settings, log: Logger) -> None:
-    """Raise what is wrong with keys before anything is loaded, and warn where there are none: where Serve's
-    proxies listen is not told to replicas, and in Pods it is every address."""
+    """Check the API keys before models load: raise for wrong ones, and warn if there are none. Replicas do not
+    know on which addresses Serve's proxies listen; in Pods they listen on all."""
     refuse_empty_keys()
     if settings.api_keys_file is not None:
         read_keys(settings.api_keys_file)
@@ -224,8 +224,8 @@ class ServerReplica:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _watch(self) -> None:
-        """A replica whose engine is dead answers fast, with errors: the least loaded one. It leaves at once
-        instead, and Serve sends what comes to others."""
+        """Exit when the engine is dead, so that Serve sends requests to other replicas. Otherwise its fast errors
+        would make this replica look the least loaded."""
         while self._engine.supervisor.failure is None:
             await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.sleep(_FAREWELL_S)

@@ -60,13 +60,13 @@ class Reading:
 
 
 class CostTable:
-    """`T(rows, context)`: a shape measured at start, and what live rounds say about its level.
+    """`T(rows, context)`: a shape measured at start, with a level that follows live rounds.
 
     The shape is a time by rows, never falling, linear between its points, plus a time for each token of
-    context that a request and a row read. Live rounds move the level of everything, and the rows that they
-    had a little more: a shape stays whole when only some of its points are visited, and an outlier is
-    forgotten. What contexts cost moves of its own, as far as a round was reading them: a start on a busy
-    machine can have measured it ten times too high.
+    context that a request and a row read. Live rounds move the level of
+    all points, and that of their own rows slightly more. So the shape stays consistent when rounds visit only
+    some points, and outliers decay. The cost of context has its own level, updated by its share in a round:
+    measured at start on a busy machine, it can be ten times too high.
     """
 
     def __init__(self, timings: Sequence[Timing] = (), prior_s: float = 0.02) -> None:

@@ -49,7 +49,7 @@ class Device:
         return f"cuda:{self.indices[0] if self.indices else 0}"
 
     def split(self, ranks: int) -> "tuple[Device, ...]":
-        """A part for each rank: neighbouring cores or GPUs. Ranks share where there are fewer than ranks."""
+        """Return a part for each rank: neighbouring cores or GPUs. Ranks share devices if there are too few."""
         count = len(self.indices)
         if ranks == 1 or not count:
             return (self,) * ranks
@@ -65,7 +65,7 @@ class Machine:
     cores: tuple[int, ...]
     gpus: int
     trouble: str = ""
-    """Why torch can use no GPU although a driver is loaded, and what to do about it; empty: no such thing."""
+    """Reason why torch can use no GPU although a driver is loaded, with the remedy; empty: no such problem."""
 
 
 def parse_device(text: str) -> Device:
@@ -88,8 +88,8 @@ def parse_device(text: str) -> Device:
 
 
 def this_machine(nvidia: Path = _NVIDIA, amd: Path = _AMD, python: str = sys.executable) -> Machine:
-    """Cores that this process may run on, and GPUs that torch can use. Where no driver has made its file,
-    torch is not asked: importing it takes seconds."""
+    """Return the cores that this process may run on, and the GPUs that torch can use. Without a driver's file
+    torch is not imported, which takes seconds."""
     drivers = {"NVIDIA": nvidia, "AMD": amd}
     loaded = {vendor: path for vendor, path in drivers.items() if path.exists()}
     gpus, trouble = _ask_torch(loaded, python) if loaded else (0, "")
@@ -97,7 +97,7 @@ def this_machine(nvidia: Path = _NVIDIA, amd: Path = _AMD, python: str = sys.exe
 
 
 def check_device(device: Device, machine: Machine, setting: str) -> None:
-    """A clear `SettingsError` when the machine does not have the device."""
+    """Raise `SettingsError` if the machine does not have the device."""
     if device.kind == "cuda":
         if max(device.indices, default=0) >= machine.gpus:
             found = f"{machine.gpus} GPU(s)" if machine.gpus else "no GPU that torch can use"
@@ -111,8 +111,8 @@ def check_device(device: Device, machine: Machine, setting: str) -> None:
 
 
 def pin(device: Device) -> None:
-    """Bind the calling process to the device's cores and give torch as many threads. Beside a GPU its share
-    of all cores, for there is a process for each, and sleeps that end in time."""
+    """Bind the calling process to the device's cores, with one torch thread a core. For a GPU, set the current
+    device, precise sleeps, and as many threads as its share of all cores: there is a process for each GPU."""
     import torch
 
     if device.kind == "cuda":
@@ -135,8 +135,8 @@ def pin_cores(device: Device) -> None:
 
 
 def _sleep_finely() -> None:
-    """Let sleeps of the calling thread, and of those it starts, end when they should: Linux adds 50 us to
-    each, and waiting for a GPU polls every 20."""
+    """Make sleeps of the calling thread, and of threads that it starts, precise: Linux adds 50 us to each, and
+    waiting for a GPU polls every 20 us."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)

@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prefill_ms: float = 0.0
     """Prefill time of a token; 0: unknown."""
     features: tuple[int, ...] = ()
-    """Target layers whose outputs the drafter reads, or `FINAL`."""
+    """Numbers of the target layers, or `FINAL`; the drafter reads their outputs."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -89,8 +89,8 @@ class Features(msgspec.Struct, frozen=True, tag=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):
-    """Verifier to a drafter on the same machine: shared memory of `size` bytes, whose descriptor comes with
-    this.
+    """Verifier to a drafter on the same machine: shared memory of `size` bytes. Its descriptor comes with the
+    message.
 
     A drafter that can map it replies with `SharedMemoryRead`.
     """

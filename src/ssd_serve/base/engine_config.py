@@ -1,7 +1,7 @@
 """Configuration of one engine: the values that verifier, ranks and drafters work with.
 
 `cluster.placement.resolve_config` makes it once from the settings, the machine and the models' files; worker
-processes receive it as JSON. The defaults of the settings stand here and nowhere else.
+processes receive it as JSON. The defaults of the settings are defined only here.
 """
 
 import math
@@ -37,7 +37,7 @@ class EngineConfig:
 
     target: str = EMBEDDED
     target_is_named: bool = True
-    """False for a drafter whose user has not named the target: its tokenizer is unknown there."""
+    """False for a drafter that was started without a target's name: it does not know the target's tokenizer."""
     drafts: tuple[str, ...] = ()
     """Draft models and lookups, in the order of the setting."""
     drafters: int = 0

@@ -24,7 +24,7 @@ _SEVERITY: Mapping[str, int] = {"debug": 10, "info": 20, "warning": 30, "error":
 
 @dataclass(frozen=True, slots=True)
 class Logger:
-    """Writes lines of one process. `stream` None means the stderr of the moment."""
+    """Writes log lines of one process. `stream` None means the current `sys.stderr`."""
 
     process: str
     level: Level = "info"
@@ -45,7 +45,7 @@ class Logger:
         self._log("info", event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Something is worse than it should be, and goes on."""
+        """Log a problem after which the process continues."""
         self._log("warning", event, fields)
 
     def error(self, event: str, **fields: object) -> None:
@@ -92,11 +92,10 @@ def get_logger(process: str, level: Level = "info", style: Style = "text") -> Lo
 
 
 class Bridge(logging.Handler):
-    """Passes what libraries log through the standard library's `logging` on to a logger of ours; a library's
-    warning from one place once a minute, since clients can cause some as often as they like.
+    """Handler that passes records of the standard library's `logging` to a `Logger`.
 
-    A record's `fields` (`extra={"fields": {...}}`) become fields of the line, and those of the `context` that
-    it was logged in.
+    A library's warning from one line of code is limited to one a minute, since clients can cause some at
+    will. The fields of a line are those of `context` and the record's `fields` (`extra={"fields": {...}}`).
     """
 
     def __init__(self, log: Logger, context: Callable[[], Mapping[str, object]] = dict) -> None:

@@ -1,6 +1,6 @@
-"""All settings in one class, prefix `SSD_`. `engine_settings.py` has those of models and speculation.
+"""Settings of a deployment in one class, prefix `SSD_`; `engine_settings.py` has those of models and speculation.
 
-Worker processes receive an `EngineConfig`, not settings. `settings_sources.py` knows the sources of values.
+Worker processes receive an `EngineConfig`, not settings. `settings_sources.py` reads flags, variables and files.
 """
 
 import re
@@ -27,13 +27,13 @@ KEY_SETTINGS = (
 )
 """Settings of API keys; benchmarks ignore them."""
 RENAMED_SETTINGS = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}
-"""Settings that earlier versions had: the ones that took their places, with values that say the same."""
+"""Removed settings with their successors, and the values that have the same meaning."""
 REMOVED_SETTINGS = {
     "api_workers": "run replicas instead (docs/launchers.md)",
     "record": "report requests with their seeds instead: a request's output is a function of them",
     "record_mb": "report requests with their seeds instead: a request's output is a function of them",
 }
-"""Settings that earlier versions had and that have no successor: what to do instead."""
+"""Removed settings without a successor, with advice."""
 
 
 _USUAL_PORT = 8000
@@ -41,7 +41,7 @@ _SERVICE = re.compile("(tcp|udp|sctp)://")
 
 
 def _port(value: object) -> object:
-    """Kubernetes sets SSD_PORT to the address of a service named `ssd`: that is no wish."""
+    """Return the default port if Kubernetes has set SSD_PORT to the address of a service named `ssd`."""
     return _USUAL_PORT if isinstance(value, str) and _SERVICE.match(value) else value
 
 

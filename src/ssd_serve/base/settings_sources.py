@@ -27,7 +27,7 @@ from ssd_serve.base.settings import (
 )
 
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
-"""Variables that Kubernetes sets in every container for a service whose name begins with `ssd`."""
+"""Variables that Kubernetes sets in every container for a service with a name that begins with `ssd`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def rename_hint(name: str, called: Callable[[str], str]) -> str:
 
 
 def resolve_arguments(arguments: Mapping[str, object]) -> Settings:
-    """The same from arguments of a Python call."""
+    """Return the settings from arguments of a Python call, variables and defaults."""
     for name in arguments:
         if name not in Settings.model_fields:
             hint = rename_hint(name, str) or suggestion(name, Settings.model_fields)
@@ -99,8 +99,10 @@ def resolve(
     called: Callable[[str], str] = lambda field: f"the flag {flag_name(field)}",
     config: Mapping[str, object] | None = None,
 ) -> Settings:
-    """Settings from flags (by field name), variables, a `config` file and defaults, in this order. Everything
-    wrong is a `SettingsError`, in which a flag is `called` what the user typed."""
+    """Return settings from flags (by field name), variables, a `config` file and defaults, in this order.
+
+    Raises `SettingsError` for wrong values; `called` returns the name of a field for its message.
+    """
     known = [variable_name(field) for field in Settings.model_fields]
     for variable, value in os.environ.items():
         if variable.startswith(PREFIX) and variable not in known and not _of_kubernetes(variable, value):

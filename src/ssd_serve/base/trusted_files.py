@@ -1,6 +1,6 @@
 """Files and folders that only this user can change: compiled code is loaded only from these.
 
-A user who may write to a file, or to a folder above it, decides its content. Root may anyway.
+A user with write access to a file, or to a folder above it, controls its content. Root is trusted.
 """
 
 import grp
@@ -42,12 +42,12 @@ def is_own(path: Path) -> bool:
 
 
 def is_own_file(path: Path) -> bool:
-    """The same for a file; links are none."""
+    """Like `is_own`, for a regular file; symbolic links return False."""
     return is_own(path) and path.is_file() and not path.is_symlink()
 
 
 def read_own(path: Path) -> bytes:
-    """The bytes of such a file. Raises `OSError`, for every other kind of file too."""
+    """Read a file that only this user or root can have written. Raises `OSError` for any other file."""
     with os.fdopen(os.open(path, _READING), "rb") as file:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode) or not _is_own(facts):
@@ -56,12 +56,12 @@ def read_own(path: Path) -> bytes:
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of a file to lock, made if it is not there. Links lead nowhere. Raises `OSError`."""
+    """Open or create a lock file and return its descriptor. Links are not followed. Raises `OSError`."""
     return os.open(path, _LOCKING, 0o600)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, for this user alone, where they are not there. Raises `OSError`."""
+    """Make a folder and missing folders above it, accessible to this user only. Raises `OSError`."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A client for any OpenAI endpoint that streams answers and records when which tokens arrived.
+"""A client for any OpenAI endpoint that streams answers; it records the arrival times of tokens.
 
 While requests run, bytes only get a time stamp; they are parsed afterwards, so that the client uses as little
 as possible of a core that a drafter may need.
@@ -19,7 +19,7 @@ _FIELD, DONE = b"data:", b"[DONE]"
 _SILENCE_S = 300.0
 """Timeout of a silent stream, and of waiting in the server's queue."""
 _IDLE_CONNECTION_S = 2.0
-"""Shorter than servers keep idle connections: a request must not use one that is just closed."""
+"""Keep-alive time, shorter than that of servers, so that no request uses a connection that is being closed."""
 _START_S = 0.05
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -100,7 +100,7 @@ class Events:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """Yield the chunks whose line ends in these bytes."""
+        """Yield the chunks that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if not line.startswith(_FIELD):
@@ -301,7 +301,7 @@ async def stream(
 def open_client(
     url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
 ) -> httpx.AsyncClient:
-    """Open a client whose streams may be silent for minutes."""
+    """Open a client that allows streams to be silent for minutes."""
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"

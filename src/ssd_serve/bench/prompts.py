@@ -1,8 +1,8 @@
-"""Prompts of the benchmarks: short pieces of real text whose continuations do not loop.
+"""Prompts of the benchmarks: short pieces of real text with continuations that do not loop.
 
 A prompt is the text before a position in a file that was held out from the embedded pair's training. Any
-drafter predicts a loop, so prompts whose plain continuation nearly loops are left out, and measured texts
-that loop are not counted.
+drafter predicts a loop, so prompts are left out if their plain continuation nearly loops, and measured
+texts that loop are not counted.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def named_seed(name: str) -> int:
 
 
 def choose(pool: Sequence[Prompt], count: int, tuning: int, go_on: Continue) -> ChosenPrompts:
-    """Take the first prompts of the pool whose continuation does not nearly loop, tuning prompts first.
+    """Take the first prompts of the pool with a continuation that does not nearly loop, tuning prompts first.
 
     Raises `UserError` if the pool has too few.
     """

@@ -1,4 +1,4 @@
-"""One loaded target and an engine for each decoding mode, all in this process.
+"""Benchmark rig: a loaded target and an engine for each decoding mode, all in this process.
 
 The engines share the target, its kernels and its measured cost table, so that only drafting differs. The
 drafter of `ssd` is a real process on its own device.
@@ -90,7 +90,7 @@ class _LoadedDraft:
 
 
 class QueuedModel(WrappedModel):
-    """A model whose results count as ready at once: each forward is queued behind the one before."""
+    """Wrapper that reports results as ready at once: each forward is queued behind the previous one."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)

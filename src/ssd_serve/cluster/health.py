@@ -15,12 +15,12 @@ _EVERY_S = 0.5
 _LOADED = b" has loaded"
 LONGEST_SILENCE_S = 5.0
 _LATE_S = 1.0
-"""A monitor that is this late was stopped or starved itself: it has missed heartbeats."""
+"""Delay after which the monitor itself was stopped or starved, so that missed heartbeats do not count."""
 
 
 def start_pulse(path: Path, name: str) -> Callable[[], None]:
-    """Begin to say `name` to the watcher at `path`, until this process ends. Call the result to say also that
-    it has loaded."""
+    """Start to send heartbeats of `name` to the socket at `path`, until this process ends. Call the result to
+    report that the worker has loaded."""
     loaded = threading.Event()
     threading.Thread(target=_beat, args=(path, name.encode(), loaded), name="pulse", daemon=True).start()
     return loaded.set
@@ -36,7 +36,7 @@ def _beat(path: Path, name: bytes, loaded: threading.Event) -> None:
 
 
 class Listening(Protocol):
-    """Hears signs of life, however they come."""
+    """Receiver of heartbeats, by any transport."""
 
     def silent(self) -> dict[str, float]:
         """Silent workers with the seconds of their silence. Call it several times a second."""
@@ -56,7 +56,7 @@ class Listening(Protocol):
 
 
 class PulseWatch:
-    """Hears the pulses that are sent to `path`. A worker is watched from its first one on."""
+    """Receives the heartbeats that are sent to the socket at `path`. A worker is watched from its first one on."""
 
     def __init__(
         self,
@@ -106,21 +106,21 @@ class PulseWatch:
 
 _LOOK_S = 5.0
 _WORKING = 0.1
-"""Share of one core above which something is computed. Signs of life alone take far less."""
+"""Share of one core above which a process counts as computing. Heartbeats alone take far less."""
 _LONGEST_S = 600.0
-"""However busy it is: a forward does not take so long."""
+"""Longest silence of a busy process: no forward takes so long."""
 
 
 class HangDetector:
-    """Judges one process that sends nothing."""
+    """Decides whether a silent process hangs."""
 
     def __init__(self, look_s: float = _LOOK_S) -> None:
-        """Set the seconds for which processor time is compared before a verdict."""
+        """Set the seconds over which processor time is compared."""
         self._look_s = look_s
         self._seen: tuple[float, float] | None = None
 
     def is_stuck(self, now: float, silent_s: float, computed_s: float) -> bool:
-        """Ask again and again while it is silent. `computed_s` is the processor time it has taken."""
+        """Return True if the process hangs. Call it repeatedly during silence; `computed_s` is its processor time."""
         if silent_s > _LONGEST_S:
             return True
         if self._seen is None or now - self._seen[0] > 2 * self._look_s:
@@ -133,12 +133,12 @@ class HangDetector:
 
 
 USER_ERRORS = range(2, 10)
-"""Exit codes of mistakes that a restart cannot mend (see `errors.py`)."""
+"""Exit codes of errors that a restart cannot fix (see `errors.py`)."""
 _LONGEST_PAUSE_S = 30.0
 _LONG_LIFE_S = 10.0
-"""A target that gave tokens for so long died of something new."""
+"""Lifetime of a target after which its death counts as a new fault."""
 _MAX_QUICK_DEATHS = 6
-"""More than a request needs that kills every target and is given up for it."""
+"""Higher than the number of deaths after which the request that causes them is given up."""
 
 
 def pause_before_restart(restarts: int) -> float:
@@ -147,8 +147,8 @@ def pause_before_restart(restarts: int) -> float:
 
 
 class RestartPolicy:
-    """Counts the deaths of one target. It comes back only once it was ready: what dies at its first start is
-    a mistake that the user should see."""
+    """Counts the deaths of one target. It is restarted only if it has been ready before: the user should see an
+    error at the first start."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -162,12 +162,12 @@ class RestartPolicy:
         return self._ready_at
 
     def ready(self) -> None:
-        """The target can generate. May be called from any thread."""
+        """Report that the target can generate. May be called from any thread."""
         self._worked = True
         self._ready_at = self._clock()
 
     def forgive(self) -> None:
-        """The deaths so far had a cause that is gone. May be called from any thread."""
+        """Reset the count of deaths, since their cause is gone. May be called from any thread."""
         self._quick_deaths = 0
 
     def pause(self, code: int) -> float | None:
@@ -175,7 +175,7 @@ class RestartPolicy:
         ready_at, self._ready_at = self._ready_at, None
         quick = ready_at is None or self._clock() - ready_at < _LONG_LIFE_S
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
-        # Memory of the one that died may be given back a moment later.
+        # The memory of the dead process may be freed a moment later.
         mended = code not in USER_ERRORS or code == MemoryShortError.exit_code
         if not self._worked or not mended or self._quick_deaths > _MAX_QUICK_DEATHS:
             return None
@@ -186,7 +186,7 @@ _TELLING = (*USER_ERRORS, EngineDeadError.exit_code, ProtocolError.exit_code, De
 
 
 class WorkerDiedError(EngineDeadError):
-    """A process without which nothing works has ended. `exit_code` is the worker's if it names a reason."""
+    """Raised when a vital process has ended. `exit_code` is the worker's if it names a reason."""
 
     def __init__(self, name: str, code: int, how: str = "") -> None:
         super().__init__(f"the {name} process {how or describe_exit(code)}")
@@ -200,7 +200,7 @@ class WorkerDiedError(EngineDeadError):
 
 
 def describe_exit(code: int) -> str:
-    """`was killed by SIGKILL`, `ended with code 6`."""
+    """Describe an exit code: `was killed by SIGKILL`, `ended with code 6`."""
     if code >= 0:
         return f"ended with code {code}"
     try:

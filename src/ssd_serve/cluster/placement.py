@@ -14,9 +14,12 @@ from ssd_serve.models.hub import model_here
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The decision. `draft` is None without a drafter process, and what they divide where there are several;
-    `front_end` has the cores of the server; `alone` is where the target computes while no drafter works
-    beside it, and drafts may be made inline; None: a drafter always works."""
+    """Devices of an engine's processes.
+
+    `draft` is None without a drafter process; several drafters divide it. `front_end` has the cores of the
+    server. `alone` is the target's device while no drafter works and drafts may be made inline; None: a
+    drafter always works.
+    """
 
     mode: Mode
     target: Device
@@ -26,7 +29,7 @@ class Placement:
 
     @property
     def shares_a_device(self) -> bool:
-        """Target and drafter compete for a core or a GPU: speculation then costs target time."""
+        """True if target and drafter compete for a core or a GPU: speculation then costs target time."""
         if self.draft is None or self.draft.kind != self.target.kind:
             return False
         return not self.draft.indices or not self.target.indices or self._overlap()
@@ -36,7 +39,7 @@ class Placement:
 
 
 def place(settings: Settings, machine: Machine) -> Placement:
-    """Devices as set by the user, and for what is not set: a core or a GPU of its own for the drafter."""
+    """Choose the devices: those of the settings, else a core or a GPU of its own for the drafter."""
     ranks = settings.tensor_parallel
     if ranks > 1 and settings.target_device_alone:
         raise SettingsError("SSD_TARGET_DEVICE_ALONE is for one rank: unset it, or SSD_TENSOR_PARALLEL")
@@ -70,7 +73,7 @@ class PinnedModels:
 def resolve_config(
     settings: Settings, placement: Placement, models: PinnedModels | None = None, **changes: object
 ) -> EngineConfig:
-    """The configuration of an engine, with nothing left to decide about models, mode and devices.
+    """Return the configuration of an engine with resolved models, mode and devices.
 
     `models`: None takes the names of the settings. `changes`: fields that the launcher knows.
     """
@@ -99,7 +102,7 @@ def _named_draft(settings: Settings, machine: Machine) -> Device | None:
         why = "the draft model uses one" if count == 1 else f"SSD_DRAFTERS is {count}, and each uses one"
         raise SettingsError(f"SSD_DRAFT_DEVICE is {device}, but {why}: name {count} GPU{'s' * (count > 1)}")
     if count > 1 and not device.indices:
-        return Device("cpu", machine.cores)  # the drafters have to divide them
+        return Device("cpu", machine.cores)  # the drafters divide them
     return device
 
 
@@ -113,7 +116,7 @@ def _named(text: str | None, machine: Machine, setting: str, ranks: int = 1) -> 
             f"{setting} is {device}, but SSD_TENSOR_PARALLEL is {ranks}: name {ranks} GPU{'s' * (ranks > 1)}"
         )
     if ranks > 1 and not device.indices:
-        return Device("cpu", machine.cores)  # ranks have to divide them
+        return Device("cpu", machine.cores)  # the ranks divide them
     return device
 
 
@@ -155,7 +158,7 @@ def _awaits_others(settings: Settings) -> bool:
 
 def _alone(settings: Settings, target: Device, draft: Device | None, machine: Machine) -> Device | None:
     """Device of the target while no drafter works: in mode auto all cores unless the user named the target's.
-    A GPU beside which a core drafts stays, since drafts can be made on either. Ranks stay on their devices.
+    A GPU with a drafter on cores stays, since drafts can be made on either. Ranks stay on their devices.
     """
     alone = _named(settings.target_device_alone, machine, "SSD_TARGET_DEVICE_ALONE")
     if settings.tensor_parallel > 1:
@@ -183,8 +186,8 @@ def _free_gpus(machine: Machine, ranks: int, draft: Device | None) -> Device | N
 
 
 def _draft_device(target: Device | None, machine: Machine, count: int) -> Device:
-    """A GPU for each of `count` drafters as far as there are free ones, else the last cores that the target
-    does not use. One that chooses its cores itself keeps at least one."""
+    """Return a free GPU for each of `count` drafters if there are any, else the last cores that the target does
+    not use. A target without named cores keeps at least one."""
     if target is not None and target.kind == "cuda":
         spare = tuple(gpu for gpu in range(machine.gpus) if gpu not in target.indices)
         return Device("cuda", spare[:count]) if spare else Device("cpu", machine.cores[-count:])
@@ -195,7 +198,7 @@ def _draft_device(target: Device | None, machine: Machine, count: int) -> Device
 
 
 def _others(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:
-    """The cores that the device leaves free; all of them if it leaves none."""
+    """Return the cores that the device leaves free; all cores if it leaves none."""
     if device.kind != "cpu":
         return cores
     return tuple(core for core in cores if core not in device.indices) or cores
@@ -230,7 +233,7 @@ def names_cores(settings: Settings) -> bool:
 
 
 def _is_small(draft: str) -> bool:
-    """A whole model with few bytes of weights: what a head reads would have to leave the GPU first."""
+    """Return True for a whole model with few bytes of weights; a head reads features, which are on the GPU."""
     if is_source(draft) or self_draft_layers(draft) is not None:
         return False
     folder = model_here(draft, "draft")

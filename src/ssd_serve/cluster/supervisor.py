@@ -23,16 +23,16 @@ from ssd_serve.cluster.process import ORPHANED, StartedWorker, Starter, WorkerPl
 
 _LOOK_EVERY_S = 0.1
 _LONGEST_BUSY_SILENCE_S = 60.0
-"""For one that computes, waits for a disk, or is still loading."""
+"""Longest silence of a worker that computes, waits for a disk, or is still loading."""
 _LONG_LOOK_S = 1.0
-"""On a busy machine a process that computes may get nothing for a moment."""
+"""Time without processor time after which a worker no longer counts as computing on a busy machine."""
 _LONG_LIFE_S = 60.0
-"""A worker that lived this long died of something new: back-off starts afresh."""
+"""Lifetime of a worker after which its death counts as a new fault and the back-off restarts."""
 _LEFT_BEHIND = (ORPHANED, RankLostError.exit_code)
 _LONGEST_START_PAUSE_S = 5.0
-"""Descriptors, memory or processes that were short may be there again."""
+"""Longest pause after a failed start: descriptors, memory or processes may be available again."""
 _CAUSE_ENDS_S = 10.0
-"""A process closes its sockets before it has ended, and an interpreter may take seconds to end."""
+"""Time to wait for the end of the process that caused another one's exit: an interpreter may take seconds."""
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class _Watched:
     computed_at: float = -math.inf
     """Time at which processor time was last seen to grow."""
     left_behind_since: float = math.inf
-    """Has ended because another one has, or is about to: that one is the cause and is waited for."""
+    """Time at which it ended because another process ended: the supervisor waits for that one's exit code."""
 
 
 class Supervisor:
-    """Starts workers from a thread of its own and looks after them until `stop`."""
+    """Starts workers from its own thread and monitors them until `stop`."""
 
     def __init__(
         self,
@@ -85,25 +85,25 @@ class Supervisor:
 
     @property
     def failure(self) -> WorkerDiedError | None:
-        """Why nothing works any more, or None."""
+        """Final failure of the engine, or None."""
         return self._failure
 
     @property
     def over(self) -> bool:
-        """No worker will come back."""
+        """True if no worker will be restarted."""
         return self._failure is not None or self._ending.is_set()
 
     def target_is_ready(self) -> None:
-        """The target generates: from now on it is started again when it dies."""
+        """Report that the target generates: from now on it is restarted when it dies."""
         self._comeback.ready()
 
     def deaths_are_explained(self) -> None:
-        """The target's last deaths do not count: the request that caused them will not come again."""
+        """Reset the count of the target's deaths: the request that caused them is not repeated."""
         self._comeback.forgive()
 
     def suspect_verifier(self, silent_s: float) -> None:
-        """Report that the verifier has sent nothing for `silent_s` seconds: it is killed, and with it the
-        target, unless it computes. Call it repeatedly meanwhile, from any thread."""
+        """Report that the verifier has sent nothing for `silent_s` seconds. Unless it computes, the target is
+        killed. Call it repeatedly during the silence, from any thread."""
         self._told_silence_s = silent_s
 
     @property
@@ -112,7 +112,7 @@ class Supervisor:
         return self._restarts
 
     def await_failure(self, timeout_s: float) -> WorkerDiedError | None:
-        """The failure, which is seen a moment after a channel has closed: a process takes time to end."""
+        """Wait for the failure: after its channel has closed, a process takes time to end."""
         self._failed.wait(timeout_s)
         return self._failure
 
@@ -134,7 +134,7 @@ class Supervisor:
         self._ending.set()
 
     def stop(self) -> None:
-        """Let all workers go, kill those that stay, and end the thread."""
+        """Release all workers, kill those that do not end, and end the thread."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -175,7 +175,7 @@ class Supervisor:
         return process
 
     def _listen(self) -> None:
-        """Kill a worker that has fallen silent: it hangs, and others wait for it."""
+        """Kill a worker without heartbeats: it hangs, and others wait for it."""
         silent = self._pulses.silent() if self._pulses is not None else {}
         for watched in self._watched:
             silent_s = silent.get(watched.plan.name)
@@ -187,7 +187,7 @@ class Supervisor:
             self._kill(watched, watched.process, how)
 
     def _doubt(self) -> None:
-        """End a verifier that gives signs of life, but no tokens and no figures."""
+        """Kill a verifier that sends heartbeats, but no tokens and no metrics."""
         silent_s, self._told_silence_s = self._told_silence_s, 0.0
         watched = self._watched[0]
         if not silent_s or watched.process is None or self.over:
@@ -230,7 +230,7 @@ class Supervisor:
         self._lose(watched, watched.process, WorkerDiedError(watched.plan.name, code))
 
     def _lose(self, watched: _Watched, process: StartedWorker, error: WorkerDiedError) -> None:
-        """A process has ended: report that, or see that it comes back."""
+        """Handle the end of a process: report it, or schedule a restart."""
         process.release()
         watched.process = None
         if watched.plan.vital:
@@ -267,8 +267,8 @@ class Supervisor:
             watched.left_behind_since = math.inf
 
     def _never_worked(self, code: int, process: StartedWorker) -> bool:
-        """A drafter that refuses what the user asked for, at its first start: nobody should have to find out
-        from the speed that there is no speculation. Later the server is worth more than that."""
+        """Return True if a drafter ended with a user error at its first start. The engine then fails, so that the
+        user sees the error. After that, the server keeps running without the drafter."""
         first = self._restarts == 0 and (self._comeback.ready_at is None or process.age_s < _LONG_LIFE_S)
         return code in USER_ERRORS and first
 

@@ -1,8 +1,8 @@
 """Ballast: a copy of a Llama checkpoint or EAGLE head that computes the same function at a larger cost.
 
-The copy has a zero-padded residual stream, heads and MLP units whose outputs are multiplied by zero, and
-layers whose output projections are zero. It lets a small trained pair stand in for a large one when step
-times are measured: the acceptance is that of the small pair, the cost that of the large one.
+The copy has a zero-padded residual stream, and layers with output projections of zero. It has heads and MLP
+units with outputs that are multiplied by zero. So a small trained pair can replace a large one when step times
+are measured: acceptance is that of the small pair, cost that of the large one.
 
 With hidden size H padded to H', the mean square of a row shrinks by H / H'. Hence every norm's weight is
 multiplied by sqrt(H / H') and epsilon by H / H'. Weights that cannot influence the result are small random
@@ -186,7 +186,7 @@ class Enlarger:
     def layer(
         self, source: Mapping[str, Tensor], prefix: str, dtype: torch.dtype, read: int = 1
     ) -> dict[str, Tensor]:
-        """Return one layer by names without prefix, whose attention reads `read` concatenated vectors.
+        """Return one layer by names without prefix; its attention reads `read` concatenated vectors.
 
         A layer that the source lacks adds nothing to the residual stream.
         """
@@ -292,7 +292,7 @@ class HeadEnlarger(Enlarger):
     """
 
     def head_weights(self, source: Mapping[str, Tensor], read: int, fused: int) -> dict[str, Tensor]:
-        """Return all weights of a head that fuses `fused` vectors and whose layer reads `read` of them.
+        """Return all weights of a head that fuses `fused` vectors; its layer reads `read` of them.
 
         Raises `UserError` for an unknown weight.
         """

@@ -78,7 +78,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def llama_config(shape: Shape) -> dict[str, Any]:
-    """Return the `config.json` of a decoder whose weights are stored in bf16."""
+    """Return the `config.json` of a decoder with weights in bf16."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

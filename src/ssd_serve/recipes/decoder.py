@@ -124,7 +124,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Llama decoder whose state dict has the Hugging Face names."""
+    """A Llama decoder; its state dict has the Hugging Face names."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

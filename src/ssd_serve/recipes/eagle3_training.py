@@ -28,8 +28,8 @@ _WINDOWS, _LENGTH = 12, 512
 class HeadRecipe(Recipe):
     """The training of a head.
 
-    `layers`: target layers whose outputs the head reads, from 0; `proposed`: number of the most frequent
-    tokens that the head can propose; `steps`: steps of the training-time test.
+    `layers`: numbers of the target layers, from 0; the head reads their outputs. `proposed`: number of the most
+    frequent tokens that the head can propose. `steps`: steps of the training-time test.
     """
 
     layers: tuple[int, ...]

@@ -81,7 +81,7 @@ class Optimiser:
 
 
 class Muon:
-    """Momentum whose update is orthogonalised, matrices of one shape together."""
+    """Momentum with an orthogonalised update; matrices of one shape are updated together."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], rate: float, decay: float) -> None:
         by_shape: defaultdict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)

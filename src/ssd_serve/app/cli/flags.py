@@ -42,13 +42,13 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tls_key": ("--ssl-key-file", "--ssl-keyfile"),
     "tool_parser": ("--tool-call-parser",),
 }
-"""Names that vLLM's and llama.cpp's users type for the same."""
+"""Names of the same flags in vLLM and llama.cpp."""
 
 
 class Parser(argparse.ArgumentParser):
-    """No abbreviations; mistakes are `SettingsError`s with a suggestion instead of an exit.
+    """Argument parser without abbreviations.
 
-    `fill` adds its arguments when they are asked for the first time.
+    Mistakes raise `SettingsError` with a suggestion instead of exiting. `fill` adds its arguments on first use.
     """
 
     def __init__(self, fill: "Callable[[Parser], None] | None" = None, **options: Any) -> None:
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Refuse what is unknown here already: this parser knows which flags were possible."""
+        """Refuse unknown arguments here: only this parser knows the flags to suggest."""
         self._filled()
         known, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
@@ -96,8 +96,8 @@ class Parser(argparse.ArgumentParser):
 def add_settings_flags(
     parser: argparse.ArgumentParser, leave_out: Sequence[str] = (), others: bool = False
 ) -> None:
-    """A flag for every setting, without values of its own: what is not given comes from variables. `others`:
-    also by the names that other servers have for it, and from a file."""
+    """Add a flag without a default for every setting; missing ones come from variables. `others`: also add the
+    names of other servers, and a flag for a configuration file."""
     if others:
         parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, below variables")
     for title, kind in _GROUPS.items():
@@ -139,14 +139,14 @@ def _metavar(annotation: Any) -> str:
 
 
 def given_config(args: argparse.Namespace) -> dict[str, object]:
-    """The settings of the file that was named, if one was."""
+    """Return the settings of the configuration file, if one was given."""
     from ssd_serve.base.settings_sources import read_config
 
     return {} if args.config is None else read_config(args.config)
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, object]:
-    """The settings that were given as flags, by field name."""
+    """Return the settings that were given as flags, by field name."""
     given: dict[str, object] = {}
     for name, value in vars(args).items():
         if name.startswith(_PREFIX):
@@ -155,5 +155,5 @@ def given_flags(args: argparse.Namespace) -> dict[str, object]:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Settings of a command whose parser has the settings' flags."""
+    """Return the settings of a command with the flags of `add_settings_flags`."""
     return resolve(given_flags(args))

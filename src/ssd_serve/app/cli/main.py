@@ -1,6 +1,6 @@
-"""The command line `ssd`: which commands there are, and how errors end it.
+"""The command line `ssd`: its commands, and exit codes of errors.
 
-Each command's work lives where its subject lives; nothing heavy is imported before a command runs.
+A command's code is in the package of its subject; slow modules are imported when a command runs.
 """
 
 import argparse
@@ -64,11 +64,11 @@ _LAZY_COMMANDS = {
     "bench": ("ssd_serve.bench.commands", "measure: modes, kernels, losslessness"),
     "recipe": ("ssd_serve.recipes.commands", "make models: train the embedded pair, add ballast, evaluate"),
 }
-"""Commands of packages that no server needs: a module, imported on use, and a line of help."""
+"""Commands of packages that no server needs: a module, imported on use, and its help text."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> int:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(run: Callable[[], int], name: str) -> int:
-    """Run a command; return its code, or that of its error, whose message goes to stderr."""
+    """Run a command and return its exit code. An error's message goes to stderr, and its code is returned."""
     try:
         code = run()
         sys.stdout.flush()
@@ -128,17 +128,17 @@ def build_parser() -> Parser:
 
 
 def _shown(commands: Commands) -> list[str]:
-    """The commands that people may call."""
+    """Return the commands that are not hidden."""
     return [name for name in commands.choices if name != "worker"]
 
 
 class _Root(Parser):
-    """The parser of the first word: argparse's own complaint would list hidden commands."""
+    """Parser of the command's name: argparse's own error would list hidden commands."""
 
     command_names: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Name the nearest command when the first word is none."""
+        """Suggest the nearest command if the first word is unknown."""
         first: str = args[0] if args else "-"
         if not first.startswith("-") and first not in (*self.command_names, "worker"):
             hint = suggestion(first, self.command_names) or f"; there are {', '.join(self.command_names)}"
@@ -147,7 +147,7 @@ class _Root(Parser):
 
 
 def _fill(module: str, parser: argparse.ArgumentParser) -> None:
-    """Add what comes after the word whose commands this module holds."""
+    """Add the commands of this module to its command's parser."""
     import_module(module).add_commands(parser)
 
 
@@ -208,7 +208,7 @@ def _add_completion(commands: Commands) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    """The models as words without flags; see `_settings_of_models`."""
+    """Add the models as positional arguments; see `_settings_of_models`."""
     parser.add_argument("model", nargs="?", metavar="TARGET", help="the same as --target")
     parser.add_argument("draft", nargs="?", metavar="DRAFT", help="the same as --draft")
 
@@ -233,7 +233,7 @@ def _add_settings(commands: Commands) -> None:
 
 
 def _add_worker(commands: Commands) -> None:
-    """Hidden: without `help` a command is not listed. Only the launcher starts it."""
+    """Add the hidden worker command, which only the launcher starts: without `help` it is not listed."""
     parser = commands.add_parser("worker")
     roles = parser.add_subparsers(required=True, metavar="ROLE")
     verifier = roles.add_parser("verifier")
@@ -258,7 +258,7 @@ def _run_serve(args: argparse.Namespace) -> int:
 
 
 def _settings_of_models(args: argparse.Namespace) -> Settings:
-    """Settings of a command whose first words may be the target and the draft."""
+    """Return the settings of a command that takes target and draft as positional arguments."""
     flags = given_flags(args)
     for name, word in (("target", args.model), ("draft", args.draft)):
         if word is not None:

@@ -1,6 +1,6 @@
-"""`ssd serve`: the port, the processes, the HTTP server, and what ends them, put together.
+"""`ssd serve`: the port, the processes, the HTTP server, and their shutdown.
 
-Knows who has to start in which order; the parts know their work.
+This module defines the order of start; each part does its own work.
 """
 
 import contextlib
@@ -40,15 +40,15 @@ from ssd_serve.transport.channel import Channel
 
 _LOOK_EVERY_S = 0.1
 _FAREWELL_S = 0.5
-"""Between the engine's death and the server's: time for running requests to be told."""
+"""Time from the engine's death to the server's exit, in which running requests receive their errors."""
 _COMES_BACK_S = math.inf
-"""The launcher says sooner when no engine will come back."""
+"""The launcher raises earlier if no engine will be restarted."""
 _LEAVES_WITHIN_S = 20.0
-"""Seconds after which the process exits although threads still run, such as downloads."""
+"""Seconds until the process exits even if threads, such as downloads, still run."""
 
 
 class ServingClient(EngineClient):
-    """Gets the next engine from the launcher, and tells it that the end is meant, when it is."""
+    """Client that gets a restarted engine from the launcher and announces an intended shutdown to it."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -60,13 +60,13 @@ class ServingClient(EngineClient):
         self._engine: RunningEngine | None = None
 
     def arrive(self, engine: RunningEngine, channel: Channel) -> None:
-        """The engine has been started. On the event loop."""
+        """Take over a started engine. Called on the event loop."""
         self._engine = engine
         self.target = engine.config.target
         self.attach(channel)
 
     def stop(self) -> None:
-        """Abort what runs and close the channel."""
+        """Abort running requests and close the channel."""
         if self._engine is not None:
             self._engine.supervisor.expect_end()
         super().stop()
@@ -78,7 +78,7 @@ class ServingClient(EngineClient):
 
 
 def run_serve(settings: Settings) -> int:
-    """Serve until a signal says stop, or the engine dies. Answers from the start: 503 while it loads."""
+    """Serve until a stop signal or the engine's death. Requests get status 503 while the models load."""
     setproctitle.setproctitle("ssd: server")
     for number in stop_signals():
         if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
@@ -133,7 +133,7 @@ def _watch(
     settings: Settings,
     url: str,
 ) -> None:
-    """Wait until the server has ended, or its engine is dead."""
+    """Wait until the server has ended or its engine is dead."""
     announced = False
     while engine.supervisor.failure is None:
         if not announced and client.ready is not None:
@@ -153,7 +153,7 @@ def _watch(
 
 
 def program_name() -> str:
-    """Command by which the user started this program: `ssd` if a shell finds it."""
+    """Return the command that starts this program: `ssd` if it is on the PATH."""
     here = Path(sys.argv[0])
     if here.name != "ssd" or shutil.which("ssd") == str(here):
         return "ssd"
@@ -170,9 +170,11 @@ def address(sock: socket.socket, encrypted: bool = False) -> str:
 
 
 def _leave_tidily(number: int, _frame: FrameType | None) -> NoReturn:
-    """A signal while everything is loaded: leave through every `finally`, so that workers and sockets go too.
-    It may come twice, from a group and from a parent in it: only the first one means something. Ctrl-C may be
-    repeated. Python drops what a handler raises in a destructor, hence the last resort."""
+    """Handle a signal during start: raise, so that every `finally` block ends workers and closes sockets.
+
+    The signal may arrive twice, from the process group and from a parent: the second one is ignored, except
+    for Ctrl-C. Python drops exceptions that a handler raises in a destructor, hence the timer.
+    """
     for other in stop_signals():
         if signal.getsignal(other) is _leave_tidily:
             signal.signal(other, signal.default_int_handler if other == signal.SIGINT else signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`ssd report`: everything that a bug report about speed or wrong results needs, in one archive.
+"""`ssd report`: one archive with the data for a bug report about speed or wrong results.
 
 Runs the project's own checks and benchmarks one after the other, each in a process of its own, and packs what
 they wrote. A step that fails or takes too long is part of the report. No secrets, no prompts: values of
@@ -104,7 +104,7 @@ def write_report(
 
 
 def _opened(out: Path) -> IO[bytes]:
-    """Write the archive beside its final name, and replace an older one only when it is complete."""
+    """Open the archive for appending: an older one is kept until the new one is written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         return out.open("ab")
@@ -117,7 +117,7 @@ def _unwritable(out: Path, error: OSError) -> SettingsError:
 
 
 def _run(step: Step, place: Path, program: Sequence[str], step_s: float) -> int:
-    """Run one command; its output goes to files, which remain however it ends."""
+    """Run one command; its output goes to files, which are kept even if it fails."""
     result, printed, log = (place / f"{step.name}.{kind}" for kind in ("json", "printed", "log"))
     arguments = [str(result) if each == "{file}" else each for each in step.arguments]
     with printed.open("wb") as output, log.open("wb") as errors:
@@ -146,7 +146,7 @@ def _run(step: Step, place: Path, program: Sequence[str], step_s: float) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and all that it started: politely first, so that shared memory is given back."""
+    """End the process group: SIGTERM first, so that shared memory is freed, then SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -171,12 +171,12 @@ def _pack(out: IO[bytes], place: Path, secrets: Sequence[str]) -> None:
 
 
 def _forms(word: str) -> set[str]:
-    """The secret itself, and its escaped form inside JSON."""
+    """Return the secret and its escaped forms inside JSON."""
     return {word, json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1]}
 
 
 def blotted(text: str, blots: Mapping[str, str]) -> str:
-    """The text without what must not be in it; the longest first, for one may contain another."""
+    """Replace secrets in the text, the longest first, since one may contain another."""
     for word in sorted(blots, key=len, reverse=True):
         if len(word) > 1:
             text = text.replace(word, blots[word])
@@ -184,9 +184,9 @@ def blotted(text: str, blots: Mapping[str, str]) -> str:
 
 
 def known_secrets(values: Sequence[str | None]) -> list[str]:
-    """The values of secret settings, of variables that are named as secrets are, and what proxies' URLs hold.
+    """Return values of secret settings, of variables with names of secrets, and credentials in proxies' URLs.
 
-    Not what is so short, or so plainly a number, that blotting it out would damage the results.
+    Short values and numbers are left out, since masking them would damage the results.
     """
     found = [value for value in values if value and len(value) >= _MIN_SECRET]
     for name, value in os.environ.items():
@@ -198,7 +198,7 @@ def known_secrets(values: Sequence[str | None]) -> list[str]:
 
 
 def _credentials(url: str) -> list[str]:
-    """Credentials before the last @ of a URL, with and without its scheme, and the password by itself."""
+    """Return the credentials before the last @ of a URL, and the password alone."""
     credentials, at, _ = url.split("://", 1)[-1].rpartition("@")
     if not at:
         return []

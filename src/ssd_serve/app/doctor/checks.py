@@ -48,7 +48,7 @@ class Check:
 
 
 def devices(settings: Settings) -> Iterator[Check]:
-    """Cores, and GPUs that torch can use, or why there are none."""
+    """Check cores and GPUs that torch can use, with the reason if there is no GPU."""
     yield Check("cores", State.OK, f"{len(this_machine().cores)} that this process may use")
     if not torch.cuda.is_available():
         yield _no_gpu(settings)
@@ -63,7 +63,7 @@ def devices(settings: Settings) -> Iterator[Check]:
 
 
 def _no_gpu(settings: Settings) -> Check:
-    """Many CPUs have a small GPU: that torch cannot use it is a problem only where it shall serve."""
+    """Check a machine without a usable GPU. It is a problem only if the settings name a GPU: many CPUs include one."""
     if _NVIDIA_CONTROL.exists() or _NVIDIA_DRIVER.exists():
         found = "an NVIDIA driver is loaded, but torch cannot use the GPU"
         advice = "install the torch for CUDA, see pytorch.org"
@@ -88,12 +88,12 @@ def _gpu_wanted(settings: Settings) -> bool:
 
 
 def _as_wanted(settings: Settings) -> State:
-    """The state of a check whose subject keeps a GPU from serving."""
+    """Return the state of a check with a finding that keeps a GPU from serving."""
     return State.PROBLEM if _gpu_wanted(settings) else State.NOTE
 
 
 def driver() -> Iterator[Check]:
-    """The GPU driver that is loaded."""
+    """Check which GPU driver is loaded."""
     if _AMD_DRIVER.exists():
         yield Check("driver", State.OK, f"amdgpu {_first_line(_AMD_DRIVER)}".strip())
     elif _NVIDIA_DRIVER.exists():
@@ -103,7 +103,7 @@ def driver() -> Iterator[Check]:
 
 
 def _first_line(path: Path) -> str:
-    """Empty where the file is."""
+    """Return the first line, or an empty string for an empty file."""
     return next(iter(path.read_text().splitlines()), "").strip()
 
 
@@ -119,7 +119,7 @@ def access(settings: Settings) -> Iterator[Check]:
 
 
 def torch_build(settings: Settings) -> Iterator[Check]:
-    """The torch that is installed, and whether it is one for this machine's GPU."""
+    """Check that the installed torch is built for this machine's GPU."""
     hip, cuda = torch.version.hip, torch.version.cuda
     built = f"HIP {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU only"
     found = f"{torch.__version__} ({built})"
@@ -131,7 +131,7 @@ def torch_build(settings: Settings) -> Iterator[Check]:
 
 
 def compiled(settings: Settings) -> Iterator[Check]:
-    """The kernels in C, compiled now if they are not yet."""
+    """Check the kernels in C, which are compiled now if necessary."""
     if not settings.native_kernels:
         yield Check(
             "compiled kernels", State.NOTE, "switched off", "unset SSD_NATIVE_KERNELS: CPUs are faster"
@@ -174,7 +174,7 @@ def packages() -> Iterator[Check]:
 
 
 def _ray() -> Check:
-    """Ray, and what it sees. Whoever needs it names the launcher, so that nothing here is a problem."""
+    """Check Ray and the devices that it detects. It is never a problem: only SSD_LAUNCHER=ray needs Ray."""
     version = _version("ray")
     if not version:
         return Check("ray", State.OK, "not installed (only SSD_LAUNCHER=ray needs it)")
@@ -202,7 +202,7 @@ def _version(package: str) -> str:
 
 
 def collectives() -> Iterator[Check]:
-    """The library by which GPUs talk to each other: whether they sum, and whether that can be recorded."""
+    """Check that the communication library of the GPUs sums, and that graphs can capture it."""
     if not torch.cuda.is_available():
         return
     name = "RCCL" if torch.version.hip else "NCCL"
@@ -246,7 +246,7 @@ def examine(settings: Settings, report: Callable[[str], None]) -> list[Check]:
 
 
 def _failed(name: str, error: Exception) -> Check:
-    """A look that could not be finished. Nothing is served without tree attention."""
+    """Return the result of a check that raised. Without tree attention the server cannot work."""
     state = State.PROBLEM if name == _ATTENTION else State.NOTE
     if isinstance(error, UserError):
         return Check(name, state, "could not be looked at", str(error))
@@ -287,7 +287,7 @@ def _attention(settings: Settings) -> Iterator[Check]:
 
 
 def _target_device(settings: Settings) -> str:
-    """torch's name of it. Raises `SettingsError` where this machine does not have it."""
+    """Return torch's name of the target's device. Raises `SettingsError` if this machine does not have it."""
     if settings.target_device:
         device = parse_device(settings.target_device)
         check_device(device, this_machine(), "target_device")
@@ -328,7 +328,7 @@ def _chosen(settings: Settings, cache: KVCache, native: NativeLibrary | None) ->
 
 
 def _attention_dtype(settings: Settings, device: str) -> torch.dtype:
-    """Attention's dtype with these settings. Raises `UserError` if the device does not have it."""
+    """Return attention's dtype with these settings. Raises `UserError` if the device does not support it."""
     name = resolve_dtype(settings.dtype, device)
     return attention_dtype(device, _DTYPES.get(name, torch.bfloat16))  # int8 computes in bf16
 

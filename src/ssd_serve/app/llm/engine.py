@@ -51,7 +51,7 @@ class EngineBackend(Protocol):
         ...
 
     def submit(self, message: SubmitChoices) -> None:
-        """Ask for texts; refusals come as reports."""
+        """Submit a request; refusals come as reports."""
         ...
 
     def finish(self, request: int) -> None:
@@ -91,7 +91,7 @@ def reach_engine(
 
 @contextmanager
 def _bound(config: EngineConfig) -> Generator[EngineConfig]:
-    """This process computes on the target's device, and is then as free as it was."""
+    """Bind this process to the target's device, and restore its cores at the end."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     import torch
 
@@ -108,7 +108,7 @@ def _bound(config: EngineConfig) -> Generator[EngineConfig]:
 
 
 class InProcessEngine:
-    """An engine in this process, which works when it is asked for reports."""
+    """An engine in this process, which computes when `reports` is called."""
 
     def __init__(self, config: EngineConfig, log: Logger, say: Callable[[str], None]) -> None:
         from ssd_serve.verifier.assembly import assemble_verifier, ready_report
@@ -143,7 +143,7 @@ class InProcessEngine:
 
 
 class RemoteEngine:
-    """An engine in processes of its own, at the end of a channel."""
+    """An engine in separate processes, reached by a channel."""
 
     def __init__(self, engine: RunningEngine, channel: Channel, say: Callable[[str], None]) -> None:
         self._engine, self._channel = engine, channel
@@ -167,7 +167,7 @@ class RemoteEngine:
 
 
 def await_ready(engine: RunningEngine, channel: Channel, say: Callable[[str], None]) -> Ready:
-    """Wait until the verifier can generate, telling what it does meanwhile."""
+    """Wait until the verifier can generate, and report its progress."""
     while True:
         for message in _receive(engine, channel):
             if isinstance(message, Progress):
@@ -223,7 +223,7 @@ class Conversation:
         return begun
 
     def turn(self) -> None:
-        """Ask for what the engine may have, and take what it says."""
+        """Submit as many waiting requests as the engine may run, and process its reports."""
         while self._waiting and (
             not self._running or len(self._running) + len(self._waiting[0][1]) <= self._most
         ):

@@ -1,6 +1,6 @@
 """Generating texts from Python: `LLM("path-or-id").generate(prompts)`.
 
-Knows prompts and what is asked of them; where the engine runs, and how tokens come about, is told elsewhere.
+This module handles prompts and parameters; `engine.py` starts the engine.
 """
 
 import sys
@@ -62,7 +62,7 @@ class LLM:
         report: Callable[[str], None] = lambda _text: None,
         **settings: object,
     ) -> None:
-        """`report` is told what goes on while models are loaded. Whatever is wrong is an `SsdError`."""
+        """`report` receives messages of progress while models load. Every error is an `SsdError`."""
         named = {"target": str(target), **({} if draft is None else {"draft": str(draft)}), **settings}
         self._start(_usual_here(resolve_arguments(named)), report)
 

@@ -72,7 +72,7 @@ class Continuation:
     def __init__(self, place: TextPlace, assembler: TextAssembler, scored: bool) -> None:
         self.place = place
         self.pieces = deque[Piece]()
-        """Not yet taken by anybody."""
+        """Pieces that the caller has not taken yet."""
         self.output: Output | None = None
         self.failure: SsdError | None = None
         """Why there will be no output."""

@@ -41,7 +41,7 @@ class DeviceSheet:
     exchange_s: float
     """Seconds of one all-reduce, of which a layer has two, besides its bytes."""
     launch_s: float = 0.0
-    """Seconds from the host's wish to the first kernel of a captured forward, and from its last one back."""
+    """Seconds from the host's launch to the first kernel of a captured forward, and from its last one back."""
     fp8: Literal["", "float8_e4m3fn", "float8_e4m3fnuz"] = ""
     """The eight-bit format that it multiplies; empty: none, such weights are widened."""
 
@@ -61,22 +61,22 @@ class _Attained:
 
 
 _CDNA = _Attained(0.585, 0.40, 15e-6, 1.1e-6, 38.8e-6, 0.3e-3)
-"""`bandwidth_share`, `layer_s`, `exchange_s`: the only ones that give AMD's 21.41, 32.87 and 52.32 tokens/s
-of plain Llama 3.1 70B on 1, 2 and 4 MI300X (ROCm blog, "Enabling Speculative Speculative Decoding on MI300X",
-2026-05-29): three figures for three constants, with `launch_s` as assumed.
+"""`bandwidth_share`, `layer_s`, `exchange_s`: fitted to AMD's 21.41, 32.87 and 52.32 tokens/s of plain Llama
+3.1 70B on 1, 2 and 4 MI300X, with `launch_s` as assumed. Source: ROCm blog, "Enabling Speculative Speculative
+Decoding on MI300X", 2026-05-29. Three figures determine the three constants.
 `launch_s`: assumed; the start of a captured graph of some 1,600 nodes and the way back of its tokens.
-`throughput_share`: at least so much of fp8's peak follows from the prompts of AMD's vLLM table (ROCm/vllm,
-docs/dev-docker: Llama 3.1 70B FP8 on 8 MI300X, 64 requests of 2,048 tokens against 64 of 128); taken for
-bf16.
+`throughput_share`: a lower bound of the share of fp8's peak, also used for bf16. It follows from AMD's vLLM
+table (ROCm/vllm, docs/dev-docker). That compares 64 requests of 2,048 and of 128 prompt tokens: Llama 3.1 70B
+FP8 on 8 MI300X.
 `row_s`: what the growth of that table, and of its Llama 3.1 405B, from 1 to 64 requests leaves unexplained.
 It holds vLLM's own host work for a request: rows of trees are rather too dear here than too cheap."""
 
 _HOPPER = _Attained(0.85, 0.5, 28e-6, 0.23e-6, 26e-6, 0.2e-3, 10e-6, 0.0)
 """`bandwidth_share`, and `layer_s` with twice `exchange_s`: within 4 % of 54.7 and 88.8 tokens/s of plain
-Llama 3.1 70B and Qwen3 32B on 4 H100 (arXiv 2603.03251). Two figures cannot tell more: how the seconds of a
+Llama 3.1 70B and Qwen3 32B on 4 H100 (arXiv 2603.03251). Two figures do not determine more: how the seconds of a
 layer are split, `throughput_share` and `launch_s` are assumed.
-`row_s`, `several_s`, `exposed_share`: measured by this project on one H100: what 8 and 64
-rows take more than one after 128 tokens, in Llama 3.2 1B and Llama 3.1 8B, as means of two backends."""
+`row_s`, `several_s`, `exposed_share`: measured by this project on one H100, as means of two backends. They
+fit the additional time of 8 and of 64 rows after 128 tokens in Llama 3.2 1B and Llama 3.1 8B."""
 
 
 def _sheet(

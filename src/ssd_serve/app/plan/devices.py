@@ -27,7 +27,7 @@ class Forward:
     rows: int
     """Roots, tree nodes and prompt tokens."""
     prompt: int = 0
-    """Rows that are prompt tokens, whose logits are not computed."""
+    """Rows that are prompt tokens; their logits are not computed."""
     context: int = 0
     """Tokens of KV cache that attention reads, each request's counted once."""
     row_context: int = 0

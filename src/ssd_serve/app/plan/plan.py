@@ -15,8 +15,8 @@ from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.forecast import DecodingLoad, DraftStep, forecast
 
 DRAFT_HOST_S = 1e-3
-"""Host time of a draft step. Steps stretched to 1.8 ms took 2.8 ms in the benchmark of emulated devices, on
-two shared cores; alone on a core the host's part of a step of 8 nodes took 0.4 ms."""
+"""Host time of a draft step. Steps stretched to 1.8 ms took 2.8 ms in the benchmark of emulated devices on two
+shared cores. Alone on a core, the host's part of a step of 8 nodes took 0.4 ms."""
 PAYS = 1.05
 """Speculation that gives less than this over plain decoding is not worth a drafter."""
 _SEARCH = [each / 100 for each in range(5, 100, 5)]
@@ -95,7 +95,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True, slots=True)
 class PlanEstimate:
-    """All figures of the page."""
+    """Figures that `ssd plan` prints for one pair."""
 
     platform: Platform
     options: PlanOptions
@@ -138,7 +138,7 @@ def make_plan(
 
 
 def best_draft(plans: Sequence[PlanEstimate]) -> PlanEstimate:
-    """The plan whose layout is the fastest."""
+    """Return the plan with the fastest layout."""
     return max(plans, key=lambda plan: plan.best.speed if plan.best is not None else 0.0)
 
 

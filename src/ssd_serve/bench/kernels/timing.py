@@ -1,8 +1,8 @@
 """`ssd bench kernels`: the time of every tree attention backend that works here, by the shape of the batch.
 
-Times attention over the caches of many layers, backends interleaved, and compares a layer with the roofline:
-keys and values read once for each request, or the products, whichever takes longer. On GPUs there are so many
-layers that no cache holds them all; on CPUs there are eight, which a large cache may hold.
+The benchmark times attention over the KV caches of many layers, with backends interleaved, and compares a layer
+with the roofline. That is the larger of two times: reading keys and values once for each request, and the
+products. On GPUs the layers exceed every hardware cache; on CPUs there are eight, which a large cache may hold.
 """
 
 import random

@@ -72,7 +72,7 @@ def _shapes(name: str, heads: int) -> dict[str, tuple[int, ...]]:
 
 
 def _weights(shapes: dict[str, tuple[int, ...]], noise: float) -> dict[str, torch.Tensor]:
-    """Return weights whose logits are spread enough for sampling to matter."""
+    """Return weights with logits that are spread enough for sampling to matter."""
     source, disturbing = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():

@@ -1,7 +1,7 @@
 """The losslessness proof's loaded target with its drafts, and an engine for each case.
 
-Everything runs in this process and does not depend on time: drafters are behind deterministic channels, a
-round waits for a fixed number of draft steps, and the cost model is a fixed curve.
+The cases run in this process and do not depend on time. Drafters are behind deterministic channels, a round
+waits for a fixed number of draft steps, and the cost model is a fixed curve.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +54,8 @@ _MIN_STEPS = 8
 class Case:
     """A configuration for the same requests.
 
-    `mode` is ar, sd or ssd; `batch` the maximum of running requests; `budget` the maximum of nodes a round;
-    `drafter` sane, garbage or killed; few `slots` of the KV cache make requests wait.
+    `mode` is ar, sd or ssd, `drafter` is sane, garbage or killed. `batch` is the maximum of running requests,
+    `budget` the maximum of nodes a round. With few `slots` of the KV cache, requests wait.
     """
 
     mode: str
@@ -77,7 +77,7 @@ class Outputs:
 
 
 class _OnGpu(WrappedModel):
-    """A model whose GPU is the current device during a forward, as Triton requires."""
+    """Wrapper that makes the model's GPU the current device during a forward, as Triton requires."""
 
     def forward(self, batch: Batch) -> ForwardResult:
         with torch.cuda.device(self.facts.device):
@@ -87,7 +87,7 @@ class _OnGpu(WrappedModel):
 class LoadedTarget:
     """A loaded target in `folder`, its `drafts`, and `lookups`, which need no device.
 
-    `tokenizer` identifies the vocabulary; `features` are the layers whose outputs some drafts read.
+    `tokenizer` identifies the vocabulary; `features` are layers; some drafts read their outputs.
     """
 
     drafts: Sequence[RigDraft] = ()

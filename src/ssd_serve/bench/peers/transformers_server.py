@@ -1,6 +1,6 @@
 """The transformers peer: a script that serves `/v1/completions` with prompt ids, as a stream.
 
-Run by any Python that has torch and transformers, so it imports nothing of this project. `--length` 0: plain
+It runs in any Python that has torch and transformers, so it imports nothing of this project. `--length` 0: plain
 decoding; `--match` 0: drafts of the assistant model, else n-gram lookup.
 """
 
@@ -36,7 +36,7 @@ def send(handler: BaseHTTPRequestHandler, event: dict[str, Any]) -> None:
 
 
 def load(folder: str) -> Any:
-    """Load a model whose answers have the length that was asked for."""
+    """Load a model without an end token, so that answers have the requested length."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

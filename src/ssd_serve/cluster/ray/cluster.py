@@ -35,8 +35,8 @@ _QUESTION = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 def prepare_token(environment: MutableMapping[str, str], *, joining: bool) -> None:
-    """Set what is not set yet, before Ray is imported, which reads it: for a Ray of one's own a token that is
-    written nowhere, for another one that its token, if there is one, is shown. What the user chose stays."""
+    """Set missing variables of Ray's token before Ray is imported. A Ray that is started here gets a random token
+    that is not written to disk. A joined Ray gets its token, if there is one. Set variables are kept."""
     if "ray" in sys.modules:
         return  # too late; a Ray that is started then makes a token file of its own
     has_token = _TOKEN in environment or _TOKEN_FILE in environment
@@ -71,24 +71,24 @@ def answers_strangers(address: str) -> bool:
 
 NAMESPACE = "ssd-serve"
 _OBJECT_BYTES = 80 << 20
-"""Close to the least that Ray takes: only control passes through it, no tensors."""
+"""Size of Ray's object store, near the minimum that Ray accepts: it carries control messages, no tensors."""
 _LAST_WORDS_S, _LOOK_EVERY_S = 5.0, 0.05
 _LONGEST_TEMPORARY = 24
 """Longest name of a temporary folder: paths of Ray's sockets below it may have 107 bytes."""
 _NOTHING_AHEAD = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
-"""Workers that are started before anybody asks have not the environment that actors need."""
+"""Disables prestarted workers, since they lack the environment of the actors."""
 _BEFORE_IMPORT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Read by Ray when it is imported."""
+"""Variables that Ray reads on import."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """A joined cluster. `ray` is the module: its types are not those of a strict program."""
+    """A joined cluster. `ray` is the module; its types are not strict."""
 
     ray: Any
 
@@ -112,7 +112,7 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(settings: Settings) -> Generator[RayCluster]:
-    """Join for the length of a `with` block; a connection that is there already is used, and stays."""
+    """Join a cluster for the length of a `with` block; an existing connection is used and kept open."""
     visible_gpus()  # raises if the variables contradict each other
     prepare_token(os.environ, joining=bool(settings.ray_address))
     ray = _import_ray()
@@ -184,7 +184,7 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _own_signals() -> Generator[None]:
-    """Ray takes SIGTERM for itself when it starts; it is for the server to end tidily."""
+    """Restore the signal handlers that Ray replaces when it starts, since the server needs them to shut down."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -40,14 +40,14 @@ class GpuShare:
     gpus: int = 0
     kind: str = ""
     device: str | None = None
-    """Device of all of them together, if the user has named it."""
+    """Device of all such processes together, if the user has named it."""
 
     def of(self, number: int, count: int) -> str | None:
-        """The named device of one of them."""
+        """Return the named device of one process."""
         return None if self.device is None else str(parse_device(self.device).split(count)[number])
 
     def times(self, count: int) -> dict[str, float]:
-        """The bundle that holds so many of them."""
+        """Return the bundle for `count` processes."""
         bundle: dict[str, float] = {"CPU": float(self.cpus * count)}
         if self.gpus:
             bundle["GPU"] = float(self.gpus * count)
@@ -58,7 +58,7 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True)
 class RayPlacement:
-    """The decision: what runs, and what each process takes."""
+    """Processes of an engine on a cluster, with the resources of each."""
 
     placement: Placement
     ranks: int
@@ -68,7 +68,7 @@ class RayPlacement:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """The target's, and one for every drafter."""
+        """Bundle of the target, and one for every drafter."""
         return [self.rank.times(self.ranks), *(self.drafter.times(1) for _ in range(self.drafters))]
 
 
@@ -80,9 +80,9 @@ def node_of(entry: Mapping[str, object]) -> RayNode:
 
 
 def check_gpus_are_known(settings: Settings, nodes: Sequence[RayNode], gpus_here: Callable[[], int]) -> None:
-    """Raise `SettingsError` where cores would take the place of GPUs of which Ray does not know.
+    """Raise `SettingsError` if cores would replace GPUs that Ray has not detected.
 
-    `gpus_here`: how many torch can use on this node; asked only where it matters, for that takes seconds.
+    `gpus_here` returns the number that torch can use on this node; it takes seconds, so it is called rarely.
     """
     named_cores = settings.target_device is not None and parse_device(settings.target_device).kind == "cpu"
     if named_cores or any(node.gpus for node in nodes):
@@ -97,10 +97,10 @@ def check_gpus_are_known(settings: Settings, nodes: Sequence[RayNode], gpus_here
 
 
 def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
-    """Devices as set by the user, and for what is not set: GPUs where the cluster has enough, else cores.
+    """Choose the devices: those of the settings, else GPUs if the cluster has enough, else cores.
 
-    `nodes`: those that are alive, with all that they have. Raises `SettingsError` where no node holds all
-    ranks of the target, or the cluster not all drafters beside it.
+    `nodes`: the nodes that are alive, with their total resources. Raises `SettingsError` if no node fits all
+    ranks of the target, or the rest of the cluster cannot fit all drafters.
     """
     ranks = settings.tensor_parallel
     target = _named(settings.target_device, "SSD_TARGET_DEVICE", ranks) or _largest(settings, nodes)
@@ -124,10 +124,10 @@ def ray_place(settings: Settings, nodes: Sequence[RayNode]) -> RayPlacement:
 
 
 def actors_device(named: str | None, gpu_ids: Sequence[str], visible: str | None) -> str:
-    """The device on which an actor computes: as named, else the GPU that Ray has counted for it, else cores.
+    """Return an actor's device: as named, else the GPU that Ray has assigned to it, else cores.
 
-    Every GPU of a node stays visible in every actor: ROCm reads HIP_VISIBLE_DEVICES once and for all, and
-    ranks reach one another's memory. So the device is the place of Ray's id among what the node shows
+    Every GPU of a node stays visible in every actor: ROCm reads HIP_VISIBLE_DEVICES only once, and
+    ranks access one another's memory. So the device is the index of Ray's id in the node's visible GPUs
     (`visible`: its HIP_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES). A part of a GPU counts as a GPU here.
     """
     if named is not None:
@@ -202,7 +202,7 @@ def _drafter(settings: Settings, draft: Device, drafters: int, kind: str) -> Gpu
 
 
 def _kinds(device: Device, accelerator: str | None, nodes: Sequence[RayNode], setting: str) -> list[str]:
-    """Ray's names of a kind of GPU: it has several for one product, by the board it sits on. Of any: `""`."""
+    """Return Ray's names of a kind of GPU: one product has several, by its board. `""`: any kind."""
     if not accelerator or device.kind != "cuda":
         return [""]
     there = sorted({kind for node in nodes for kind in node.kinds})
@@ -236,7 +236,7 @@ def _check_fit(
 def _held(
     free: Sequence[dict[str, float]], home: int, target: dict[str, float], drafter: dict[str, float]
 ) -> int:
-    """Number of drafters that fit beside the target on the node `home`."""
+    """Return the number of drafters that fit into the cluster with the target on the node `home`."""
     count = 0
     for index, have in enumerate(free):
         left = _without(have, target) if index == home else dict(have)
@@ -259,7 +259,7 @@ def _without(have: Mapping[str, float], taken: Mapping[str, float]) -> dict[str,
 
 
 def _words(bundle: Mapping[str, float]) -> str:
-    """`2 CPU and 4 GPU (MI300X)`."""
+    """Format a bundle: `2 CPU and 4 GPU (MI300X)`."""
     kinds = [name.removeprefix(_KIND) for name in bundle if name.startswith(_KIND)]
     counts = " and ".join(
         f"{count:.0f} {name}" for name, count in bundle.items() if not name.startswith(_KIND)
