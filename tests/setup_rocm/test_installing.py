@@ -50,7 +50,7 @@ def test_every_pip_call_pins_torch(machine: Machine) -> None:
 
 
 def test_a_pip_that_would_take_another_torch_does_so_when_nothing_holds_it(machine: Machine) -> None:
-    """Without a pin this pip replaces torch, so the test above can fail."""
+    """This pip replaces torch without a pin, so the test above can fail."""
     machine.mood["torch"] = "wants"
     machine.run("--check")
     before = machine.torch()

@@ -102,7 +102,7 @@ def test_several_requests_are_not_forecast_to_verify_what_is_hardly_right() -> N
 
 
 def test_long_texts_are_part_of_what_a_round_takes() -> None:
-    """With long contexts a round mostly reads the KV cache, so saved rounds outweigh the cost of drafting."""
+    """Saved rounds outweigh drafting at long contexts, because a round then mostly reads the KV cache."""
     cost = CostTable(
         [Timing(rows, read, 0.004 + (2e-6 + 1e-9 * rows) * read) for rows in ROWS for read in (0, 1024)]
     )
