@@ -307,7 +307,7 @@ def from_rules(rules: str) -> GrammarPart:
     try:
         from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
     except ImportError:
-        return from_lark(rules)  # what is missing is said when it is checked
+        return from_lark(rules)  # the check reports the missing package
     try:
         return from_lark(gbnf_to_lark(rules))
     except (GbnfToLarkError, RecursionError) as error:

@@ -200,7 +200,7 @@ class NoiseRows:
                 for line, value in zip(missing.lines, self._values(missing.keys), strict=True):
                     self.table[line].copy_(value)
         except BaseException:
-            self._line_of.clear()  # some lines do not hold what it says
+            self._line_of.clear()  # some lines may not hold their recorded keys
             self._last = [], []
             raise
 

@@ -73,7 +73,7 @@ class Parameter:
     `module:name`."""
     range: Range | None = None
     needs_counts: Callable[[Any], bool] = _never
-    """Tells for a value other than the neutral one if `TokenCounts` are needed."""
+    """Return True for a non-neutral value that needs `TokenCounts`."""
     token_ids: bool = False
     """Values, or keys of the mapping, are token ids."""
 

@@ -21,7 +21,7 @@ from ssd_serve.server.service import Service
 
 _ENGINE_FIELDS = ("target", "draft", "mode", "target_device", "draft_device", "vocabulary", "slots")
 _SHOWN_SETTINGS = EngineSettings.model_fields.keys() - {"cache_dir", "drafter_address"}
-"""Settings whose values /server_info shows: no secrets, no paths or addresses of the operator."""
+"""Settings that /server_info shows: no secrets, no paths or addresses of the operator."""
 
 
 class Health(TypedDict):

@@ -244,7 +244,7 @@ class SocketChannel:
     def _receive_some(self) -> int:
         if not self._takes_descriptors:
             return self._socket.recv_into(self._chunk)
-        # CMSG_LEN, not CMSG_SPACE, whose padding would hold a second descriptor.
+        # CMSG_LEN, not CMSG_SPACE: the padding of the latter would hold a second descriptor.
         space, flags = socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
         count, ancillary, _, _ = self._socket.recvmsg_into([self._chunk], space, flags)
         for level, kind, data in ancillary:

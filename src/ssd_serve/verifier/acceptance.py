@@ -1,7 +1,7 @@
 """Verified and accepted nodes by depth, and by the draft sources that had proposed them.
 
-Sources are bits, and those of a node a set of them: nodes are counted by set, and told by source. Knows
-replicas; not which sources there are.
+A source is a bit, and a node has a set of them: nodes are counted by set, and reported by source. Knows
+replicas, but not which sources exist.
 """
 
 from collections import defaultdict
@@ -38,8 +38,8 @@ class Acceptance:
         depths: Sequence[int],
         accepted: Sequence[int],
     ) -> None:
-        """Add a round's nodes, before the replica's root moves. `parents` and `accepted` are places among
-        them. Who named a node only while it was verified has proposed it, too."""
+        """Add a round's nodes, before the replica's root moves. `parents` and `accepted` are indices of
+        nodes. A source that proposed a node only during its verification counts, too."""
         self.accepted_depths[len(accepted)] += 1
         if not tokens:
             self.verified_depths[0] += 1

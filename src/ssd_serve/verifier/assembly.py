@@ -79,8 +79,8 @@ def assemble_verifier(
     log: Logger | None = None,
     ranks: LeadingRank | None = None,
 ) -> AssembledVerifier:
-    """Load the target, on all `ranks` if there are several, measure its step times, and in mode `sd` load the
-    draft beside it."""
+    """Load the target, on all `ranks` if there are several, and measure its step times. In mode `sd`, load
+    the draft into this process, too."""
     device = config.rank_device(0)
     path = find_model(config, config.target, "target", report=say)
     log = log or get_logger("verifier")

@@ -1,8 +1,8 @@
 """Stores features that the target has computed of committed tokens, for drafters that read them.
 
-Rows are kept by KV slot, next to the keys and values of the token. So a drafter that joins late, or was
-paused, loses nothing, nor does a request with a cached prefix. The oldest rows make room for new ones, and a
-reader then begins behind them. Knows slots, walks and tensors, but not the readers.
+Rows are kept by KV slot, like the keys and values of the token. So a drafter that joins late or was paused
+misses no rows, and a cached prefix keeps its rows. If the table is full, new rows replace the oldest, and a
+reader then begins behind those. Knows slots, walks and tensors, but not the readers.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class FeatureStore:
         self._limit = limit
         self._rows = torch.empty((0, 0))  # [places, layers * hidden]
         self._places = np.full(slots, _NOWHERE, dtype=np.int64)  # where a slot's row is
-        self._owners = np.zeros(0, dtype=np.int64)  # [places], whose row it is
+        self._owners = np.zeros(0, dtype=np.int64)  # [places], slot of the row
         self._next = 0
 
     def width(self, layers: Sequence[int]) -> int:
@@ -85,7 +85,7 @@ class FeatureStore:
         if len(slots) > len(self._owners):
             self._make_room(rows)
         count, places = len(self._owners), self._places[slots]
-        # With room for all slots each keeps its place; with less the oldest rows are to go first.
+        # With places for all slots each keeps its place; with fewer the oldest rows are replaced first.
         whole = count == len(self._places)
         new = np.flatnonzero(~self._are_there(slots)) if whole else np.arange(len(slots))
         places[new] = (self._next + np.arange(len(new))) % count

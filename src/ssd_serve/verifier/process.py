@@ -88,8 +88,8 @@ class VerifierLoop:
         self._heap = Heap()
 
     def await_drafters(self, timeout_s: float, count: int) -> None:
-        """Wait until so many asynchronous drafters have joined. Stops at the timeout, or if requests wait
-        that an earlier verifier has begun."""
+        """Wait until `count` asynchronous drafters have joined. Stop at the timeout, or if requests of an
+        earlier verifier are waiting."""
         self._engine.drain()
         deadline = time.monotonic() + timeout_s
         while self._engine.drafters.num_async < count and time.monotonic() < deadline:
@@ -177,7 +177,7 @@ def _await_server(servers: Listener) -> Channel:
     channel = servers.await_peer(_CONNECT_S)
     if channel is None:
         raise EngineDeadError("the server never connected to the verifier")
-    # Who comes later wants the verifier that comes after this one.
+    # A later connection is for the next verifier.
     servers.close()
     return channel
 

@@ -1,6 +1,6 @@
 """The target on several ranks: rank 0 inside the verifier, every other one in a process of its own.
 
-Rank 0 says where the model is and how many slots its cache has; then all load their shares at the same time.
+Rank 0 sends the model's path and the number of cache slots; then all load their shares at the same time.
 Knows processes, groups and models; no requests.
 """
 

@@ -128,7 +128,7 @@ class Request:
     figures: Figures = field(default_factory=Figures)
     acceptance: Acceptance = field(default_factory=Acceptance)
     scored: int = 0
-    """Tokens of the prompt, from the second on, whose log-probabilities were reported."""
+    """Number of prompt tokens, from the second on, with reported log-probabilities."""
     features: TokenFeatures | None = None
     """Features of its tokens, if a drafter reads them."""
     _common: dict[int, int] = field(default_factory=dict[int, int])
@@ -145,7 +145,7 @@ class Request:
 
     @property
     def unscored(self) -> range:
-        """Positions of the prompt whose rows give the log-probability of the next token."""
+        """Positions of the prompt with a next token that still needs its log-probability."""
         asked = self.parameters.prompt_logprobs is not None
         return range(self.scored, self.prompt_length - 1) if asked else range(0)
 
@@ -188,8 +188,8 @@ class Request:
         return self.replica
 
     def opened(self, salted: bool = False) -> Open:
-        """The message for a drafter that hears of the request, with its salt or without; without a replica an
-        epoch begins."""
+        """Return the `Open` message for a drafter, with the request's salt if `salted`; begin an epoch if there
+        is no replica."""
         replica = self.replica if self.replica is not None else self.open()
         prompt, output = tuple(self.tokens.prompt), tuple(self.tokens.output)
         root = replica.tree.root.name

@@ -64,7 +64,7 @@ class RequestStep:
 
     @property
     def scoring(self) -> range:
-        """Rows of the prompt whose logits are wanted to tell the probability of the prompt's next token."""
+        """Rows of the prompt with logits that give the probability of the prompt's next token."""
         request = self.chunk.request
         if request.parameters.prompt_logprobs is None:
             return _NO_ROWS
@@ -74,7 +74,7 @@ class RequestStep:
 
     @property
     def wanted(self) -> int:
-        """Rows whose logits are wanted: scoring ones, then the root's and every node's."""
+        """Number of rows to return logits for: scoring rows, then the root's and every node's."""
         return len(self.scoring) + (1 + len(self.tree) if self.chunk.final else 0)
 
 
@@ -122,8 +122,8 @@ class Walk(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Levels of the tree at which the text came by with nodes to choose from: those at which it went on,
-        and one at which none of them was right."""
+        """Number of tree levels at which the walk had nodes to choose from: those with an accepted node, and
+        one at which no node matched."""
         last = self.accepted[-1] if self.accepted else -1
         return len(self.accepted) + (not self.ended and last in self.work.tree.parents)
 
@@ -224,7 +224,7 @@ def _masked(work: Sequence[RequestStep], sampling: Sequence[SamplingRows]) -> li
 
 
 def _scoring_rows(work: RequestStep) -> list[SamplingRows]:
-    """Rows of the prompt whose next token is known: greedy, so that nothing changes the logits."""
+    """Return the scoring rows, with their known next token: greedy, so that nothing changes the logits."""
     scoring = work.scoring
     if not scoring:
         return []

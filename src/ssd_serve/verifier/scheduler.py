@@ -4,9 +4,9 @@ Plain Python: no tensors, no trees' contents, no sampling. Tree rows are given s
 running request needs; memory is reclaimed from the prefix cache first and by preempting the youngest request
 last.
 
-A prompt is offered to the prefix cache chunk by chunk while it is read. A request that would read the same
-tokens beside it waits for them instead: choices of one prompt read it once. What was looked up once is not
-looked at again: work in a round does not grow with the length of prompts.
+A prompt is added to the prefix cache chunk by chunk during its prefill. A request that would prefill the same
+tokens at the same time waits for them instead: choices of one prompt prefill it once. Tokens are looked up
+only once, so that work in a round does not grow with the length of prompts.
 """
 
 from bisect import insort_left, insort_right
@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> int:
-        """Number of running requests whose prefill is complete."""
+        """Number of running requests with a complete prefill."""
         return sum(request.decoding for request in self.running)
 
     def plan(self, prefill_tokens: int | None = None) -> tuple[list[ScheduledChunk], list[Request]]:
@@ -160,7 +160,7 @@ class Scheduler:
     def tree_slots(self, chunks: Sequence[ScheduledChunk], wanted: Sequence[int]) -> list[list[int]]:
         """Slots for the tree rows of each part, at most `wanted[i]`, leaving one for each running request.
 
-        Cached texts that nobody uses make room: a server that has answered for a while is full of them.
+        Unused cached prefixes are evicted first, because they fill the pool of a server after a while.
         """
         rows = sum(wanted)
         if self.prefix is not None and rows:

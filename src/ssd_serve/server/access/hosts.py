@@ -80,8 +80,8 @@ def exposure_warnings(settings: Settings, loopback: bool) -> list[str]:
 def metrics_may_show_cached(settings: Settings) -> bool:
     """True if the metrics may count tokens found in the prefix cache.
 
-    Two scrapes around one request on a quiet server reveal its cached tokens, so the count is hidden where
-    several users share SSD_API_KEY and the metrics have no key or port of their own.
+    Two scrapes around one request on an idle server reveal its cached tokens. So the count is hidden if
+    several users share SSD_API_KEY and the metrics have no separate key or port.
     """
     separate = settings.metrics_key is not None or settings.metrics_port is not None
     shared_key = settings.api_key is not None and settings.api_keys_file is None

@@ -171,6 +171,6 @@ class RunningChoice:
         return ChoiceOutput(self.index, [text], resumed_text=self._take_resumed_text(), end=end)
 
     def _counted_figures(self) -> Figures:
-        # The first report ends the prompt; each later one is a round, whose last token is the bonus token.
+        # The first report ends the prompt; each later one is a round, and its last token is the bonus token.
         tokens = self._tokens
         return Figures(rounds=max(0, self._reports - 1), tokens=tokens, accepted=tokens - self._reports)

@@ -269,7 +269,7 @@ class EngineClient:
                     loop.call_later, _CHECK_INTERVAL_S, self._start_reconnect, reconnect, loop
                 )
             return
-        except Exception as error:  # requests must not wait for ever
+        except Exception as error:  # requests must not wait forever
             logger.exception("the next engine cannot be reached")
             found = EngineDeadError(f"the next engine cannot be reached: {in_a_line(error)}")
         with suppress(RuntimeError):  # the loop has ended

@@ -95,8 +95,8 @@ def text_ids(
 ) -> Steps[list[int]]:
     """Tokenize a text; keep the last `most` tokens behind the tokenizer's begin token.
 
-    A tokenizer takes some hundred bytes per character, so a text that may exceed the context is first counted
-    in slices, and refused as soon as it is certain not to fit.
+    A tokenizer needs some hundred bytes of memory per character. So the tokens of a text that may exceed the
+    context are first counted in slices, and the text is rejected as soon as it cannot fit.
     """
     size = min(COUNTED_AT_ONCE, ready.context * PLENTY_CHARACTERS)
     long = len(text) > max(ready.context * FEW_CHARACTERS, size)

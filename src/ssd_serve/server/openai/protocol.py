@@ -165,7 +165,7 @@ class GenerationRequest(Lenient):
     use_beam_search: Annotated[object, not_built(False)] = None
     vllm_xargs: NotBuilt = None
 
-    # Samplers of other servers: they would change what is said.
+    # Samplers of other servers, which would change the output.
     dry_multiplier: Annotated[object, not_built(0, 0.0)] = None
     dynatemp_range: Annotated[object, not_built(0, 0.0)] = None
     epsilon_cutoff: Annotated[object, not_built(0, 0.0)] = None

@@ -45,7 +45,7 @@ class TextTokenizer(Protocol):
 
 
 class ServingTokenizer:
-    """The model's tokenizer, which is loaded after the server has begun to listen."""
+    """The model's tokenizer, loaded after the server has started to listen."""
 
     def __init__(self) -> None:
         self._loaded: Tokenizer | None = None

@@ -1,9 +1,9 @@
 """The budget: which nodes a round verifies, and whether to let the trees grow first.
 
-Both are one question under the measured cost model: does it raise the expected committed tokens per second?
-With a long-run rate `r` of tokens a second, time is worth `r` tokens a second (renewal reward): a node is
-verified when its reach exceeds `r` times the time that its row adds, and growth is awaited when the tokens
-that it should add exceed `r` times the wait. Plain numpy; knows no models and no messages.
+Both decisions use the measured cost model: does the choice raise the expected committed tokens per second?
+With a long-run rate of `r` tokens per second, a second is worth `r` tokens (renewal reward). A node is
+verified if its reach exceeds `r` times the time that its row adds. Growth is awaited if the tokens that it
+should add exceed `r` times the wait. Plain numpy; knows no models and no messages.
 """
 
 import math
@@ -32,7 +32,7 @@ def choose(
     rate: float,
     max_tpot_s: float = math.inf,
 ) -> NodeChoice:
-    """Best number of nodes to verify beside `roots` roots.
+    """Return the best number of nodes to verify in a round with `roots` roots.
 
     `reaches` [nodes] falls; `seconds` [most + 1], most <= nodes, is what the round takes with 0, 1, ... most
     nodes. `rate` is in tokens a second; 0 means unknown, then the round's own rate is maximised. Rounds in
@@ -110,7 +110,7 @@ class GrowthGain:
 
 _ASYNC_STEP_COST = 1.2
 _STEP_COST_DISCOUNT, _MIN_STEP_COST = 0.99, 0.5
-"""A price that was not paid is believed less with each round, but half of it at least."""
+"""Factor by which the cost of a step shrinks with each round without a wait, and the least share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,11 @@ class WaitPolicy(Protocol):
 class CostBasedWait:
     """Wait while the tokens that a step should add exceed what its time is worth at the long-run rate.
 
-    A drafter of its own (`concurrent`) is awaited after a miss only. What it would add below a hit it grows
-    during the forward anyway, and where the text passes there the next round finds it ready: in simulated
-    time, waiting after hits lost a tenth at temperature 0 and won nothing at 1. It is also a little dearer
-    than its time (`_ASYNC_STEP_COST`). A synchronous drafter stands still while the target works, and nobody
-    learns what its steps take while it is not awaited: it is tried again now and then (`_STEP_COST_DISCOUNT`).
+    An asynchronous drafter (`concurrent`) is awaited after a miss only. After a hit it grows the tree during
+    the forward in any case, ready for the next round. In simulated time, waiting after hits lost a tenth at
+    temperature 0 and gained nothing at 1. A wait also costs slightly more than its time (`_ASYNC_STEP_COST`).
+    A synchronous drafter is idle during the target's forward, and its steps are measured only while it is
+    awaited. So it is retried from time to time (`_STEP_COST_DISCOUNT`).
     """
 
     def __init__(self, concurrent: bool = False, max_steps: int = 16) -> None:
@@ -170,7 +170,7 @@ class CostBasedWait:
         if estimate.steps >= self._max_steps or estimate.step_s <= 0 or not len(estimate.leaves):
             return False
         if self._concurrent and estimate.steps == 0 and not estimate.missed:
-            return False  # later steps are asked for only where the first one was
+            return False  # later steps are awaited only after the first one
         rate = estimate.rate or estimate.choice.tokens / max(estimate.choice.seconds, 1e-9)
         pays = self._gain.expected(estimate.leaves) > self._price(estimate.steps) * rate * estimate.step_s
         if not pays:
@@ -205,7 +205,7 @@ class NoWait:
         return False
 
     def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
-        """Nothing to learn."""
+        """No effect: the policy is fixed."""
 
 
 class FixedSteps:
@@ -219,4 +219,4 @@ class FixedSteps:
         return estimate.steps < self._steps and len(estimate.leaves) > 0
 
     def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
-        """Nothing to learn."""
+        """No effect: the policy is fixed."""

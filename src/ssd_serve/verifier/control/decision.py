@@ -19,9 +19,9 @@ class SpeculationMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision of one round. `chosen` is its estimate as it was chosen; `other` is the estimate of the
-    alternative: no nodes for a round with nodes, one node for a round in which none paid, drafting for plain
-    decoding. None: unknown."""
+    """Decision of one round. `chosen` is its estimate at the time of the choice; `other` is the estimate of
+    the alternative; None: unknown. The alternative is no nodes for a round with nodes, one node for a round
+    in which none paid, and drafting for plain decoding."""
 
     mode: SpeculationMode
     why: DecisionReason

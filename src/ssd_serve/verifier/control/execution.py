@@ -1,8 +1,8 @@
-"""Chooses where a round computes: the controller's mode, on as many cores as pay.
+"""Chooses where a round computes: the controller's mode, on the number of cores that is fastest.
 
 Prompts are prefilled on all cores if that saves more than a round without drafts costs. Kernels on several
-threads wait for the slowest, so a round takes all cores only where it is clearly faster, by the times at
-start and by those of the latest rounds. Knows drafters as working or paused; chooses no nodes.
+threads wait for the slowest thread. So a round uses all cores only if that is clearly faster, by the times
+at start and by those of the latest rounds. Knows drafters as working or paused; chooses no nodes.
 """
 
 import os
@@ -33,7 +33,7 @@ _PROBE_EVERY_S = 1.0
 
 
 class ThreadCountSelector:
-    """Chooses between `shared_cores`, as many as beside a drafter, and `all_cores`, by their cost tables."""
+    """Chooses between `shared_cores`, the target's share while a drafter runs, and `all_cores`, by cost."""
 
     def __init__(self, shared_cores: CostTable, all_cores: CostTable, clock: Callable[[], float]) -> None:
         self._tables = {False: shared_cores, True: all_cores}
@@ -60,9 +60,9 @@ class ThreadCountSelector:
         if self._pays(rows, reading, {False: shared_cores, True: median(lately)}):
             return True
         if self._pays(rows, reading, {False: shared_cores, True: lately[-1]}):
-            return True  # the last look was good: see whether it lasts
+            return True  # the last probe was faster: check whether it lasts
         if not self._pays(rows, reading, {False: 1.0, True: 1.0}):
-            return False  # nor did it at start: that is worth no look
+            return False  # all cores were not faster at start either: do not probe
         now = self._clock()
         if now - self._looked_at < _PROBE_EVERY_S:
             return False
@@ -77,7 +77,7 @@ class ThreadCountSelector:
         return all_s <= _MIN_SAVING * few_s
 
     def saved_s(self, rows: int, reading: Reading) -> float:
-        """Seconds that the next round saves by all cores; 0 where it does not take them."""
+        """Seconds that the next round saves with all cores; 0 if it does not use them."""
         if not self.all_cores(rows, reading):
             return 0.0
         return self._tables[False].first_seconds(rows, reading) - self._tables[True].first_seconds(
@@ -124,7 +124,8 @@ class Cores:
 @dataclass(frozen=True, slots=True)
 class ModeConfig:
     """Choices of the mode controller: for each mode the cores, the cost of forwards there, and the wait
-    policy. `shared_cores`: cost of forwards on as many cores as beside a drafter, in modes without one."""
+    policy. `shared_cores`: cost of forwards on the target's share of the cores, in modes without a drafter
+    process."""
 
     controller: ModeController[SpeculationMode]
     cores: Cores
@@ -134,8 +135,8 @@ class ModeConfig:
 
 
 class ExecutionPlanner:
-    """`cost` and `policy` are those of the place where the next round computes. `mode_config` None: there is
-    one place for ever."""
+    """Chooses mode and cores of each round. `cost` and `policy` are those of the next round; without
+    `mode_config` they never change."""
 
     def __init__(
         self,
@@ -182,8 +183,8 @@ class ExecutionPlanner:
         return costs
 
     def choose(self, requests: int, decoding: int, rows: int, reading: Reading) -> None:
-        """Choose for a round while `requests` requests run, of which `decoding` decode, and `rows` rows
-        without nodes: one for each of these, the others of prompts."""
+        """Choose for a round while `requests` requests run and `decoding` of them decode. `rows` are its
+        rows without nodes: one for each decoding request, and those of prompts."""
         if self.mode_config is None or not requests:
             return
         self.mode = mode = self.mode_config.controller.choose(requests, decoding > 0)

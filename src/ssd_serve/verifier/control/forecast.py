@@ -82,7 +82,7 @@ def forecast(
     host: HostCost,
     acceptance_rate: float,
 ) -> dict[SpeculationMode, float]:
-    """Return tokens per request in `unit_s` seconds for each mode whose draft step time is known.
+    """Return tokens per request in `unit_s` seconds for each mode with a known draft step time.
     `acceptance_rate` is `LevelAcceptance.share`."""
     gains: dict[SpeculationMode, float] = {}
     shapes = [(depth, depth * nodes) for depth in range(1, _MAX_DEPTH + 1) for nodes in _NODES_PER_LEVEL]

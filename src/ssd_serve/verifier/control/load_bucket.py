@@ -91,7 +91,7 @@ class RoundTimeTrend:
 
 @dataclass(slots=True)
 class RegressionTracker:
-    """Tracks a mode whose rounds suddenly took longer: its former gain and the rounds since."""
+    """Tracks a mode after a sudden rise of its round time: its former gain and the rounds since."""
 
     gain: float
     _retry_after: int = _RETRY_AFTER
@@ -143,8 +143,7 @@ class LoadBucket(Generic[ModeT]):
     prior: float = 1.0
     decoding_s: float = 0.0
     prefill_s: float = 0.0
-    """Discounted seconds that plain decoding would take for recent rounds of each kind, in whatever mode they
-    ran."""
+    """Discounted seconds that plain decoding would take for recent rounds of each kind, in any mode."""
     raw_forecast: dict[ModeT, float] = field(default_factory=dict)
     """Forecast of each mode by measured step times."""
     forecast: dict[ModeT, float] = field(default_factory=dict)

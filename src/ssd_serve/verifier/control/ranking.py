@@ -45,12 +45,14 @@ def rank(
     least: float = 0.0,
     instant: int = 0,
 ) -> Ranking:
-    """Rank at most `most` nodes over all decoding requests, of a reach of at least `least`, and the `width`
-    best leaves. What others than `instant` sources (bits) have named, and only these have grown below, is a
-    leaf still: nobody waits for them, and others may know better. What only they have named is none: others
-    grow what they have named themselves.
+    """Rank at most `most` nodes over all decoding requests, with a reach of at least `least`, and the `width`
+    best leaves.
 
-    No node lies where its row could not matter any more: beyond `max_tokens` or the context.
+    `instant` sources (bits) are never awaited. A node that another source proposed remains a leaf while only
+    instant sources have expanded it: the other source may predict better. A node that only instant sources
+    proposed is not a leaf, because other sources expand only nodes of their own.
+
+    No node lies beyond `max_tokens` or the context, where its row could not matter.
     """
     trees, leaves = _trees(chunks if most else (), context, instant)
     missed = len(leaves)
@@ -95,7 +97,7 @@ def rank(
 
 
 def _left(node: Node) -> float:
-    """Probability that the text goes on as none of its candidates."""
+    """Return the probability that the next token is none of its candidates."""
     return max(0.0, 1.0 - sum([math.exp(each - node.cumulative) for each in node.cumulatives]))
 
 

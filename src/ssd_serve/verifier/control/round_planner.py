@@ -38,8 +38,8 @@ _AVERAGED_NODES = 8
 
 @dataclass(frozen=True, slots=True)
 class DraftBounds:
-    """`budget`: most nodes of a round, None: the cost model alone decides; `width`: nodes of a draft step;
-    `max_tpot_s`: seconds that a token of a running request should take at most."""
+    """Limits of drafting. `budget`: maximum number of nodes of a round; None: the cost model alone decides.
+    `width`: nodes of a draft step. `max_tpot_s`: target for the time per token of a running request."""
 
     context: int
     budget: int | None
@@ -135,8 +135,8 @@ class RoundPlanner:
     def choose(
         self, running: Sequence[Request], chunks: Sequence[ScheduledChunk], drain: Callable[[], object]
     ) -> tuple[list[RankedNode], Decision]:
-        """The nodes of a round of these parts, best first, and why; `drain` takes what came. Who runs without
-        a part in it waits for its prompt to be read."""
+        """Return the nodes of a round of these chunks, best first, and the decision; `drain` receives pending
+        messages. Running requests without a chunk wait for the prefill of their prompt."""
         requests = sum([chunk.request.decoding for chunk in chunks])
         pending = _PendingRound(
             chunks, requests, sum([len(chunk.slots) for chunk in chunks]), _reading(chunks)
@@ -166,9 +166,11 @@ class RoundPlanner:
         return nodes, self._decide(candidates, waited_s, answers)
 
     def prefill_tokens(self, requests: int, most: int) -> int:
-        """Return how many of `most` prompt tokens a round should prefill beside `requests` decoding requests:
-        as many as prefill fastest. With a target for the time per token no more than meet it, but never so
-        few that prompts starve."""
+        """Return how many of `most` prompt tokens a round should prefill with `requests` decoding requests.
+
+        It is the number by which prefill is fastest. A target for the time per token limits it, but it stays
+        large enough that prompts do not starve.
+        """
         seconds = self.cost.span(requests, requests + most)
         rows = cheapest_chunk(seconds)
         limit_s = self._bounds.max_tpot_s

@@ -155,10 +155,10 @@ _LONG_ROWS = (1, 8, 32)
 _PROBED_ROWS = (1, 8)
 _CONTEXTS = (SHORT_CONTEXT, LONG_CONTEXT)
 _LEAST_S, _PROBE_S = 0.3, 0.05
-"""A device of half a millisecond a step is asked more often: a busy moment is as long as many of its
-steps."""
+"""Minimum seconds of each measurement and of a probe. A device with short steps is timed for more of them:
+a busy moment is as long as many steps."""
 _MOST_S = 2.0
-"""Most seconds of each measurement: a busy moment is short beside several long steps."""
+"""Maximum seconds of each measurement: a busy moment is short compared with several long steps."""
 
 
 def measure_cost(model: Model) -> CostTable:

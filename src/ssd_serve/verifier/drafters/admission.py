@@ -1,8 +1,8 @@
 """Admission of drafters: which may join, how many, and which are banned.
 
 Local drafters were started by this server's launcher; all others are remote and know the cluster's key. A
-drafter that breaks a rule is banned, a remote one by its address, a local one by its name: for a second at
-first, then for twice as long each time. Knows names, addresses, numbers and times, but no channels.
+drafter that breaks a rule is banned: a remote one by its address, a local one by its name. The ban lasts a
+second at first, then twice as long each time. Knows names, addresses, numbers and times, but no channels.
 """
 
 import time

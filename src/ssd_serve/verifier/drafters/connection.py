@@ -1,21 +1,23 @@
 """Connection of one drafter, and the state of each of its requests.
 
-Each request is in one state, and `_sync` sends the message that the state owes:
+Each request is in one state, and `_sync` sends the message that the state requires.
 
-    state     the drafter knows                              owed message
-    UNKNOWN   nothing: the request began during a pause      Open
-    CURRENT   the first `length` tokens of this epoch        Outcome, if there are more tokens
-    STALE     an old state                                   Open, once the queue has room
-    CLOSING   a state of a request that ended                Close, once the queue has room
+    state     the drafter knows                              required message.
+    UNKNOWN   nothing: the request began during a pause      Open.
+    CURRENT   the first `length` tokens of this epoch        Outcome, if there are more tokens.
+    STALE     an old state                                   Open, once the queue has space.
+    CLOSING   a state of a request that ended                Close, once the queue has space.
 
-    open      a new request: UNKNOWN; any other: STALE
-    resync    STALE
-    sent      Open, Outcome: CURRENT, or STALE if it did not fit; Close: removed, if it did fit
-    close     UNKNOWN: removed; any other: CLOSING
+Events change the state.
+
+    open      a new request: UNKNOWN; any other: STALE.
+    resync    STALE.
+    sent      Open, Outcome: CURRENT, or STALE if it did not fit; Close: removed, if it did fit.
+    close     UNKNOWN: removed; any other: CLOSING.
 
 A working drafter receives outcomes at once. A paused one receives Close and Open of requests that it knows,
 and outcomes only when many tokens have been committed, or when it continues. Sends never block: `send_pending`
-sends what did not fit. Knows its channel and messages, but no other drafters, and not what drafts are for.
+sends the rest later. Knows its channel and messages, but no other drafters and no use of the drafts.
 """
 
 import math

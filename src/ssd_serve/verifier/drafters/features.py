@@ -1,7 +1,7 @@
-"""Sends a drafter what the target has computed of committed tokens: rows by position, as fast as it reads them.
+"""Sends a drafter the target's features of committed tokens: rows by position, as fast as it reads them.
 
-A drafter on this machine reads them from shared memory, others receive messages. Rows that find no room wait,
-so that outcomes, which are small, never wait for them. Knows a channel and rows, but not when they are due.
+A drafter on this machine reads them from shared memory, others receive messages. Rows that do not fit wait,
+so that outcomes, which are small, never wait for them. Knows a channel and rows, but not when to send them.
 """
 
 from msgspec.structs import replace
@@ -57,7 +57,7 @@ class FeatureSender:
             return
         if self._channel.send_with(SharedMemory(self._shared_bytes), offered.descriptor):
             self._offered = offered
-        offered.close()  # our copy of the descriptor: what is mapped stays
+        offered.close()  # our copy of the descriptor: the mapping stays
 
     def on_read(self, total: int) -> None:
         """Free the first `total` spans, which the drafter has read. Raises `ProtocolError` if impossible."""

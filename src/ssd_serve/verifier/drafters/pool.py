@@ -441,7 +441,7 @@ def _group_key(drafter: DrafterConnection) -> tuple[bool, str]:
 
 
 def _replace(other: DrafterConnection, drafter: DrafterConnection, hello: Hello) -> None:
-    """Close `other`, whose name a new drafter has, or refuse the new one with `PairMismatchError`.
+    """Close `other`, which has a new drafter's name, or refuse the new one with `PairMismatchError`.
 
     The same drafter replaces its old connection, a local one replaces a remote one, and any replaces one that
     has been silent.
