@@ -1,4 +1,4 @@
-"""`ssd chat`: turns of a conversation, and what of an answer was guessed."""
+"""Tests of `ssd chat`: turns of a conversation, and the colour of accepted draft tokens."""
 
 import io
 import json

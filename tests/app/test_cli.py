@@ -1,4 +1,4 @@
-"""Every mistake is one sentence and a documented exit code; help is quick; nothing unknown is swallowed."""
+"""Tests of the command line: one sentence and a documented exit code for each error, and fast help."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`ssd doctor`: what this machine can use; exit code 1 only where the server could not serve."""
+"""Tests of `ssd doctor`: its checks, and exit code 1 only if the server could not serve."""
 
 import json
 import pwd
@@ -29,7 +29,7 @@ CPU = Settings()
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting one takes seconds."""
+    """Ray is replaced because its start takes seconds."""
     monkeypatch.setattr(doctor_checks, "ray_view", lambda: RayView(4, 0))
 
 
@@ -97,7 +97,7 @@ def test_failing_backend_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch
 
 
 class Doubled(SdpaAttention):
-    """Outputs are twice as large as they should be."""
+    """Backend with outputs twice as large as the right ones."""
 
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
         return 2 * super().run(layer, queries, plan)

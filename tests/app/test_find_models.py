@@ -1,4 +1,4 @@
-"""Models are found once at the start, and named so that workers find the same files."""
+"""Tests of finding models: once at the start, with names by which workers find the same files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The cost model: what a forward of some rows takes, and what a node costs the host."""
+"""Tests of the cost model: time of a forward by rows, and host time per node."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,4 +1,4 @@
-"""Precedence flag > variable > default; what is unknown or wrong is a clear error; secrets stay secret."""
+"""Tests of settings: precedence flag > variable > default, clear errors, and secrets that stay secret."""
 
 import pytest
 from hypothesis import given

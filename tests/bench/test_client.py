@@ -1,4 +1,4 @@
-"""The load client counts every token once, keeps its concurrency, and calls nothing whole that is not."""
+"""Tests of the load client: token counts, concurrency, and detection of incomplete answers."""
 
 import asyncio
 import time

@@ -80,7 +80,7 @@ def test_triton_under_its_interpreter_with_every_shape(head_dim: int, numbers: t
 
 
 class Short(SdpaAttention):
-    """Loses the last slot of long contexts."""
+    """Backend that ignores the last slot of long contexts."""
 
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
         for pieces in plan.pieces.values():

@@ -1,4 +1,4 @@
-"""Files of prompts: the published formats, anybody's own, and what is refused."""
+"""Tests of prompt files: published formats, custom formats, and refused files."""
 
 import gzip
 from pathlib import Path

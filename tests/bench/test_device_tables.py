@@ -1,4 +1,4 @@
-"""Device tables: what forwards of a pair take on devices that are not here."""
+"""Tests of device tables: forward times of a pair on devices of other machines."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`ssd bench kernels` times every backend that works here, and knows what a batch must read."""
+"""Tests of `ssd bench kernels`: times of every usable backend, and the bytes that a batch reads."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 
 
 def refuses(cache: KVCache, heads: int) -> AttentionBackend[Any]:
-    """Takes no float32, and no heads of 96."""
+    """Backend that supports neither float32 nor heads of 96."""
     if cache.layout.dtype is torch.float32 or cache.layout.layers[0].head_dim == 96:
         raise UserError("choose another dtype")
     return SdpaAttention(cache, heads)

@@ -74,7 +74,7 @@ def test_nonsense_closes() -> None:
 
 
 class Timed:
-    """Waits in a time of its own."""
+    """Test double of a channel that records its waits and never has a message."""
 
     pending = False
 
@@ -90,7 +90,7 @@ class Timed:
 
 
 def test_a_channel_with_a_clock_of_its_own_is_given_the_timeout_to_the_last_bit() -> None:
-    """Real time that passes before would make what happens in virtual time depend on the machine's load."""
+    """Elapsed real time must not change the timeout: virtual time must not depend on the load."""
     channel = Timed()
     assert poll([channel], 0.003) == []
     assert channel.waited == [0.0, 0.003]

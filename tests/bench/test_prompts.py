@@ -1,4 +1,4 @@
-"""Texts to measure with: places in real files, and never a loop."""
+"""Tests of benchmark prompts: taken from real files, and never a text that loops."""
 
 import pytest
 

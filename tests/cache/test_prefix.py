@@ -138,7 +138,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(salt=SALTS, tokens=TEXT)
     def peek(self, salt: bytes, tokens: list[int]) -> None:
-        """Look without using: splits nodes at any place."""
+        """Look up without use, which splits nodes at any place."""
         slots, handle = self.cache.match(tokens, salt)
         for position, slot in enumerate(slots):
             assert self.content[slot] == (salt, tuple(tokens[: position + 1]))
@@ -180,7 +180,7 @@ TestPrefix = PrefixMachine.TestCase
 def test_prefix_cache_hits_match_a_reference_by_salt(
     kept: list[tuple[bytes, list[int]]], salt: bytes, wanted: list[int]
 ) -> None:
-    """Against a list of all texts."""
+    """The cache is compared with a list of all texts."""
     pool = SlotPool(256)
     cache = PrefixCache(pool)
     for owner, text in kept:

@@ -130,7 +130,7 @@ def test_branches_of_a_tree_see_their_own_path_only(pair: Pair) -> None:
 
 
 def test_the_layers_it_reads(tmp_path: Path) -> None:
-    """One layout numbers inputs of layers, the other one outputs; without numbers a rule or the setting holds."""
+    """The layouts number inputs or outputs of layers; without numbers a rule or the setting holds."""
     theirs = target(tmp_path / "target")
 
     def features(layout: str, name: str, **changes: Any) -> tuple[int, ...] | None:

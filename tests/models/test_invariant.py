@@ -130,7 +130,7 @@ def test_logits_are_the_same_to_the_bit(model: Model, seed: int) -> None:
 
 
 def test_without_it_they_are_not(tmp_path: Path) -> None:
-    """Without batch invariance at least one chunk changes the logits."""
+    """Chunks change at least one logit without batch invariance."""
     folder = checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path)
     model, rng = load(folder, "fp32", None, False), random.Random(1)
     tokens = rng.choices(range(199), k=LENGTH)

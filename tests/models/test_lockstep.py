@@ -1,4 +1,4 @@
-"""A rank that follows: every forward is waited for, so that its failure is noticed where it happens."""
+"""Tests of a following rank: it waits for every forward, so that a failure is detected at that forward."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from tests.kernels.test_attention import rows_of
 
 
 class Hanging:
-    """The end of a forward that never comes."""
+    """Completion of a forward that never ends."""
 
     def ready(self) -> bool:
         return False
@@ -23,7 +23,7 @@ class Hanging:
 
 
 class OnBadDevice(FakeModel):
-    """Starts forwards, and does not end them."""
+    """Test double of a model that starts forwards and never ends them."""
 
     def forward(self, batch: Batch) -> ForwardResult:
         result = super().forward(batch)

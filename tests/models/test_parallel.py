@@ -231,7 +231,7 @@ def test_ranks_that_load_at_different_speeds_meet_in_spite_of_that(tmp_path: Pat
 
 
 class Meeting(SingleRank):
-    """Writes down in which order ranks meet and vote."""
+    """Rank group that records the order of barriers and votes."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []

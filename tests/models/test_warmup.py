@@ -1,4 +1,4 @@
-"""Step times are measured often where steps are short, and a start does not wait for many long ones."""
+"""Tests of step time measurement: many repetitions of short steps, and few of long ones."""
 
 import pytest
 
