@@ -63,7 +63,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     """Return the application of a Serve config; its `args` are settings by field name. Other settings come from
     the `SSD_` variables of the replica's machine. Wrong ones raise `SettingsError`."""
     options = deployment_options(replica_settings(arguments))
-    # Serve adds to the class what mypy cannot know.
+    # Serve adds attributes to the class that mypy does not know.
     replica: Any = serve.ingress()(ServerReplica)
     deployment: Any = cast(Any, serve).deployment(**options)(replica)
     application: serve.Application = deployment.bind(arguments)
@@ -71,7 +71,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 
 
 def deployment_options(settings: Settings) -> dict[str, Any]:
-    """Ray Serve's options of replicas with these settings; a Serve config may override them."""
+    """Return Ray Serve's options of replicas with these settings; a Serve config may override them."""
     return {
         "name": DEPLOYMENT,
         "max_ongoing_requests": settings.max_running + _SPARE_REQUESTS,
@@ -81,7 +81,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": settings.drain_seconds + _LAST_WORDS_S,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 30.0,
-        # What three starts cannot mend is a mistake: `serve status` shows it.
+        # An error that three starts do not fix is permanent: `serve status` shows it.
         "max_constructor_retry_count": 3,
         "ray_actor_options": resources(settings),
     }
@@ -102,7 +102,7 @@ def resources(settings: Settings) -> dict[str, int]:
 
 
 def replica_settings(arguments: Mapping[str, Any]) -> Settings:
-    """Settings of one replica. Raises `SettingsError` for unknown ones, wrong ones and those of the proxy."""
+    """Return the settings of one replica. Raises `SettingsError` for unknown or wrong ones, and for the proxy's."""
     for name in arguments:
         if name not in Settings.model_fields:
             hint = rename_hint(name, str)
@@ -165,8 +165,8 @@ class ServerReplica:
         self._watching = asyncio.create_task(self._watch())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The same application as `ssd serve` has; Serve calls this after the constructor."""
-        # Only where they are named: the proxies' address is not known here.
+        """Return the application of `ssd serve`. Ray Serve calls this after the constructor."""
+        # Only if hosts are named: the proxies' address is unknown here.
         hosts = allowed_hosts(self._settings, loopback=False)
         application = create_app(
             self._settings,
@@ -180,8 +180,8 @@ class ServerReplica:
         return application
 
     async def check_health(self) -> None:
-        """Raise what is wrong; Serve then replaces this replica. An engine that is being started again is
-        its launcher's business."""
+        """Raise the failure, after which Serve replaces this replica. An engine that restarts is no failure: its
+        launcher handles that."""
         if self._client.dead is not None:
             raise EngineDeadError(str(self._engine.supervisor.failure or self._client.dead))
         silent_s = self._client.silent_s
@@ -189,11 +189,11 @@ class ServerReplica:
             raise EngineDeadError(f"the engine has said nothing for {silent_s:.0f} s: it seems to hang")
 
     def metrics_page(self) -> tuple[str, str]:
-        """The replica's name and its own page."""
+        """Return the replica's name and its own metrics page."""
         return self._name, self._metrics.render().decode()
 
     def __del__(self) -> None:
-        """Serve calls it when no request runs any more, or when they have had their time."""
+        """Close the engine. Serve calls this when no request runs, or after the shutdown timeout."""
         if hasattr(self, "_watching"):
             self._watching.cancel()
         if hasattr(self, "_parts"):
@@ -219,7 +219,7 @@ class ServerReplica:
         while self._client.ready is None:
             if self._client.dead is not None:
                 reason = await asyncio.to_thread(self._engine.supervisor.await_failure, _LAST_WORDS_S)
-                # Not the reason itself: Ray could not bring it to the controller.
+                # Not the original exception: Ray cannot pass it to the controller.
                 raise EngineDeadError(str(reason or self._client.dead))
             await asyncio.sleep(_LOOK_EVERY_S)
 
@@ -235,8 +235,8 @@ class ServerReplica:
         os._exit(failure.exit_code)
 
     async def _all_pages(self) -> bytes:
-        """The metrics pages of all replicas that live. Serve hands out all answers or none: while one of them
-        hangs this replica's page stands alone, and the others' series have a gap."""
+        """Return the metrics pages of all live replicas. Serve returns all answers or none: while one replica hangs,
+        the result has only this replica's page, and the other series have a gap."""
         try:
             answers = await self._handle.broadcast("metrics_page").results_async(
                 timeout_s=_PAGES_WITHIN_S, return_exceptions=True

@@ -1,6 +1,6 @@
 """The measured cost model: seconds of a forward by its rows and contexts, and of the host's work.
 
-Plain numpy; knows no models and no trees.
+It uses numpy only and depends on no models or trees.
 """
 
 from bisect import bisect_left
@@ -104,12 +104,12 @@ class CostTable:
         return float(np.interp(rows, self._points, self._shape)) + self._read_s(reading)
 
     def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
-        """A forward of `rows` rows took `seconds`."""
+        """Update the table: a forward of `rows` rows took `seconds`."""
         if not 0 < rows <= MAX_ROWS or seconds <= 0:
             return
         expected_s = self.seconds(rows, reading)
         ratio = seconds / expected_s
-        if not self._seen:  # nothing but a prior was known
+        if not self._seen:  # only the prior was known
             self._seen, self._level = True, ratio
             return
         # A descheduled process is not a slow device.
@@ -204,7 +204,7 @@ class HostCost:
         return max(0.0, float(self._weights @ (1.0, requests, nodes)))
 
     def observe(self, requests: int, nodes: int, seconds: float) -> None:
-        """A round of `requests` decoding requests and `nodes` nodes took `seconds` without its forward."""
+        """Update the costs: a round of `requests` requests and `nodes` nodes took `seconds` without its forward."""
         if self._rounds:  # a pause is not the cost of nodes
             seconds = min(seconds, 3 * self._mean_s + _HOST_SLACK_S)
         self._rounds += 1

@@ -1,6 +1,6 @@
 """Names of devices (`cpu:0-1`, `cuda:0`), what this machine has, and pinning a process to a device.
 
-torch is imported only inside `pin` and, in a process of its own, to count GPUs. Knows no models and no roles.
+torch is imported only inside `pin` and, in a process of its own, to count GPUs. It does not depend on models or roles.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Settings from flags and variables: flags override variables, unknown names are errors.
 
-No other module reads the environment, besides the class of settings itself. Knows names and origins of
-settings, not what they mean.
+Only this module and the class of settings read the environment. It handles names and origins of settings, not
+their meaning.
 """
 
 import difflib
@@ -43,7 +43,7 @@ class Origin:
 
 
 def visible_gpus() -> str | None:
-    """GPUs that are visible to this process, if not all: numbers or names, with commas. Raises
+    """Return the GPUs that are visible to this process, if not all: numbers or names, with commas. Raises
     `SettingsError` if ROCm's and CUDA's variables differ, since libraries read either. Raises it too for
     ROCR_VISIBLE_DEVICES alone, which renumbers GPUs below those that Ray counts."""
     hip, cuda = os.environ.get("HIP_VISIBLE_DEVICES"), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -69,14 +69,14 @@ def variable_name(field: str) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing when no known name is close."""
+    """Return `; did you mean X?`, or an empty string if no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def rename_hint(name: str, called: Callable[[str], str]) -> str:
-    """The hint for a setting that earlier versions had, such as `; use X=Y instead`, with names as flags,
-    variables or arguments are `called`; empty for other names."""
+    """Return the hint for a removed setting, such as `; use X=Y instead`, or an empty string. `called` formats its
+    name as a flag, variable or argument."""
     hints = {
         called(field): f"; use {called(now)}={value} instead"
         for field, (now, value) in RENAMED_SETTINGS.items()
@@ -130,8 +130,8 @@ def _of_kubernetes(variable: str, value: str) -> bool:
 
 
 def refuse_empty_keys() -> None:
-    """Raise `SettingsError` for a key that is set but empty: its user wants a key, although other empty
-    variables count as unset. For processes that serve clients."""
+    """Raise `SettingsError` for a key that is set but empty: other empty variables count as unset, but a key was
+    intended. Called by processes that serve clients."""
     for variable in map(variable_name, ("api_key", "api_keys_file", "metrics_key")):
         if os.environ.get(variable) == "":
             raise SettingsError(
@@ -193,7 +193,7 @@ def _explain(error: ValidationError, flags: Mapping[str, object], called: Callab
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """The settings that the file names. Raises `SettingsError` for what is not a setting, or no such file."""
+    """Return the settings of the file. Raises `SettingsError` for unknown settings or a missing file."""
     try:
         found: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -79,7 +79,7 @@ def cache_folder(
     except RuntimeError:
         why = f"{folder} is nowhere, for this user has no home folder"
     except OSError:
-        return folder  # who writes there says what is wrong
+        return folder  # writing there raises the error
     if not why:
         return folder
     other = _private_folder()

@@ -128,7 +128,7 @@ class Rig:
     def __init__(self, settings: Settings, device: str = "cpu") -> None:
         target = find_model(settings.engine_config(), settings.target, "target")
         draft = find_model(settings.engine_config(), settings.draft_model or "", "draft")
-        # Drafter processes load the same files, and get no hub token to look for others.
+        # Drafter processes load the same files without a hub token.
         names = {"target": (settings.target, target), "draft": (settings.draft_model or "", draft)}
         self.settings = settings.model_copy(update={role: pinned(*each) for role, each in names.items()})
         self.tokenizer = Tokenizer(target)

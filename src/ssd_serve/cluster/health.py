@@ -30,7 +30,9 @@ def _beat(path: Path, name: bytes, loaded: threading.Event) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.setblocking(False)
         while True:
-            with contextlib.suppress(OSError):  # the watcher is busy or gone; the lifeline knows which
+            with contextlib.suppress(
+                OSError
+            ):  # the watcher is busy or has ended; the lifeline detects its end
                 sender.sendto(name + _LOADED * loaded.is_set(), str(path))
             time.sleep(_EVERY_S)
 

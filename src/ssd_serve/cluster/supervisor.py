@@ -150,7 +150,7 @@ class Supervisor:
                 self._started.set()
             while not self._stopping.wait(_LOOK_EVERY_S):
                 self._watch()
-        except Exception as error:  # no worker is watched any more: waiting callers must get the reason
+        except Exception as error:  # workers are no longer watched: waiting callers must get the reason
             if not self.over:
                 how = f"is not watched any more: {in_a_line(error)}"
                 self._fail(WorkerDiedError(self._plans[0].name, EngineDeadError.exit_code, how))
@@ -164,7 +164,7 @@ class Supervisor:
             self._doubt()
             for watched in self._watched:
                 self._look_at(watched)
-        except (OSError, MemoryError) as error:  # what has run out comes back
+        except (OSError, MemoryError) as error:  # the shortage is temporary
             self._rate_limited.warning("workers cannot be watched now", why=in_a_line(error))
 
     def _start(self, plan: WorkerPlan) -> StartedWorker:

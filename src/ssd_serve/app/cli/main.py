@@ -87,7 +87,7 @@ def exit_code(run: Callable[[], int], name: str) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`ssd settings | head`); Python would complain once more at exit.
+        # The reader of stdout has exited (`ssd settings | head`); Python would raise again at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0

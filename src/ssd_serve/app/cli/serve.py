@@ -89,7 +89,7 @@ def run_serve(settings: Settings) -> int:
     most = max_connections(settings, descriptors)
     log.info("open files", limit=descriptors, before=before, connections=most)
     line = ProgressLine()
-    tls_context(settings)  # wrong files are told before anything is done
+    tls_context(settings)  # raises for wrong files before anything is started
     machine = usable_machine(settings)
     client, tokenizer = ServingClient(), ServingTokenizer()
 
@@ -139,7 +139,7 @@ def _watch(
         if not announced and client.ready is not None:
             announced = True
             line.clear()
-            with contextlib.suppress(OSError):  # a terminal that is gone, descriptors that have run out
+            with contextlib.suppress(OSError):  # a closed terminal, or no free descriptors
                 show_banner(Console(), client.ready, settings, url, program_name())
         elif not announced:
             line.show(client.progress)

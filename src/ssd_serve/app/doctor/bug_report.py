@@ -121,7 +121,7 @@ def _run(step: Step, place: Path, program: Sequence[str], step_s: float) -> int:
     result, printed, log = (place / f"{step.name}.{kind}" for kind in ("json", "printed", "log"))
     arguments = [str(result) if each == "{file}" else each for each in step.arguments]
     with printed.open("wb") as output, log.open("wb") as errors:
-        # A session of its own: what a step has started can then be ended with it.
+        # With its own session, the step can be ended together with its child processes.
         process = subprocess.Popen(
             [*program, *arguments],
             stdin=subprocess.DEVNULL,

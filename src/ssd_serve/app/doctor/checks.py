@@ -239,8 +239,8 @@ def examine(settings: Settings, report: Callable[[str], None]) -> list[Check]:
     for name, look in _looks(settings):
         report(f"looking at {name}")
         try:
-            checks.extend(look())  # what it found before it failed is kept
-        except Exception as error:  # a broken driver or installation raises anything
+            checks.extend(look())  # keeps the results before an exception
+        except Exception as error:  # broken drivers and installations raise any exception
             checks.append(_failed(name, error))
     return checks
 
@@ -303,7 +303,7 @@ def _tried(candidate: Candidate, dtype: torch.dtype, device: str) -> Check:
         trials = self_test(candidate.make, dtype, _HEAD_DIM, device, RATIOS)
     except UserError as error:
         return Check(name, State.OK, "not for this dtype or machine", str(error))
-    except Exception as error:  # whatever a foreign kernel or its compiler raises
+    except Exception as error:  # foreign kernels and compilers raise any exception
         return Check(name, State.NOTE, in_a_line(error), "it is not used while it fails; please report it")
     wrong = next((str(trial) for trial in trials if not trial.right), "")
     if wrong:

@@ -55,7 +55,7 @@ class EngineBackend(Protocol):
         ...
 
     def finish(self, request: int) -> None:
-        """A stop string has ended a text: `Finished` follows."""
+        """Report that a stop string has ended a text: `Finished` follows."""
         ...
 
     def abort(self, request: int) -> None:
@@ -75,7 +75,7 @@ def reach_engine(
     log: Logger,
     say: Callable[[str], None],
 ) -> Generator[EngineBackend]:
-    """Start an engine for the length of a `with` block: in this process where one process is enough."""
+    """Start an engine for the length of a `with` block: in this process if one process suffices."""
     placement = place(settings, machine)
     local = chosen_launcher(settings, machine) == "local"
     if local and placement.mode is not Mode.SSD and settings.tensor_parallel == 1:
@@ -214,7 +214,7 @@ class Conversation:
         self._running: dict[int, Continuation] = {}
 
     def ask(self, asked: Iterable[Asked]) -> list[Continuation]:
-        """Texts that will come, turn by turn."""
+        """Queue prompts and return their texts, which `turn` advances."""
         begun: list[Continuation] = []
         for each in asked:
             texts = self._texts(each)

@@ -45,7 +45,7 @@ _USUAL_MAX_TOKENS = 128
 
 
 class LLM:
-    """A loaded model that continues texts. Not for several threads at once.
+    """A loaded model that continues texts. It is not thread-safe.
 
         with LLM("path-or-id", draft="path-or-id") as llm:
             print(llm.generate("def read_lines(path):")[0].text)
@@ -75,7 +75,7 @@ class LLM:
 
     def _start(self, settings: Settings, report: Callable[[str], None]) -> None:
         if "log_level" not in settings.model_fields_set:
-            # Lines of workers would run into what a program prints.
+            # Log lines of workers would mix with the program's output.
             settings = settings.model_copy(update={"log_level": "warning"})
         log = get_logger("generate", settings.log_level, settings.log_format)
         machine = usable_machine(settings)
@@ -87,7 +87,7 @@ class LLM:
             self.ready: Ready = access.ready
             most = settings.max_running + settings.max_waiting
             self._open: Conversation | None = Conversation(access, self.tokenizer, most)
-            # Also when the program ends, or forgets this object, without closing it.
+            # Also close at the program's end, or when this object is collected.
             self._end = weakref.finalize(self, stack.pop_all().close)
 
     def __enter__(self) -> Self:
@@ -102,7 +102,7 @@ class LLM:
         self._end()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Default parameters of a call: those of the model's `generation_config.json`, unless
+        """Return the default parameters of a call: those of the model's `generation_config.json`, unless
         `generation_config="none"`."""
         return SamplingParams.model_validate(self.ready.sampling)
 
@@ -127,7 +127,7 @@ class LLM:
         params: SamplingParams | None = None,
         **variables: Any,
     ) -> list[Output]:
-        """The n answers to a conversation of `{"role": ..., "content": ...}`; `variables` are those of the
+        """Return the n answers to a conversation of `{"role": ..., "content": ...}`; `variables` are those of the
         model's chat template."""
         return self._outputs(self._asked_of_chat(messages, params, variables), bar=False)
 
@@ -137,11 +137,11 @@ class LLM:
         params: SamplingParams | None = None,
         **variables: Any,
     ) -> Iterator[Piece]:
-        """The answer to a conversation, piece by piece; the last piece has the whole output."""
+        """Stream the answer to a conversation; the last piece has the whole output."""
         return self._pieces(self._asked_of_chat(messages, _of_one(params), variables))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """The continuation of one prompt, piece by piece; the last piece has the whole output."""
+        """Stream the continuation of one prompt; the last piece has the whole output."""
         params = _of_one(params) or self.get_default_sampling_params()
         return self._pieces(self._asked([(self._ids(prompt), params)]))
 

@@ -66,7 +66,7 @@ class TextPlace:
 
 
 class Continuation:
-    """A text that is being generated: takes the engine's reports, gives pieces. `scored`: with
+    """A text that is being generated: it takes the engine's reports and returns pieces. `scored`: with
     log-probabilities."""
 
     def __init__(self, place: TextPlace, assembler: TextAssembler, scored: bool) -> None:
@@ -75,7 +75,7 @@ class Continuation:
         """Pieces that the caller has not taken yet."""
         self.output: Output | None = None
         self.failure: SsdError | None = None
-        """Why there will be no output."""
+        """Reason why there is no output."""
         self._assembler = assembler
         self._scored = scored
         self._text: list[str] = []
@@ -95,11 +95,11 @@ class Continuation:
         return self._assembler.stopped_by is not None
 
     def begin(self, now: float) -> None:
-        """The engine has been asked; times are in seconds of any clock."""
+        """Record the time of submission; times are in seconds of any clock."""
         self._began = now
 
     def take(self, report: Committed, now: float) -> None:
-        """More tokens, up to the one that completes a stop string."""
+        """Add tokens, up to the one that completes a stop string."""
         if self.stopped:
             return
         text, before = "", self._assembler.tokens
@@ -117,7 +117,7 @@ class Continuation:
         self.pieces.append(Piece(text, report.tokens[:counted], report.logprobs[:counted]))
 
     def end(self, report: Finished) -> None:
-        """The engine has ended the text."""
+        """End the text as the engine reports."""
         text = self._assembler.finish(report.stop_token if report.reason == "stop" else None)
         self._text.append(text)
         cause, place = self._assembler.stopped_by, self.place

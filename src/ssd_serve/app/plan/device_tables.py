@@ -1,8 +1,7 @@
-"""Devices that one need not own: what their makers' data sheets say, and what a forward attains of it.
+"""Table of devices: figures of the makers' data sheets, and the shares of them that a forward attains.
 
-A table of public figures, and of constants fitted to public measurements of plain decoding; three of Hopper's
-are fitted to this project's own.
-Knows no models.
+The shares are constants fitted to public measurements of plain decoding; three of Hopper's are fitted to this
+project's own.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ class DeviceSheet:
     peer_gb_s: float = float("inf")
     """10^9 bytes a second to one other device, one way."""
     links_gb_s: float = float("inf")
-    """The same to all others at once."""
+    """10^9 bytes a second to all other devices at once, one way."""
     bandwidth_share: float
     """Share of the bandwidth that a forward attains for weights and KV cache."""
     throughput_share: float
@@ -37,7 +36,7 @@ class DeviceSheet:
     several_s: float = 0.0
     """Seconds that a layer takes more as soon as there are several rows: other kernels multiply them."""
     exposed_share: float = 1.0
-    """Share of what multiplying rows that decode takes, which reading the weights does not hide."""
+    """Share of the time of multiplying decoding rows that reading the weights does not hide."""
     exchange_s: float
     """Seconds of one all-reduce, of which a layer has two, besides its bytes."""
     launch_s: float = 0.0
@@ -120,12 +119,12 @@ _SHEETS = (
 
 
 def sheet_names() -> tuple[str, ...]:
-    """The names that `device_sheet` knows."""
+    """Return the names of the devices in the table."""
     return tuple(sheet.name.lower() for sheet in _SHEETS)
 
 
 def device_sheet(name: str) -> DeviceSheet:
-    """The device of this name; an unknown one is a `SettingsError`."""
+    """Return the device of this name. Raises `SettingsError` for an unknown one."""
     for sheet in _SHEETS:
         if sheet.name.lower() == name.lower():
             return sheet

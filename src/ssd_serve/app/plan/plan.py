@@ -18,13 +18,13 @@ DRAFT_HOST_S = 1e-3
 """Host time of a draft step. Steps stretched to 1.8 ms took 2.8 ms in the benchmark of emulated devices on two
 shared cores. Alone on a core, the host's part of a step of 8 nodes took 0.4 ms."""
 PAYS = 1.05
-"""Speculation that gives less than this over plain decoding is not worth a drafter."""
+"""Least speedup over plain decoding for which a drafter is worth its device."""
 _SEARCH = [each / 100 for each in range(5, 100, 5)]
 
 
 def measured_host() -> HostCost:
-    """Host time of the verifier, as measured on one core of an AMD EPYC: 0.33 ms a round of one request with
-    8 nodes, 3.64 ms of 32 such. That a node takes 6 us of a request's 107 is assumed."""
+    """Host time of the verifier, measured on one core of an AMD EPYC. A round of one request with 8 nodes took 0.33 ms,
+    of 32 such requests 3.64 ms. The share of a node, 6 of a request's 107 us, is assumed."""
     return HostCost(node_s=6e-6, request_s=59e-6, round_s=221e-6)
 
 
@@ -58,7 +58,7 @@ class MemoryShare:
     kv: float
     reserve: float
     free: float
-    """Memory of a device before anything is loaded."""
+    """Memory of a device before models are loaded."""
 
     @property
     def need(self) -> float:
@@ -73,7 +73,7 @@ class MemoryShare:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayout:
-    """A way to use the devices."""
+    """A decoding mode with its devices, memory and speed."""
 
     drafting: SpeculationMode
     target: int
@@ -107,7 +107,7 @@ class PlanEstimate:
 
     @property
     def best(self) -> PlannedLayout | None:
-        """The layout to take: plain decoding unless a draft is clearly worth it; None: nothing fits."""
+        """Recommended layout: plain decoding unless a draft is clearly worth it; None: nothing fits."""
         plain = self.layouts[0]
         fastest = max(self.layouts, key=lambda layout: layout.speed)
         if not fastest.speed:
@@ -116,7 +116,7 @@ class PlanEstimate:
 
     @property
     def devices_needed(self) -> int | None:
-        """The fewest devices that hold the target; None where no number of them does."""
+        """Least number of devices that hold the target; None if no number does."""
         shares = (_share(self.platform, self.target, count, self.options) for count in self.target.ranks)
         return next((share.devices for share in shares if share.fits), None)
 

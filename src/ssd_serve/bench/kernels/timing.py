@@ -111,7 +111,7 @@ def _time_shape(
             continue
         try:
             backends[each.name] = each.make(cache, plan.heads)
-        except Exception as error:  # foreign kernels and compilers raise anything
+        except Exception as error:  # foreign kernels and compilers raise any exception
             skipped[each.name] = in_a_line(error)
     seconds = _interleaved(backends, batch, queries, plan.repeats, layers, skipped)
     least = min_seconds(plan, dtype, asked, batch, roof)

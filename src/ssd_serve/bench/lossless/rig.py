@@ -131,7 +131,7 @@ class LoadedTarget:
                     max_running=case.batch,
                     max_waiting=1024,
                     prefill_chunk=_PREFILL_CHUNK,
-                    # The plain baseline computes every prompt: reuse is one more thing to be proven.
+                    # The plain baseline computes every prompt: prefix reuse is tested too.
                     prefix_cache=not plain,
                     context=512,
                     budget=budget,

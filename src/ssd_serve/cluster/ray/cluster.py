@@ -38,7 +38,7 @@ def prepare_token(environment: MutableMapping[str, str], *, joining: bool) -> No
     """Set missing variables of Ray's token before Ray is imported. A Ray that is started here gets a random token
     that is not written to disk. A joined Ray gets its token, if there is one. Set variables are kept."""
     if "ray" in sys.modules:
-        return  # too late; a Ray that is started then makes a token file of its own
+        return  # too late: a Ray that is started now makes its own token file
     has_token = _TOKEN in environment or _TOKEN_FILE in environment
     if has_token or not joining:
         environment.setdefault(_MODE, "token")
@@ -161,7 +161,7 @@ def _starting(stack: contextlib.ExitStack) -> dict[str, object]:
     options: dict[str, object] = {
         "address": "local",
         "num_cpus": len(machine.cores),
-        # Of AMD's Ray knows only with a package that ROCm does not install for every Python.
+        # Ray detects AMD's GPUs only with a package that ROCm does not install for every Python.
         "num_gpus": machine.gpus,
         "include_dashboard": False,
         "object_store_memory": _OBJECT_BYTES,

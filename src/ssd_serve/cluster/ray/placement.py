@@ -146,7 +146,7 @@ def _chances(
     if named is not None:
         drafts = [named]
     elif target.kind == "cuda" and drafters:
-        # Beside a target on GPUs a GPU, or else a core, unless the user has asked for a kind of GPU.
+        # With a target on GPUs: a GPU, else a core, unless the user has named a kind of GPU.
         drafts = [Device("cuda")] if settings.draft_accelerator else [Device("cuda"), _CORE]
     else:
         drafts = [_CORE]
