@@ -129,7 +129,7 @@ class DrafterCore:
             self._paths.close(request)
 
     def step(self) -> list[Growth]:
-        """Run one draft step over all requests; empty if nothing is worth expanding, or while
+        """Run one draft step over all requests. The result is empty if no node should be expanded, or while
         `prefilling`."""
         started = time.perf_counter()
         self.prefilling = False

@@ -1,4 +1,4 @@
-"""Thinking budget: after so many tokens only the end mark of the thoughts is allowed.
+"""Thinking budget: after this number of tokens only the end mark of the thoughts is allowed.
 
 A budget acts as a grammar, alone or in front of another one. The marks are those of Qwen 3 and DeepSeek.
 This module knows tokens, no templates.

@@ -85,7 +85,7 @@ class Engine:
         return self.totals.snapshot(self._requests.values(), self.drafters.sources.names)
 
     def handle(self, message: ServerMessage) -> Sequence[Refused | Finished]:
-        """Do what a front end asks for; returns what it must know of that at once."""
+        """Handle a message of a front end; return the immediate replies."""
         if isinstance(message, Submit | SubmitChoices):
             return self.submit_all(message)
         if isinstance(message, Finish):
@@ -99,8 +99,8 @@ class Engine:
         return next(iter(self.submit_all(message)), None)
 
     def submit_all(self, message: Submit | SubmitChoices) -> list[Refused | Finished]:
-        """Queue a request, or the choices of a prompt; returns why some are impossible, and how the output
-        that others bring had ended."""
+        """Queue a request, or the choices of a prompt. Return refusals of impossible ones, and the end of
+        requests with output that is complete already."""
         each = message.each() if isinstance(message, SubmitChoices) else [message]
         wrong = self._bounds.impossible(message.prompt, message.parameters.max_tokens)
         if wrong is not None:
@@ -117,7 +117,7 @@ class Engine:
         return answers
 
     def _accept(self, message: Submit, shared: SharedPromptState) -> Refused | Finished | None:
-        """Queue a request, unless its output cannot match what it must."""
+        """Queue a request, or refuse it if its output does not match its grammar."""
         bounds = self._bounds
         try:
             grammar = output_state(message.parameters, message.output, bounds.vocabulary, self.grammars)
@@ -326,7 +326,7 @@ class Engine:
         if decoding:
             self.monitor.judge(self.drafters.working)
         if flight.result.includes_capture:
-            return  # what it took is not what the next one takes
+            return  # its time does not predict later rounds
         slots = sum(len(walk.work.chunk.slots) for walk in walks)
         self.planner.observe(
             Round(
@@ -355,7 +355,7 @@ class Engine:
 
 
 def _follow(request: Request, tokens: Sequence[int]) -> str:
-    """The output goes on in its grammar; why it cannot, which only a grammar that is too complex does."""
+    """Advance the grammar by the output; return the error of a grammar that is too complex, else an empty text."""
     grammar = request.grammar
     if grammar is None or (grammar.consume(tokens) == len(tokens) and not grammar.error):
         return ""

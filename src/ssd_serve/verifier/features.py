@@ -54,18 +54,18 @@ class FeatureStore:
         self.keep(np.array(slots, dtype=np.int64), features.to("cpu", torch.bfloat16))
 
     def first(self, slots: SlotTable, start: int) -> int:
-        """The first position from `start` on from which the rows of all these slots are there; behind the
-        last one where that one is not."""
+        """Return the first position >= `start` from which on the rows of all slots are present. It is the
+        number of slots if the last row is missing."""
         missing = np.flatnonzero(~self._are_there(slots.view()[start:]))
         return start + (int(missing[-1]) + 1 if len(missing) else 0)
 
     def rows(self, slots: SlotTable, start: int, count: int) -> torch.Tensor:
-        """Rows of `count` positions that are there: bfloat16 [count, layers * hidden]."""
+        """Return the rows of `count` positions, which must be present: bfloat16 [count, layers * hidden]."""
         places = self._places[slots.view()[start : start + count]]
         return self._rows.index_select(0, torch.from_numpy(places))
 
     def write(self, slots: SlotTable, start: int, count: int, into: memoryview) -> None:
-        """The same rows, without a copy between."""
+        """Write the same rows into a buffer, without a copy in between."""
         places = self._places[slots.view()[start : start + count]]
         rows = torch.frombuffer(into, dtype=self._rows.dtype).view(count, -1)
         torch.index_select(self._rows, 0, torch.from_numpy(places), out=rows)
@@ -102,10 +102,10 @@ class FeatureStore:
         return there
 
     def _make_room(self, rows: torch.Tensor) -> None:
-        """For rows like these, and at least for so many at once; what was kept is gone."""
+        """Allocate a table for rows of this width, and for at least this number of rows; drop all kept rows."""
         most = max(len(rows), self._limit // (rows.shape[1] * rows.element_size()))
         count = min(most, len(self._places))
-        self._rows = rows.new_empty((count, rows.shape[1]))  # memory that is not written yet takes none
+        self._rows = rows.new_empty((count, rows.shape[1]))  # pages are allocated when they are written
         self._owners = np.full(count, _NOWHERE, dtype=np.int64)
         self._places.fill(_NOWHERE)
         self._next = 0

@@ -73,8 +73,8 @@ class VerifierLoop:
         remember: Callable[[], None],
         log: Logger,
     ) -> None:
-        """The first of `joining` is for this server's own drafters. `remember` keeps for the next start what
-        was learnt; it is called now and then, since a process may be killed."""
+        """The first of `joining` is for this server's own drafters. `remember` stores measurements for the
+        next start; it is called periodically, since a process may be killed."""
         self._server = server
         self._joining = joining
         self._engine = engine

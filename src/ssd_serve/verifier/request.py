@@ -75,11 +75,11 @@ class TokenFeatures(Protocol):
 
     @property
     def end(self) -> int:
-        """The position behind the last one that was computed."""
+        """Position after the last computed one."""
         ...
 
     def first(self, start: int) -> int:
-        """The first position from `start` on from which all are there."""
+        """Return the first position >= `start` from which on all features are present."""
         ...
 
     def width(self, layers: Sequence[int]) -> int:
@@ -170,7 +170,7 @@ class Request:
         return len(self.tokens) - self.prompt_length
 
     def ended(self, token: int, left: int) -> str:
-        """Why the text ends with this token, behind which `left` more may come; empty when it goes on."""
+        """Return why the output ends with this token, or an empty text; `left` more tokens may follow."""
         if token in self.stop_token_ids:
             return "stop"
         return "length" if left <= 0 else ""

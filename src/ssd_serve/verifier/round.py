@@ -98,7 +98,7 @@ class InFlight:
         return self.result.completion.ready()
 
     def wait(self) -> float:
-        """Wait until it is; returns the seconds that the forward took."""
+        """Wait for the end of the forward; return the seconds that it took."""
         return self.result.completion.wait() - self.started
 
 
@@ -111,7 +111,7 @@ class Walk(NamedTuple):
     tokens: tuple[int, ...]
     """The accepted nodes' tokens and the bonus token; empty for a prompt chunk that is not the last."""
     ended: str
-    """'stop', 'length' or '' when the text goes on."""
+    """'stop', 'length', or '' if the output continues."""
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -209,7 +209,7 @@ class Rounds:
 
 
 def _masked(work: Sequence[RequestStep], sampling: Sequence[SamplingRows]) -> list[SamplingRows]:
-    """The rows with what grammars allow there."""
+    """Return the rows with the masks of their grammars."""
     if all(each.chunk.request.grammar is None for each in work):
         return list(sampling)
     grammars = [

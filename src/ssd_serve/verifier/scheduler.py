@@ -23,7 +23,7 @@ from ssd_serve.verifier.request import Request
 _MAX_LOOKUP = 1 << 18
 """Tokens of waiting requests that are looked up in a round; of one request always all."""
 _TOKENS_PER_ROUND = 1 << 13
-"""A request that found no memory is looked at again after a round for so many of its tokens."""
+"""A request that found no memory is retried after one round per this number of its tokens."""
 _urgency = attrgetter("options.priority")
 
 
@@ -35,8 +35,8 @@ class SchedulerLimits:
     max_waiting: int
     prefill_chunk: int
     min_reused_tokens: int = 16
-    """Fewer prompt tokens than this are neither taken from the prefix cache, which scatters a request's
-    slots, nor waited for while an older request reads them."""
+    """A shorter cached prefix is not used, since it would scatter a request's slots. Nor does a request wait for
+    the prefill of fewer common tokens."""
 
 
 class ScheduledChunk(NamedTuple):
@@ -144,7 +144,7 @@ class Scheduler:
         return chunks, preempted
 
     def shrink(self, chunks: Sequence[ScheduledChunk], prefill_tokens: int) -> list[ScheduledChunk]:
-        """Cut chunks to at most so many prompt tokens in all, and free the other slots."""
+        """Cut chunks to a total number of prompt tokens, and free the other slots."""
         kept: list[ScheduledChunk] = []
         for chunk in chunks:
             pending = len(chunk.slots)
@@ -235,7 +235,7 @@ class Scheduler:
         return self.prefix is not None and not request.unscored
 
     def _use_cached(self, request: Request) -> int:
-        """Use what is cached beyond what the request has read itself; returns how many tokens that spares."""
+        """Use cached tokens beyond the request's own slots; return their number."""
         if self.prefix is None or not self._may_use_cached(request):
             return 0
         self._share_prefix(request)
@@ -300,14 +300,14 @@ class OomBackoff:
         return self._nodes
 
     def on_oom(self, prefill_tokens: int, reason: str) -> None:
-        """Memory ran out in a round with so many prompt tokens."""
+        """Lower the limits after a round with `prefill_tokens` prompt tokens ran out of memory."""
         self.count += 1
         self.reason = reason
         self._nodes = self._rounds = 0
         self._chunk = max(1, min(self._chunk, prefill_tokens or self._chunk) // 2)
 
     def on_success(self) -> None:
-        """A round went well."""
+        """Record a round without a lack of memory."""
         if self._nodes is None and self._chunk == self._largest:
             return
         self._rounds += 1

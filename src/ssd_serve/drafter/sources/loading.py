@@ -116,7 +116,7 @@ def _widest_row_s(seconds: Mapping[int, float]) -> float:
 
 
 def target_tokenizer_info(config: EngineConfig) -> TokenizerInfo:
-    """The target's, for sources without a model of their own."""
+    """Return the target's vocabulary and context, for sources without a model of their own."""
     return tokenizer_info(find_model(config, config.target, "target"), config.context)
 
 

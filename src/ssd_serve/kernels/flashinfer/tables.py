@@ -112,7 +112,7 @@ def make_tables(
 
 
 def with_empty_requests(tables: Tables, requests: int) -> Tables:
-    """The same with requests that have neither rows nor context at the end, so many in all."""
+    """Return the tables padded to `requests` requests; the added ones have neither rows nor context."""
     more = (0, requests - len(tables.last_page_lengths))
     return replace(
         tables,

@@ -1,8 +1,8 @@
-"""A Jinja sandbox with an end: what a template may do besides what it may take, in seconds and characters.
+"""A Jinja sandbox with limits on time, in seconds, and output, in characters.
 
-Jinja's own sandbox keeps templates from Python's insides, but lets them loop for ever and make texts of any
-length. Here every loop, call, filter and operation looks at the clock, and what could make a long text is
-weighed before it is made. Knows nothing about chats.
+Jinja's own sandbox keeps templates from Python's internals, but lets them loop forever and make texts of any
+length. Here every loop, call, filter and operation checks the clock. The length of a text is estimated before
+an operation that could make a long one. Knows nothing about chats.
 """
 
 import re

@@ -31,7 +31,7 @@ class TextRules:
     min_tokens: int = 0
     """Stop strings have no effect in the first `min_tokens` tokens."""
     stop_token_set: frozenset[int] = frozenset()
-    """Ids that may end the output; their text is held back until the engine reports the end or goes on."""
+    """Ids that may end the output; their text is held back until the engine reports the end or more tokens."""
 
 
 class TextAssembler:

@@ -119,18 +119,18 @@ class RoundEstimate:
 
     choice: NodeChoice
     leaves: npt.NDArray[np.float64]
-    """Reach of the leaves that one draft step could expand, best first, less the price of a row."""
+    """Reach of the leaves that one draft step could expand, best first, less the cost of a row."""
     rate: float
     """Long-run tokens a second; 0 while unknown."""
     step_s: float
-    """Seconds until one more draft step's growth is here."""
+    """Seconds until the growth of one more draft step arrives."""
     steps: int
     """Draft steps already awaited in this round."""
     missed: int = 0
     """Decoding requests without growth below their root."""
 
     def worth(self, rate: float) -> float:
-        """Expected tokens, less what the time of the round is worth: more nodes also make it longer."""
+        """Return the expected tokens, less the round's time multiplied by the rate."""
         return self.choice.tokens - rate * self.choice.seconds
 
 
@@ -147,7 +147,7 @@ class WaitPolicy(Protocol):
 
 
 class CostBasedWait:
-    """Wait while the tokens that a step should add exceed what its time is worth at the long-run rate.
+    """Wait while the tokens that a step should add exceed its time multiplied by the long-run rate.
 
     An asynchronous drafter (`concurrent`) is awaited after a miss only. After a hit it grows the tree during
     the forward in any case, ready for the next round. In simulated time, waiting after hits lost a tenth at
@@ -197,7 +197,7 @@ class CostBasedWait:
 
 
 class NoWait:
-    """Verify at once what is there."""
+    """Verify the available nodes at once."""
 
     def should_wait(self, estimate: RoundEstimate) -> bool:
         """Never."""

@@ -55,7 +55,7 @@ class ThreadCountSelector:
         return self._tables[self._pays(rows, reading, clearly)]
 
     def all_cores(self, rows: int, reading: Reading) -> bool:
-        """Return whether the next round, of so many rows, computes on all cores."""
+        """Return whether the next round, of `rows` rows, computes on all cores."""
         shared_cores, lately = median(self._slowness[False]), self._slowness[True]
         if self._pays(rows, reading, {False: shared_cores, True: median(lately)}):
             return True
@@ -173,7 +173,7 @@ class ExecutionPlanner:
         return self._entered is not None and self._entered[0] is not self.mode
 
     def costs(self, requests: int) -> dict[SpeculationMode, CostTable]:
-        """Return the cost table of each mode for batches of so many requests."""
+        """Return the cost table of each mode for batches of `requests` requests."""
         if self.mode_config is None:
             return {}
         costs = dict(self.mode_config.costs)

@@ -42,8 +42,8 @@ class LevelAcceptance:
         return self._level_acceptance / self._levels
 
     def observe(self, acceptance_rate: int, levels: int) -> None:
-        """Texts came to so many levels with nodes, and went on along `acceptance_rate` of these. What was not drafted,
-        or not verified, is no guess that was wrong."""
+        """Count `levels` tree levels with nodes; `acceptance_rate` of them had an accepted node. Tokens that
+        were not drafted or not verified do not count as rejected."""
         faded = _DISCOUNT**levels
         self._level_acceptance = faded * self._level_acceptance + acceptance_rate
         self._levels = faded * self._levels + levels
@@ -57,7 +57,7 @@ class DecodingLoad:
     context: float = 0.0
 
     def reading(self, nodes_each: int = 0) -> Reading:
-        """KV reads of a decode round with so many nodes per request."""
+        """Return the KV reads of a decode round with `nodes_each` nodes per request."""
         tokens = int(self.requests * self.context)
         return Reading(tokens, tokens * (1 + nodes_each))
 
@@ -141,7 +141,8 @@ def _round_s(cost: CostTable, host: HostCost, load: DecodingLoad, nodes_each: in
 
 
 class ModeForecaster:
-    """`width`: nodes of a draft step; `host` and `acceptance_rate` are what the planner learns."""
+    """Forecasts the gain of each mode. `width`: nodes of a draft step; the planner updates `host` and
+    `acceptance_rate`."""
 
     def __init__(
         self,
@@ -165,11 +166,11 @@ class ModeForecaster:
         mode_config.controller.prefill_slowdown = self._prefill_slowdown
 
     def begin(self, running: Sequence[Request], context: float) -> None:
-        """A round begins while these requests run, of so many tokens of context on average."""
+        """Start a round with these running requests; `context` is their average number of tokens."""
         self._running, self._context = tuple(running), context
 
     def _forecast(self, requests: int) -> dict[SpeculationMode, float]:
-        """Return the expected gain of each mode with so many requests."""
+        """Return the expected gain of each mode with `requests` requests."""
         steps = {mode: DraftStep(self._drafters.step_s_in(mode), self._width) for mode in self._costs}
         load = DecodingLoad(requests, self._context)
         unit_s = self._costs[SpeculationMode.PLAIN].first_seconds(requests, load.reading())
@@ -220,7 +221,7 @@ class ModeForecaster:
         )
 
     def _plain_s(self, tokens: int) -> float:
-        """Seconds of plain decoding for so many tokens of the running requests together."""
+        """Return the seconds of plain decoding for `tokens` tokens of all running requests together."""
         requests = len(self._running)
         return (
             tokens / max(1, requests) * self._costs[SpeculationMode.PLAIN].first_seconds(requests, Reading())

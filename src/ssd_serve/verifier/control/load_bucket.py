@@ -19,14 +19,14 @@ _SETTLING = 6
 
 @dataclass(slots=True)
 class DiscountedMean:
-    """Rounds of one kind: what plain decoding should take for what they gave, what they took, how many."""
+    """Rounds of one kind: their time by plain decoding (`plain`), their time (`spent`) and their number."""
 
     plain: float = 0.0
     spent: float = 0.0
     rounds: float = 0.0
 
     def fade(self) -> None:
-        """Another round of the level has passed."""
+        """Discount for another round of the level."""
         self.plain *= _DISCOUNT
         self.spent *= _DISCOUNT
         self.rounds *= _DISCOUNT
@@ -39,7 +39,7 @@ class DiscountedMean:
         self.rounds += 1
 
     def discount(self, rounds: float, slower: float = 1.0) -> None:
-        """Let it weigh no more than so many rounds, which would take `slower` times as long."""
+        """Limit the weight to `rounds` rounds, and scale their time by `slower`."""
         share = min(1.0, rounds / self.rounds) if self.rounds else 0.0
         self.plain *= share
         self.spent *= share * slower
@@ -61,9 +61,9 @@ twice as many the next time."""
 _RETRY_COST = 1.5
 """Cost of two switches as a multiple of half of the rounds between them."""
 _RECOVERED, _RECOVERED_ROUNDS = 0.9, 64
-"""The share of what it gave that it gives again, after so many rounds of its own."""
+"""Share of its former gain with which a regressed mode has recovered, after this number of its own rounds."""
 _ACCEPTED_AFTER = 1024
-"""Rounds of its own after which what it gives now is what it gives."""
+"""Number of its own rounds after which the current gain of a regressed mode counts as normal."""
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class LoadBucket(Generic[ModeT]):
     raw_forecast: dict[ModeT, float] = field(default_factory=dict)
     """Forecast of each mode by measured step times."""
     forecast: dict[ModeT, float] = field(default_factory=dict)
-    """The same, corrected by what they gave of it at other levels."""
+    """The same, corrected by the share of it that the modes achieved at other levels."""
     trend: RoundTimeTrend = field(default_factory=RoundTimeTrend)
     regressions: dict[ModeT, RegressionTracker] = field(default_factory=dict)
 

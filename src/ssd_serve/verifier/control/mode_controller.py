@@ -47,7 +47,7 @@ class ModeController(Generic[ModeT]):
 
     def __init__(self, modes: Sequence[ModeT]) -> None:
         self.forecast: Callable[[int], Mapping[ModeT, float]] | None = None
-        """Callback: expected gain of each mode with so many requests."""
+        """Callback: expected gain of each mode with this number of requests."""
         self.prefill_slowdown: Callable[[ModeT], float | None] = lambda _: None
         """Callback: expected factor by which a mode slows rounds with prefill; None: unknown."""
         self.remaining_benefit: Callable[[ModeT], float] = lambda _: 1.0
@@ -127,11 +127,11 @@ class ModeController(Generic[ModeT]):
             bucket.running = self._best(bucket)
 
     def observe(self, gained_s: float, seconds: float, plain_s: float, prefill: bool = False) -> None:
-        """The round that was last chosen for took `seconds`.
+        """Record that the last chosen round took `seconds`.
 
-        Plain decoding should take `gained_s` for the same, and `plain_s` for one of its rounds. Rounds that
-        read `prefill` count too, since drafting slows them, but apart: less is known of what they take,
-        and how many there are is no merit of a way.
+        Plain decoding should take `gained_s` for the same tokens, and `plain_s` for one of its rounds. Rounds
+        with `prefill` count too, since drafting slows them, but separately. Their times are less predictable,
+        and their number does not depend on the mode.
         """
         if gained_s <= 0 or seconds <= 0 or plain_s <= 0:
             return
@@ -228,7 +228,7 @@ class ModeController(Generic[ModeT]):
         return math.exp(correction / weights)
 
     def _bucket_at(self, exponent: int) -> LoadBucket[ModeT]:
-        """The level; a new one begins with what is best at the nearest that is known."""
+        """Return the bucket; a new one starts with the best mode of the nearest known bucket."""
         bucket = self._buckets.get(exponent)
         if bucket is None:
             nearest = min(self._buckets, key=lambda known: abs(known - exponent), default=None)

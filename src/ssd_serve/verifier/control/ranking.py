@@ -97,14 +97,14 @@ def rank(
 
 
 def _left(node: Node) -> float:
-    """Return the probability that the next token is none of its candidates."""
+    """Return the probability that the token after the node is none of its candidates."""
     return max(0.0, 1.0 - sum([math.exp(each - node.cumulative) for each in node.cumulatives]))
 
 
 def _trees(
     chunks: Sequence[ScheduledChunk], context: int, instant: int
 ) -> tuple[dict[int, _Tree], list[float]]:
-    """The trees by part, and what is left of roots without growth but by `instant` sources."""
+    """Return the trees by chunk, and the uncovered probability of roots that only `instant` sources expanded."""
     trees: dict[int, _Tree] = {}
     missed: list[float] = []
     for index, chunk in enumerate(chunks):

@@ -26,8 +26,8 @@ from ssd_serve.verifier.scheduler import ScheduledChunk
 
 _MIN_PREFILL_TOKENS = 16
 _MIN_CHUNK_SAVING = 0.85
-"""A smaller chunk than the largest must cost this share of its price by the row: the rest is noise, and the
-first token of a prompt comes later."""
+"""A smaller chunk than the largest must cost at most this share of the largest one's time per row. A smaller
+saving may be noise, and smaller chunks delay the first token of a prompt."""
 _EQUAL_COST = 1.03
 _CANDIDATES, _CANDIDATES_EACH = 64, 8
 """Most nodes of a round, and per request if there are many, without a budget in the settings; the cost model
@@ -80,7 +80,7 @@ class _PendingRound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RoundCandidates:
-    """A round of `requests` decoding requests as it would be now; `seconds` is what it takes with 0, 1, ...
+    """The round of `requests` decoding requests if it starts now; `seconds` are its times with 0, 1, ...
     nodes."""
 
     requests: int
@@ -251,11 +251,11 @@ class RoundPlanner:
         return Decision(self._drafters.mode, why, choice.nodes, waited_s, chosen, other)
 
     def _candidates(self, pending: _PendingRound, steps: int) -> _RoundCandidates:
-        """The round as it would be now, after so many awaited draft steps."""
+        """Return the round if it starts now, after `steps` awaited draft steps."""
         bounds, requests = self._bounds, pending.requests
         rate = self._rate.value(len(pending.chunks))  # requests in prefill wait too
         most = max(_CANDIDATES, _CANDIDATES_EACH * requests) if bounds.budget is None else bounds.budget
-        least = rate * self.host.node_s / 2  # what is worth less than its host time is not looked at
+        least = rate * self.host.node_s / 2  # skip nodes that are worth less than their host time
         instant = self._drafters.lookup_sources if self._drafters.step_s else 0
         ranking = rank(pending.chunks, most, bounds.context, bounds.width, least, instant)
         reaches = np.array([item[0] for item in ranking.nodes])
@@ -264,7 +264,7 @@ class RoundPlanner:
         row_s = float(shared_cores[-1] - shared_cores[0]) / max(1, len(shared_cores) - 1)
         seconds = seconds[: len(reaches) + 1]
         choice = choose(reaches, requests, seconds, rate, bounds.max_tpot_s)
-        # What grows below a leaf must be verified too: only the reach beyond a row's price is worth growing.
+        # Nodes below a leaf need rows, too: only a reach above the cost of a row is worth growing.
         leaves = np.maximum(ranking.leaves - rate * row_s, 0.0)
         estimate = RoundEstimate(choice, leaves, rate, self._drafters.step_s, steps, ranking.missed)
         return _RoundCandidates(requests, estimate, ranking, seconds)

@@ -91,7 +91,7 @@ class GainFile:
         self._written: dict[int, dict[str, float]] = {}
 
     def read(self) -> dict[int, dict[str, float]]:
-        """Empty where nothing is remembered, or what is cannot be read."""
+        """Return the stored gains; empty if there is no readable file."""
         try:
             file = msgspec.json.decode(read_own(self._path), type=_Gains)
         except (OSError, msgspec.DecodeError):

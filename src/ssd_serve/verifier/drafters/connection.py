@@ -50,11 +50,11 @@ _SILENT_STEPS, _SILENT_EXTRA_S = 3, 0.020
 _LAGGING_S, _LAGGING_STEPS = 1.0, 20
 """A drafter lags once it has been silent for 1 s + 20 of its steps; a long prompt alone takes less."""
 _RECOVERED_S = 2.0
-"""A drafter that lagged must keep up for so long; otherwise its requests would move to and fro."""
+"""A drafter that lagged must keep up for this time; otherwise its requests would move back and forth."""
 _MAX_IGNORED_PER_S = 20_000
 """Most messages a second without effect; a request that ends leaves some hundreds of them in flight."""
 _RESYNCS, _RESYNC_S = 8, 8.0
-"""Most `Resync` messages of one request that are answered in so many seconds."""
+"""Maximum `Resync` messages of one request that are answered in this number of seconds."""
 _BATCHED_TOKENS = 64
 """Tokens of a request that a paused drafter receives together, as one cheap prefill chunk."""
 
@@ -329,7 +329,7 @@ class DrafterConnection:
                     self._send_features(sync)
 
     def _sync(self, sync: _RequestSync) -> None:
-        """Send the message that the state owes."""
+        """Send the message that the state requires."""
         request, replica = sync.request, sync.request.replica
         if sync.state is SyncState.CLOSING:
             if self._fits(self.channel.send, Close(request.number, request.epoch)):

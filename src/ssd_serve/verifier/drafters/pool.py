@@ -37,11 +37,11 @@ Requests = Mapping[int, Request]
 
 _HEARTBEAT_S = 2.0
 _RESPONSIVE_S = 10.0
-"""A drafter is responsive if it sent a message in so many seconds; prefill without a heartbeat takes less."""
+"""A drafter is responsive if it sent a message in this time; prefill without a heartbeat takes less."""
 _HELLO_S = 10.0
 """Time that a new connection has for its `Hello`."""
 _UNBAN_S = 60.0
-"""A drafter that keeps the rules for so long is forgiven its earlier bans."""
+"""Earlier bans of a drafter are cleared after this time without a violation."""
 _WORK_PER_DRAIN, _MIN_WORK = 2048, 32
 """Messages and expansions that one drain takes of all drafters, and of each at least: some milliseconds."""
 _CANDIDATES_PER_WORK = 16
