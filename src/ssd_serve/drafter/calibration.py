@@ -40,7 +40,7 @@ class Calibration:
         return self.scales(temperature)[min(depth, DEEPEST)][0]
 
     def scales(self, temperature: float) -> tuple[tuple[float, ...], ...]:
-        """For depths 0 to `DEEPEST` the scales of that depth and of all deeper ones."""
+        """Return, for each depth from 0 to `DEEPEST`, the scales of that depth and of all deeper ones."""
         return self._scales[temperature_band(temperature)]
 
     def observe(self, temperature: float, candidates: Candidates, token: int, depth: int = 0) -> None:

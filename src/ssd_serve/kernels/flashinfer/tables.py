@@ -130,6 +130,6 @@ def _first_bits(counts: Int64Array, words: int) -> npt.NDArray[np.uint64]:
 
 
 def _places(offsets: Int32Array) -> Int64Array:
-    """For each element its place in its segment."""
+    """Return the index of each element in its segment."""
     starts = np.repeat(offsets[:-1], np.diff(offsets))
     return np.arange(len(starts), dtype=np.int64) - starts

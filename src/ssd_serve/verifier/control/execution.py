@@ -22,7 +22,7 @@ from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.drafters.pool import DrafterPool
 
 _MIN_SAVING = 0.9
-"""All cores must take at most this share of the time on the shared cores."""
+"""Maximum time on all cores, as a share of the time on the shared cores."""
 _CLEARLY_SLOWER = 1.2
 """A choice below this multiple of its time at start counts as unchanged while others compute: its latest
 rounds may have been prefill, which does not predict decoding."""
