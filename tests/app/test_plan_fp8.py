@@ -20,7 +20,7 @@ from ssd_serve.app.plan.known_models import (
 )
 from ssd_serve.app.plan.roof import Roof
 from ssd_serve.base.devices import Machine
-from ssd_serve.kernels.products.fp8 import FORMATS
+from ssd_serve.kernels.fp8 import FORMATS
 from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.weights import matrices
 from ssd_serve.models.weights.quantization import Fp8Scheme

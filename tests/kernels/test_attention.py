@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.attention.invariance import UnrolledAttention
-from ssd_serve.kernels.attention.reference import ReferenceAttention, visible_slots
-from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
+from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaRows
+from ssd_serve.kernels.attention.self_test import ReferenceAttention, visible_slots
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary

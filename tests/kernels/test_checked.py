@@ -8,8 +8,8 @@ import torch
 from ssd_serve.base.logs import Logger
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.checked import CheckedAttention, Difference, DifferenceLog
-from ssd_serve.kernels.attention.reference import ReferenceAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
+from ssd_serve.kernels.attention.self_test import ReferenceAttention
 from ssd_serve.kernels.batch import Batch, build_batch
 from tests.kernels.test_attention import filled_cache, rows_of
 

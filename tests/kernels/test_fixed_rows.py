@@ -9,11 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix, has_bf16_products
-from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
-from ssd_serve.kernels.products.int8 import quantise
-from ssd_serve.kernels.rows.fixed_rows import (
+from ssd_serve.kernels.cpu_products import quantise
+from ssd_serve.kernels.fixed_rows import (
     BlockForm,
     operation_way,
     product_ways,
@@ -21,6 +18,9 @@ from ssd_serve.kernels.rows.fixed_rows import (
     threads,
     trial_product,
 )
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix, has_bf16_products
+from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
 
 WAYS = product_ways("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import torch
 
 from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.flashinfer.adapter import MakeWrapper, describe, import_package, natural
-from ssd_serve.kernels.flashinfer.versions import installed_versions
+from ssd_serve.kernels.flashinfer.installation import installed_versions
 from tests.kernels.flashinfer_double import Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, RESET, UPSTREAM, Recorded, signature
 

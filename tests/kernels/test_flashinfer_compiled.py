@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ssd_serve.base.errors import PermissionProblemError, UserError
-from ssd_serve.kernels.flashinfer import compiled
-from ssd_serve.kernels.flashinfer.compiled import Build, clear_stale, use_folder
+from ssd_serve.kernels.flashinfer import installation
+from ssd_serve.kernels.flashinfer.installation import Build, clear_stale, use_folder
 
 UPSTREAM = Build("flashinfer-python", "0.7.2.post1", "2.13.0+cu130", "9.0")
 PORT = Build("amd-flashinfer", "0.5.3+amd.2", "2.9.1+rocm7.2", "gfx942")
@@ -142,7 +142,7 @@ def test_prebuilt_kernels_of_another_version_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
 ) -> None:
     found = {"amd-flashinfer-jit-cache": version}
-    monkeypatch.setattr(compiled, "installed_version", found.get)
+    monkeypatch.setattr(installation, "installed_version", found.get)
     if not refused:
         assert use_folder(tmp_path, PORT, None) == []
         return

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_serve.kernels.attention.reference import visible_slots
+from ssd_serve.kernels.attention.self_test import visible_slots
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.flashinfer.tables import causal_requests, make_tables, rows_of
 from tests.kernels.test_attention import SLOTS, random_request

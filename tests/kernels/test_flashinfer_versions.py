@@ -5,8 +5,8 @@ import importlib.metadata
 import pytest
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.kernels.flashinfer import versions
-from ssd_serve.kernels.flashinfer.versions import choose
+from ssd_serve.kernels.flashinfer import installation
+from ssd_serve.kernels.flashinfer.installation import choose
 from tests.kernels.flashinfer_signatures import ALL, PORT, Recorded
 
 RECORDED = pytest.mark.parametrize("recorded", ALL, ids=str)
@@ -82,4 +82,4 @@ def test_installed_packages_are_found_by_their_distributions(monkeypatch: pytest
         return "1.2.3"
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert versions.installed_versions() == {"flashinfer-python": "1.2.3"}
+    assert installation.installed_versions() == {"flashinfer-python": "1.2.3"}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.kernels.products import fp8
+from ssd_serve.kernels import fp8
 from tests.pretended_device import DEVICE, checked_device
 
 FN, FNUZ = fp8.FORMATS

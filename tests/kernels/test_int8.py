@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ssd_serve.kernels.products import int8, packed
+from ssd_serve.kernels import cpu_products
 
 
 def weight_of(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
@@ -22,18 +22,18 @@ def rows_of(rows: int, inputs: int) -> torch.Tensor:
     return (torch.randn((rows, inputs), generator=torch.Generator().manual_seed(rows)) * sizes).bfloat16()
 
 
-def exact(weight: int8.QuantisedWeight, rows: torch.Tensor) -> torch.Tensor:
+def exact(weight: cpu_products.QuantisedWeight, rows: torch.Tensor) -> torch.Tensor:
     return F.linear(rows.double(), weight.numbers.double()) * weight.scales.double()
 
 
 def needs_int8() -> None:
-    if not int8.can_multiply_int8():
+    if not cpu_products.can_multiply_int8():
         pytest.skip("this machine has no int8 products")
 
 
 def test_weights_are_rounded_to_the_nearest_number() -> None:
     weight = weight_of(40, 96)
-    quantised = int8.quantise(weight)
+    quantised = cpu_products.quantise(weight)
     assert (quantised.numbers.dtype, quantised.scales.dtype) == (torch.int8, torch.float32)
     numbers, scales = quantised.numbers.double(), quantised.scales.double().unsqueeze(1)
     assert ((weight.double() - numbers * scales).abs() <= 0.5001 * scales).all()
@@ -44,13 +44,15 @@ def test_weights_are_rounded_to_the_nearest_number() -> None:
 
 def test_large_weights_are_quantised_in_pieces() -> None:
     weight = weight_of(2500, 8)
-    assert torch.equal(int8.quantise(weight).numbers[2400:], int8.quantise(weight[2400:]).numbers)
+    assert torch.equal(
+        cpu_products.quantise(weight).numbers[2400:], cpu_products.quantise(weight[2400:]).numbers
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_rows_keep_sixteen_bits(rows: int) -> None:
     x = rows_of(rows, 70)
-    pieces, scales = int8.split_rows(x)
+    pieces, scales = cpu_products.split_rows(x)
     assert pieces.dtype == torch.uint8
     low, high = (pieces.double() - 128).chunk(2)
     written = (low + 256 * high) * scales.double()
@@ -62,7 +64,7 @@ def test_rows_keep_sixteen_bits(rows: int) -> None:
 
 
 def test_rows_of_zeros_stay_zeros() -> None:
-    pieces, scales = int8.split_rows(torch.zeros((2, 8), dtype=torch.bfloat16))
+    pieces, scales = cpu_products.split_rows(torch.zeros((2, 8), dtype=torch.bfloat16))
     assert (pieces == 128).all()
     assert torch.isfinite(scales).all()
 
@@ -71,15 +73,15 @@ def test_rows_of_zeros_stay_zeros() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("widened", [False, True])
 def test_products(rows: int, bias: bool, widened: bool) -> None:
-    weight = int8.quantise(weight_of(200, 136))
+    weight = cpu_products.quantise(weight_of(200, 136))
     offset = torch.linspace(-1, 1, 200).bfloat16() if bias else None
     x = rows_of(rows, 136)
     if widened:
         numbers = weight.numbers.bfloat16()
-        result = int8.WidenedMatrix(lambda each: F.linear(each, numbers), weight.scales, offset)(x)
+        result = cpu_products.WidenedMatrix(lambda each: F.linear(each, numbers), weight.scales, offset)(x)
     else:
         needs_int8()
-        result = int8.Int8Matrix(weight, offset)(x)
+        result = cpu_products.Int8Matrix(weight, offset)(x)
     assert (result.dtype, result.shape) == (torch.bfloat16, (rows, 200))
     product = exact(weight, x)
     expected = product + (0.0 if offset is None else offset.double())
@@ -93,7 +95,7 @@ def test_products(rows: int, bias: bool, widened: bool) -> None:
 def test_the_quantised_product_is_near_the_float_one() -> None:
     needs_int8()
     weight, x = weight_of(64, 256), rows_of(5, 256)
-    result = int8.Int8Matrix(int8.quantise(weight))(x).double()
+    result = cpu_products.Int8Matrix(cpu_products.quantise(weight))(x).double()
     expected = F.linear(x.double(), weight.double())
     # Half a step of every weight, times the elements: what rounding to int8 can cost at most.
     step = weight.double().abs().amax(1) / 127
@@ -105,7 +107,7 @@ def test_the_quantised_product_is_near_the_float_one() -> None:
 
 def test_a_row_does_not_depend_on_how_many_there_are() -> None:
     needs_int8()
-    matrix, x = int8.Int8Matrix(int8.quantise(weight_of(200, 136))), rows_of(33, 136)
+    matrix, x = cpu_products.Int8Matrix(cpu_products.quantise(weight_of(200, 136))), rows_of(33, 136)
     together = matrix(x)
     for count in (1, 2, 5, 16):
         parts = [matrix(x[start : start + count]) for start in range(0, 33, count)]
@@ -114,14 +116,14 @@ def test_a_row_does_not_depend_on_how_many_there_are() -> None:
 
 def test_leading_dimensions_are_kept() -> None:
     needs_int8()
-    matrix, x = int8.Int8Matrix(int8.quantise(weight_of(24, 40))), rows_of(6, 40)
+    matrix, x = cpu_products.Int8Matrix(cpu_products.quantise(weight_of(24, 40))), rows_of(6, 40)
     assert torch.equal(matrix(x.view(2, 3, 40)).view(6, 24), matrix(x))
     assert matrix(x[:0]).shape == (0, 24)
 
 
 def test_numbers_that_are_none_are_seen() -> None:
     needs_int8()
-    matrix, x = int8.Int8Matrix(int8.quantise(weight_of(24, 40))), rows_of(2, 40)
+    matrix, x = cpu_products.Int8Matrix(cpu_products.quantise(weight_of(24, 40))), rows_of(2, 40)
     x[1, 3] = float("nan")
     result = matrix(x)
     assert torch.isfinite(result[0]).all()
@@ -131,10 +133,10 @@ def test_numbers_that_are_none_are_seen() -> None:
 def test_nothing_is_built_without_onednn_or_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-        assert not packed.can_pack_int8()
+        assert not cpu_products.can_pack_int8()
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    assert not packed.can_pack_int8()
-    assert not int8.can_multiply_int8()
+    assert not cpu_products.can_pack_int8()
+    assert not cpu_products.can_multiply_int8()
 
 
 def test_nothing_is_built_when_an_operator_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +145,7 @@ def test_nothing_is_built_when_an_operator_changed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
     monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", refuse)
-    assert not packed.can_pack_int8()
+    assert not cpu_products.can_pack_int8()
 
 
 def test_nothing_is_built_when_sums_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +157,10 @@ def test_nothing_is_built_when_sums_saturate(monkeypatch: pytest.MonkeyPatch) ->
         return result.clamp(-1e6, 1e6)
 
     monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", saturate)
-    assert not packed.can_pack_int8()
+    assert not cpu_products.can_pack_int8()
 
 
 def test_int8_is_built_where_the_processor_has_it() -> None:
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not packed.cpu_has_fast_bf16():
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not cpu_products.cpu_has_fast_bf16():
         pytest.skip("no x86 CPU with AVX-512 BF16, which comes with VNNI")
-    assert int8.can_multiply_int8()
+    assert cpu_products.can_multiply_int8()

@@ -15,13 +15,12 @@ from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import candidates, choose_attention
 from ssd_serve.kernels.attention.contract import Maker
 from ssd_serve.kernels.attention.invariance import UnrolledAttention, depends_on_batch, single, unrolled
-from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
+from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaRows
 from ssd_serve.kernels.attention.self_test import Heads
 from ssd_serve.kernels.batch import build_batch
+from ssd_serve.kernels.fixed_rows import threads
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.kernels.triton.attention import TritonAttention
 from ssd_serve.kernels.triton.shapes import SPLIT
 from tests.examples import examples

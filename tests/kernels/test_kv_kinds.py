@@ -9,9 +9,8 @@ import torch
 from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import AttentionOptions, attention_for, candidates
-from ssd_serve.kernels.attention.reference import ReferenceAttention
 from ssd_serve.kernels.attention.sdpa import SdpaAttention
-from ssd_serve.kernels.attention.self_test import Heads, try_forms
+from ssd_serve.kernels.attention.self_test import Heads, ReferenceAttention, try_forms
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from tests.cache.test_kv import ORDERS
 

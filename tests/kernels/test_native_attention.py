@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.attention.reference import ReferenceAttention
-from ssd_serve.kernels.attention.self_test import first_failure
+from ssd_serve.kernels.attention.self_test import ReferenceAttention, first_failure
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import SOURCES, NativeLibrary

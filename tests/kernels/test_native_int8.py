@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ssd_serve.base.errors import UserError
+from ssd_serve.kernels import cpu_products
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import NativeInt8Matrix, can_multiply_int8, has_int8_products
-from ssd_serve.kernels.products import int8
 
 SHAPES = ((32, 4), (200, 136), (33, 70), (1, 15), (96, 1029), (40, 512))
 """Whole panels and groups of inputs, and what is left of them."""
@@ -23,11 +23,11 @@ def library(native: NativeLibrary) -> NativeLibrary:
     return native
 
 
-def weight_of(outputs: int, inputs: int) -> int8.QuantisedWeight:
+def weight_of(outputs: int, inputs: int) -> cpu_products.QuantisedWeight:
     """Rows of very different sizes."""
     generator = torch.Generator().manual_seed(outputs)
     sizes = 10.0 ** torch.linspace(-4, 3, outputs).unsqueeze(1)
-    return int8.quantise(torch.randn((outputs, inputs), generator=generator) * sizes)
+    return cpu_products.quantise(torch.randn((outputs, inputs), generator=generator) * sizes)
 
 
 def rows_of(rows: int, inputs: int) -> torch.Tensor:
@@ -35,18 +35,22 @@ def rows_of(rows: int, inputs: int) -> torch.Tensor:
     return (torch.randn((rows, inputs), generator=torch.Generator().manual_seed(rows)) * sizes).bfloat16()
 
 
-def as_in_torch(weight: int8.QuantisedWeight, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+def as_in_torch(
+    weight: cpu_products.QuantisedWeight, bias: torch.Tensor | None, rows: torch.Tensor
+) -> torch.Tensor:
     """The same scheme, sums in float64, which holds them exactly."""
-    pieces, scales = int8.split_rows(rows)
+    pieces, scales = cpu_products.split_rows(rows)
     sums = ((pieces.double() - 128) @ weight.numbers.double().T).float() * weight.scales
     low, high = sums.chunk(2)
     result = (low + 256.0 * high) * scales
     return (result if bias is None else result + bias.float()).bfloat16()
 
 
-def scaled_once(weight: int8.QuantisedWeight, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+def scaled_once(
+    weight: cpu_products.QuantisedWeight, bias: torch.Tensor | None, rows: torch.Tensor
+) -> torch.Tensor:
     """The scheme where a row's numbers stay whole: their exact sums are rounded once, when scaled."""
-    pieces, scales = int8.split_rows(rows)
+    pieces, scales = cpu_products.split_rows(rows)
     low, high = (pieces.double() - 128).chunk(2)
     sums = (low + 256.0 * high) @ weight.numbers.double().T
     result = (sums * (weight.scales.double() * scales.double())).float()
@@ -69,10 +73,10 @@ def test_results_are_those_of_the_scheme_bit_for_bit(
 
 
 def test_results_are_those_of_onednn_bit_for_bit(library: NativeLibrary) -> None:
-    if not int8.can_multiply_int8():
+    if not cpu_products.can_multiply_int8():
         pytest.skip("this torch has no int8 products")
     weight = weight_of(200, 136)
-    ours, theirs = NativeInt8Matrix(library, weight), int8.Int8Matrix(weight)
+    ours, theirs = NativeInt8Matrix(library, weight), cpu_products.Int8Matrix(weight)
     for rows in (1, 5, 16):
         assert torch.equal(ours(rows_of(rows, 136)), theirs(rows_of(rows, 136)))
 
@@ -80,7 +84,7 @@ def test_results_are_those_of_onednn_bit_for_bit(library: NativeLibrary) -> None
 def test_the_largest_sums_there_are_do_not_overflow(library: NativeLibrary) -> None:
     numbers = torch.full((32, 1 << 17), 127, dtype=torch.int8)
     numbers[1::2] = -127
-    weight = int8.QuantisedWeight(numbers, torch.full((32,), 1e-3))
+    weight = cpu_products.QuantisedWeight(numbers, torch.full((32,), 1e-3))
     for value in (1.0, -1.0):
         x = torch.full((1, 1 << 17), value, dtype=torch.bfloat16)
         expected = value * 127e-3 * (1 << 17) * torch.tensor([[1.0, -1.0]]).repeat(1, 16)
@@ -88,7 +92,7 @@ def test_the_largest_sums_there_are_do_not_overflow(library: NativeLibrary) -> N
 
 
 def test_a_matrix_whose_sums_could_overflow_is_refused(library: NativeLibrary) -> None:
-    weight = int8.QuantisedWeight(torch.zeros((1, (1 << 17) + 1), dtype=torch.int8), torch.ones(1))
+    weight = cpu_products.QuantisedWeight(torch.zeros((1, (1 << 17) + 1), dtype=torch.int8), torch.ones(1))
     with pytest.raises(UserError, match="131072 inputs"):
         NativeInt8Matrix(library, weight)
 

@@ -9,8 +9,7 @@ import torch
 
 from ssd_serve.base.logs import Logger
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.rows import NativeRows, can_operate
-from ssd_serve.kernels.rows.operations import RmsNorm, RowOperations, TorchRows
+from ssd_serve.kernels.rows import NativeRows, RmsNorm, RowOperations, TorchRows, can_operate
 
 DTYPES = [torch.float32, torch.bfloat16]
 

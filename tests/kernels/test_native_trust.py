@@ -12,7 +12,7 @@ import torch
 
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16, can_multiply_int8
-from ssd_serve.kernels.native.rows import can_operate
+from ssd_serve.kernels.rows import can_operate
 from ssd_serve.sampling import noise_rows
 from ssd_serve.sampling.choice import trusted_choice
 from ssd_serve.sampling.noise_rows import NoiseRows

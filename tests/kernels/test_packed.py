@@ -4,20 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ssd_serve.kernels.products import packed
+from ssd_serve.kernels import cpu_products
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 3, 8, 70])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products(dtype: torch.dtype, rows: int, bias: bool) -> None:
-    if not packed.can_pack(dtype):
+    if not cpu_products.can_pack(dtype):
         pytest.skip(f"this machine cannot pack {dtype}")
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn((200, 136), generator=generator).to(dtype)
     offset = torch.randn((200,), generator=generator).to(dtype) if bias else None
     x = torch.randn((rows, 136), generator=generator).to(dtype)
-    result = packed.PackedMatrix(weight, offset)(x)
+    result = cpu_products.PackedMatrix(weight, offset)(x)
     plain = F.linear(x, weight, offset)
     assert result.shape == (rows, 200)
     assert result.dtype == dtype
@@ -28,7 +28,7 @@ def test_products(dtype: torch.dtype, rows: int, bias: bool) -> None:
 
 def test_nothing_is_packed_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not packed.can_pack(torch.float32)
+    assert not cpu_products.can_pack(torch.float32)
 
 
 def test_nothing_is_packed_when_an_operator_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_nothing_is_packed_when_an_operator_changed(monkeypatch: pytest.MonkeyPa
         raise TypeError("unexpected argument")
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", refuse)
-    assert not packed.can_pack(torch.float32)
+    assert not cpu_products.can_pack(torch.float32)
 
 
 def test_nothing_is_packed_when_results_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,10 +44,10 @@ def test_nothing_is_packed_when_results_are_wrong(monkeypatch: pytest.MonkeyPatc
         return x.new_zeros((x.shape[0], 48))
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", wrong)
-    assert not packed.can_pack(torch.float32)
+    assert not cpu_products.can_pack(torch.float32)
 
 
 def test_packing_works_on_x86() -> None:
     if "AVX" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("not an x86 CPU with AVX")
-    assert packed.can_pack(torch.float32)
+    assert cpu_products.can_pack(torch.float32)

@@ -7,7 +7,7 @@ import pytest
 from triton import knobs
 
 from ssd_serve.base.trusted_files import make_folder, weakness
-from ssd_serve.kernels.triton.factory import keep_private
+from ssd_serve.kernels.triton import keep_private
 
 
 def test_a_folder_of_this_users_alone_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ssd_serve.cache.kv import LayerKV
 from ssd_serve.kernels.attention.invariance import UnrolledAttention, single, unrolled
-from ssd_serve.kernels.attention.reference import visible_slots
-from ssd_serve.kernels.attention.sdpa_rows import SdpaRows
+from ssd_serve.kernels.attention.sdpa import SdpaRows
+from ssd_serve.kernels.attention.self_test import visible_slots
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary

@@ -14,7 +14,7 @@ from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.invariance import UnrolledAttention
 from ssd_serve.kernels.batch import Batch, build_batch
 from ssd_serve.kernels.device import MAX_CAPTURED_ROWS, CapturedGraph, captured_rows
-from ssd_serve.kernels.rows.operations import TorchRows
+from ssd_serve.kernels.rows import TorchRows
 from ssd_serve.kernels.triton.attention import TritonAttention
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.registry import load_description

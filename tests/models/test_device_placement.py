@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.kernels import fp8
 from ssd_serve.kernels.attention import backends
 from ssd_serve.kernels.attention.backends import AttentionOptions
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.products import fp8
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.parallel import Parallel, SingleRank

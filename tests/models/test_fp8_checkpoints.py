@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ssd_serve.base.errors import CheckpointError, UserError
+from ssd_serve.kernels import fp8
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.products import fp8
 from ssd_serve.models import load
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model

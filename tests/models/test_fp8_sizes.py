@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.kernels.products import fp8
+from ssd_serve.kernels import fp8
 from ssd_serve.models import load, sizes
 from ssd_serve.models.weights import linear, matrices
 from tests.models.fp8_checkpoints import FORMS, Form, change_tensors, is_quantised, write

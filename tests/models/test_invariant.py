@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.fixed_rows import threads
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import has_bf16_products
-from ssd_serve.kernels.rows.fixed_rows import threads
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.weights.linear import DenseLinear, Linear

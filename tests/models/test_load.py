@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ssd_serve.base.errors import MemoryShortError, UserError
+from ssd_serve.kernels import cpu_products
 from ssd_serve.kernels.attention.backends import AttentionOptions
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.products import packed
 from ssd_serve.models import load, memory, sizes
 from ssd_serve.models.architectures.dense.decoder import DenseDecoder
 from tests.models import checkpoints
@@ -40,7 +40,7 @@ def test_devices() -> None:
     assert [sizes.torch_device(name) for name in ("cpu", "cpu:3", "cpu:0-1", "cuda:1")] == [
         "cpu", "cpu", "cpu", "cuda:1",
     ]  # fmt: skip
-    assert isinstance(packed.cpu_has_fast_bf16(), bool)
+    assert isinstance(cpu_products.cpu_has_fast_bf16(), bool)
 
 
 def test_sizes_from_the_configuration_alone(folder: Path) -> None:

@@ -12,10 +12,10 @@ from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.cpu_products import can_multiply_int8
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import NativeInt8Matrix
 from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
-from ssd_serve.kernels.products.int8 import can_multiply_int8
 from ssd_serve.models import load, sizes
 from ssd_serve.models.interface import Model
 from ssd_serve.models.weights import linear

@@ -45,7 +45,7 @@ BACKENDS = {
     ),
     "triton": RegisteredBackend(
         Where.GPUS,
-        "ssd_serve.kernels.triton.factory:FACTORY",
+        "ssd_serve.kernels.triton:FACTORY",
         "our own kernels: the prefix of a request is read once for all its rows, in parts that are merged by "
         "their log-sum-exp",
         package="triton",

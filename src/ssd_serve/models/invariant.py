@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix
-from ssd_serve.kernels.native.rows import NativeRows
-from ssd_serve.kernels.rows.fixed_rows import (
+from ssd_serve.kernels.fixed_rows import (
     BlockForm,
     operation_way,
     product_ways,
@@ -19,7 +17,8 @@ from ssd_serve.kernels.rows.fixed_rows import (
     settle,
     trial_product,
 )
-from ssd_serve.kernels.rows.operations import RmsNorm, RowOperations
+from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix
+from ssd_serve.kernels.rows import NativeRows, RmsNorm, RowOperations
 from ssd_serve.models.architectures.contract import RowShapes
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare

@@ -25,8 +25,7 @@ from ssd_serve.kernels.attention.checked import Difference
 from ssd_serve.kernels.attention.contract import Capturable
 from ssd_serve.kernels.device import DeviceGraphCapture, layout_order
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.rows import NativeRows, can_operate
-from ssd_serve.kernels.rows.operations import RowOperations, TorchRows
+from ssd_serve.kernels.rows import NativeRows, RowOperations, TorchRows, can_operate
 from ssd_serve.models.architectures.contract import ModelParts, Sizes
 from ssd_serve.models.captured import CapturedModel
 from ssd_serve.models.config import model_name

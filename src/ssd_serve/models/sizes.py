@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ssd_serve.base.errors import UserError
+from ssd_serve.kernels.cpu_products import cpu_has_fast_bf16
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16
-from ssd_serve.kernels.products.packed import cpu_has_fast_bf16
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.parallel import Parallel

@@ -78,7 +78,7 @@ def noise_kernel(device: torch.device, native: NativeLibrary | None) -> NoiseKer
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     try:
-        from ssd_serve.kernels.triton.factory import keep_private
+        from ssd_serve.kernels.triton import keep_private
         from ssd_serve.kernels.triton.noise import TritonNoise
 
         keep_private()

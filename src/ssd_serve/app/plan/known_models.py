@@ -17,8 +17,8 @@ from ssd_serve.base.errors import CheckpointError, HubError
 from ssd_serve.base.names import HubId, hub_id
 from ssd_serve.base.settings import Settings
 from ssd_serve.kernels.device import dtype_name
+from ssd_serve.kernels.fp8 import FORMATS, can_multiply, native_format
 from ssd_serve.kernels.native.library import native_library
-from ssd_serve.kernels.products.fp8 import FORMATS, can_multiply, native_format
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name, read_json

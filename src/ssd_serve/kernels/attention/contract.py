@@ -2,7 +2,7 @@
 
 A backend is built for one model's cache. Once a forward it turns a batch into a *plan* (on the host, shared
 by all layers). Then, for every layer, the keys and values of all rows are written and the rows attend.
-`Batch` in `kernels/batch.py` defines which slots a row may read; `kernels/attention/reference.py` spells it
+`Batch` in `kernels/batch.py` defines which slots a row may read; `kernels/attention/self_test.py` spells it
 out. Knows no request, no architecture and no weights.
 """
 

@@ -2,8 +2,7 @@
 
 Both are imported as `flashinfer`: `flashinfer-python` is for CUDA, `amd-flashinfer` for ROCm. Their
 signatures are recorded in the tests of this module: upstream 0.7.2.post1, the port 0.5.3+amd.2, and the
-port's main branch at 05005763. Which package to use is the business of `versions.py`, compiled kernels and
-their folders that of `compiled.py`.
+port's main branch at 05005763. Which package to use, and where it compiles kernels, is in `installation.py`.
 
 Upstream's kernels have run on an H100, the port's never: its Python was read, and its signatures are tested
 against. Knows no batch and no model.
@@ -22,7 +21,7 @@ import torch
 from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import LayerKV
 from ssd_serve.kernels.batch import Int32Array
-from ssd_serve.kernels.flashinfer.versions import PORT
+from ssd_serve.kernels.flashinfer.installation import PORT
 
 _PLAN_ARGUMENTS = frozenset(
     {"causal", "custom_mask", "sm_scale", "window_left", "q_data_type", "kv_data_type"}

@@ -66,7 +66,7 @@ class FlashInferAttention:
 
     Needs a cache layout with slots first (ValueError), and a dtype and head sizes that the package's kernels
     have (UserError). `page_size`: prefixes are read in pages of this many slots where their slots form whole
-    pages; `page_size.py` measures which is fastest. `split_pages`: the work on a long context is always split
+    pages; `fastest_page_size` measures which is fastest. `split_pages`: the work on a long context is always split
     after this many slots, so that a row's result does not depend on the rest of the batch. Only the upstream
     package offers it (UserError). Pages then have one slot, as otherwise the slots of a prefix would change a
     row's result.

@@ -19,8 +19,14 @@ from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.device import Clock, device_clock
 from ssd_serve.kernels.flashinfer.adapter import Package, import_package
 from ssd_serve.kernels.flashinfer.attention import FlashInferAttention
-from ssd_serve.kernels.flashinfer.compiled import Build, architecture, package_folder, use_folder
-from ssd_serve.kernels.flashinfer.versions import choose, installed_versions
+from ssd_serve.kernels.flashinfer.installation import (
+    Build,
+    architecture,
+    choose,
+    installed_versions,
+    package_folder,
+    use_folder,
+)
 
 _SPLIT_PAGES = 512
 """Pages between fixed splits of a context, so that results do not depend on the batch."""

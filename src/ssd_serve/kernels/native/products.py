@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.base.errors import UserError
+from ssd_serve.kernels.cpu_products import QuantisedWeight, quantise
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
-from ssd_serve.kernels.products.int8 import QuantisedWeight, quantise
 
 _PANEL = 32
 """Outputs that are stored together, and the multiple to which bf16 inputs are padded, as in `products.c`."""

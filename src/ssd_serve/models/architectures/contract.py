@@ -12,7 +12,7 @@ import torch
 
 from ssd_serve.cache.kv import KVLayout, LayerKV
 from ssd_serve.kernels.attention.contract import AttentionBackend
-from ssd_serve.kernels.rows.operations import RowOperations
+from ssd_serve.kernels.rows import RowOperations
 from ssd_serve.models.config import Json
 from ssd_serve.models.interface import CapturableModel, ModelFacts
 from ssd_serve.models.parallel import Group, Parallel, SingleRank

@@ -12,7 +12,7 @@ import torch
 from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import completion
-from ssd_serve.kernels.rows.operations import RmsNorm
+from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.heads.weights import EagleWeights

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd_serve.base.errors import CheckpointError
-from ssd_serve.kernels.rows.operations import RmsNorm
+from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.dense.weights import LayerBlocks, read_blocks
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.parallel import Parallel

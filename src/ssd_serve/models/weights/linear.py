@@ -15,11 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.base.errors import UserError
+from ssd_serve.kernels.cpu_products import (
+    Int8Matrix,
+    PackedMatrix,
+    WidenedMatrix,
+    can_multiply_int8,
+    can_pack,
+    quantise,
+)
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
-from ssd_serve.kernels.products.int8 import Int8Matrix, WidenedMatrix, can_multiply_int8, quantise
-from ssd_serve.kernels.products.packed import PackedMatrix, can_pack
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.formats import StoredMatrix

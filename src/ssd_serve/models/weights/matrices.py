@@ -13,7 +13,7 @@ import torch
 
 from ssd_serve.base.errors import CheckpointError, UserError
 from ssd_serve.kernels.device import dtype_name
-from ssd_serve.kernels.products.fp8 import (
+from ssd_serve.kernels.fp8 import (
     FORMATS,
     Fp8Matrix,
     can_multiply,

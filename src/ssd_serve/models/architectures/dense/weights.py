@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssd_serve.kernels.rows.operations import RmsNorm
+from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.dense.config import DecoderConfig, rank_config
 from ssd_serve.models.rope import interleave
 from ssd_serve.models.weights.checkpoint import Checkpoint

@@ -1,4 +1,7 @@
-"""The folder where FlashInfer compiles kernels: its name, and its stale and untrusted contents.
+"""Which FlashInfer is installed, and the folder where it compiles kernels.
+
+Upstream's package is for CUDA, AMD's port for ROCm. Both are imported as `flashinfer`, and overwrite each
+other's files.
 
 FlashInfer compiles on first use and keeps the result. Its own folder names contain its version and the GPU,
 but not the version of torch, although the objects are linked with torch's libraries. The port 0.5.3+amd.2
@@ -6,15 +9,16 @@ writes `build.ninja` only once, so new flags or a moved installation have no eff
 the port's main branch rewrite it.) So each combination has a folder here, and kernels older than the package
 are removed.
 
-The port has not been run yet. This module knows nothing of the computations in the kernels.
+The port has not been run yet. Knows names, versions and files, not what the packages compute.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +26,79 @@ import torch
 
 from ssd_serve.base.errors import PermissionProblemError, UserError
 from ssd_serve.base.trusted_files import is_own, make_folder, weakness
-from ssd_serve.kernels.flashinfer.versions import PORT, installed_version
 
+UPSTREAM = "flashinfer-python"
+PORT = "amd-flashinfer"
+
+_OLDEST_UPSTREAM = (0, 7, 2)  # the oldest that was read
+_OLDEST_PORT = (0, 5, 3, 2)  # 0.5.3+amd.2, the first with both corrections (AMD's pull request 214)
 _PREBUILT_PORT = "amd-flashinfer-jit-cache"
 _PORT_ARCHITECTURES = ("gfx942", "gfx950")
 _HEADERS = ("include", "data/include")
 _SOURCES = (*_HEADERS, "csrc", "csrc_rocm", "data/csrc", "jit")
 """Source folders of both packages; kernels older than a file in them are stale."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the installed packages, by name."""
+    found = {name: installed_version(name) for name in (UPSTREAM, PORT)}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def choose(versions: Mapping[str, str], *, rocm: bool) -> tuple[str, str]:
+    """The name and version of the package to use with a torch for ROCm, or for CUDA.
+
+    Raises UserError where it is missing, too old, or mixed with the other one.
+    """
+    wanted = PORT if rocm else UPSTREAM
+    if len(versions) > 1:
+        raise UserError(
+            f"{UPSTREAM} and {PORT} are both installed and overwrite each other's files: "
+            f"uninstall both, then install {wanted} alone"
+        )
+    if wanted not in versions:
+        raise UserError(
+            _missing(rocm) + (" (what is installed is for the other kind of GPU)" if versions else "")
+        )
+    version = versions[wanted]
+    _refuse_old(wanted, version)
+    return wanted, version
+
+
+def _missing(rocm: bool) -> str:
+    if rocm:
+        return "FlashInfer attention on ROCm needs the package amd-flashinfer: install 0.5.3+amd.2 or later"
+    return "FlashInfer attention needs the package flashinfer-python: pip install 'ssd-serve[flashinfer]'"
+
+
+def _refuse_old(name: str, version: str) -> None:
+    """Raise UserError for versions that are known to be wrong, or too old to be known.
+
+    A port built from a commit between its releases may name no `amd` number; whether such a one is right
+    is for a numeric self-test to say.
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    release = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    if name == UPSTREAM:
+        if release < _OLDEST_UPSTREAM:
+            raise UserError(f"{name} {version} is too old: pip install --upgrade 'flashinfer-python>=0.7.2'")
+        return
+    amd = re.search(r"\+amd\.(\d+)(rc)?", version)
+    number = int(amd[1]) - bool(amd[2]) if amd else 0
+    unnumbered = amd is None and ".post" in version and release >= _OLDEST_PORT[:3]
+    if (*release, number) < _OLDEST_PORT and not unnumbered:
+        raise UserError(
+            f"{name} {version} computes wrong attention (in bfloat16, softmax sums are 1.875 times too "
+            "large, and masks hit the wrong heads of grouped queries): install 0.5.3+amd.2 or later"
+        )
 
 
 @dataclass(frozen=True, slots=True)
