@@ -19,7 +19,7 @@ from ssd_serve.base.messages import (
     SamplingParameters,
     Submit,
 )
-from ssd_serve.bench.lossless.fixed_costs import FixedCost
+from ssd_serve.bench.lossless.rig import FixedCost
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Candidates, DraftSource, NodeRequest, Scales

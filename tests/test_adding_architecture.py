@@ -10,7 +10,7 @@ import transformers
 
 from ssd_serve.app.plan.known_models import Computing, planned_model
 from ssd_serve.base.errors import CheckpointError
-from ssd_serve.bench.lossless.float64 import Float64Decoder
+from ssd_serve.bench.lossless.judge import Float64Decoder
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.sizes import model_sizes

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from ssd_serve.bench.kernels.conformance import (
+from ssd_serve.bench.conformance import (
     BATCHES,
     DTYPES,
     HEAD_DIMS,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.base.errors import CheckpointError
-from ssd_serve.bench.lossless.float64 import Float64Decoder
+from ssd_serve.bench.lossless.judge import Float64Decoder
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
 

@@ -11,9 +11,9 @@ import torch
 from ssd_serve.app.cli.main import build_parser, main
 from ssd_serve.app.plan.roof import Roof
 from ssd_serve.base.errors import SettingsError, UserError
-from ssd_serve.bench.kernels import conformance, timing
-from ssd_serve.bench.kernels.conformance import ConformanceRow, check_conformance
-from ssd_serve.bench.kernels.timing import KernelPlan, layers_for, run_kernels
+from ssd_serve.bench import conformance, kernel_times
+from ssd_serve.bench.conformance import ConformanceRow, check_conformance
+from ssd_serve.bench.kernel_times import KernelPlan, layers_for, run_kernels
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.backends import Candidate
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
@@ -50,7 +50,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def use(patch: pytest.MonkeyPatch, *found: Candidate) -> None:
-    for module in (timing, conformance):
+    for module in (kernel_times, conformance):
         patch.setattr(module, "candidates", lambda *_: list(found))
 
 
@@ -98,8 +98,8 @@ class Breaks(SdpaAttention):
 
 def test_a_backend_that_raises_is_not_timed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     roof = Roof(1, "float32", {1: 1e-10}, 1e11)
-    monkeypatch.setattr(timing, "measure_roof", lambda *_, **__: roof)
-    monkeypatch.setattr(timing, "SHAPES", {"a": (RequestShape(0, 201, depth=0),)})
+    monkeypatch.setattr(kernel_times, "measure_roof", lambda *_, **__: roof)
+    monkeypatch.setattr(kernel_times, "SHAPES", {"a": (RequestShape(0, 201, depth=0),)})
     use(
         monkeypatch,
         Candidate("broken", "", raises),
@@ -133,9 +133,9 @@ def test_quartiles_need_two_values() -> None:
 
 def test_every_backend_and_shape_has_a_line(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     roof = Roof(1, "float32", {1: 1e-10}, 1e11)
-    monkeypatch.setattr(timing, "measure_roof", lambda *_, **__: roof)
+    monkeypatch.setattr(kernel_times, "measure_roof", lambda *_, **__: roof)
     monkeypatch.setattr(
-        timing,
+        kernel_times,
         "SHAPES",
         {"a": (RequestShape(20, 5),), "b": (RequestShape(3, 1), RequestShape(0, 9, depth=0))},
     )
@@ -156,11 +156,11 @@ def test_the_roof_is_reading_once_or_computing() -> None:
     asked = (RequestShape(100, 4, depth=0), RequestShape(28, 4, depth=0))
     batch = random_batch(random.Random(0), 200, asked)
     size = 136 * 2 * 8 * 128 * 4
-    assert timing.min_seconds(plan, torch.float32, asked, batch, reading) == pytest.approx(size * 1e-9)
+    assert kernel_times.min_seconds(plan, torch.float32, asked, batch, reading) == pytest.approx(size * 1e-9)
     computing = Roof(1, "float32", {1: 1e-15}, 1e9)
     products = 4 * 100 + 4 * 28 + 2 * (1 + 2 + 3 + 4)
     expected = 4 * products * 32 * 128 / 1e9
-    assert timing.min_seconds(plan, torch.float32, asked, batch, computing) == pytest.approx(expected)
+    assert kernel_times.min_seconds(plan, torch.float32, asked, batch, computing) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,11 @@ import pytest
 
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.messages import Figures
-from ssd_serve.bench.modes import (
-    ASYNC_MODES,
-    COLUMNS,
-    PLAIN,
-    DeviceShare,
-    Entry,
-    initial_shapes,
-    neighbours,
-    run_modes,
-)
+from ssd_serve.bench.modes import COLUMNS, PLAIN, initial_shapes, neighbours, run_modes
 from ssd_serve.bench.prompts import NEW_TOKENS, ChosenPrompts, Prompt
 from ssd_serve.bench.report import Report, report_text
 from ssd_serve.bench.rig import EngineMode
-from ssd_serve.bench.runner import TimedRequest, token_hash
+from ssd_serve.bench.runner import ASYNC_MODES, DeviceShare, Entry, TimedRequest, token_hash
 from ssd_serve.bench.statistics import ratio_interval
 
 PROMPTS = tuple(Prompt(f"file {number}", (number,), number) for number in range(72))
@@ -86,11 +77,11 @@ def run(stage: FakeStage) -> list[SimpleNamespace]:
     return [SimpleNamespace(**row) for row in found.results]
 
 
-def test_all_ways_on_all_shares_run_every_prompt_once_and_tuning_has_its_own() -> None:
+def test_every_mode_and_share_runs_every_prompt_once() -> None:
     stage = FakeStage()
     rows = run(stage)
     modes = [("ar", False), ("ngram", False), ("sd-chain", False), ("sd-tree", False), ("sd-tree", True)]
-    expected = [(target, *way) for target in ("cpu:0", "cpu:0-1") for way in modes]
+    expected = [(target, *mode) for target in ("cpu:0", "cpu:0-1") for mode in modes]
     expected += [("cpu:0", "ssd", False), ("cpu:0", "ssd", True)]
     assert [(row.target, row.mode, "lookup" in row.shape) for row in rows] == expected
     assert {row.requests for row in rows} == {64}
@@ -100,7 +91,7 @@ def test_all_ways_on_all_shares_run_every_prompt_once_and_tuning_has_its_own() -
     assert {prompt for _, prompt in stage.runs[: -12 * 64]} == set(CHOSEN.tuning)
 
 
-def test_the_best_shape_is_found_beyond_where_the_tuning_began() -> None:
+def test_tuning_finds_the_best_shape_beyond_its_start() -> None:
     for row in run(FakeStage(noise=0.01)):
         best = BEST_STEPS.get(row.mode)
         if best is not None:
@@ -109,7 +100,7 @@ def test_the_best_shape_is_found_beyond_where_the_tuning_began() -> None:
             assert (shape in row.tuned) == (shape == row.shape)
 
 
-def test_ratios_are_true_whatever_prompts_drift_and_noise_do() -> None:
+def test_ratios_hold_with_drift_and_noise() -> None:
     for row in run(FakeStage()):
         shape = row.shape.removesuffix(" + lookup")
         found = shape.split()[-1]
@@ -123,7 +114,7 @@ def test_ratios_are_true_whatever_prompts_drift_and_noise_do() -> None:
         assert row.verdict == "better"
 
 
-def test_a_tie_is_as_good_and_with_much_noise_it_is_not_shown() -> None:
+def test_verdicts_of_ties_noise_and_losses() -> None:
     def against_the_wide_tree(stage: FakeStage) -> str:
         (row,) = (row for row in run(stage) if row.shape.endswith("+ lookup") and row.target == "cpu:0-1")
         verdict: str = row.verdict
@@ -134,12 +125,12 @@ def test_a_tie_is_as_good_and_with_much_noise_it_is_not_shown() -> None:
     assert against_the_wide_tree(FakeStage(wider=2.0)) == "worse"
 
 
-def test_texts_that_loop_are_an_error() -> None:
+def test_mode_with_looping_texts_is_an_error() -> None:
     with pytest.raises(SsdError, match=r"ssd .*on cpu:0 and cpu:1: the text after .* is a loop"):
         run(FakeStage(loops="ssd"))
 
 
-def test_beside_a_gpu_synchronous_drafts_are_made_on_cores_too() -> None:
+def test_gpu_target_has_synchronous_drafts_on_cores() -> None:
     stage = FakeStage(noise=0.01)
     stage.async_share = DeviceShare("cuda:0", "cpu:2", 2)
     stage.baseline_shares = (DeviceShare("cuda:0", "", 1), stage.async_share)
@@ -151,7 +142,7 @@ def test_beside_a_gpu_synchronous_drafts_are_made_on_cores_too() -> None:
     assert {row.shape for row in rows if row.mode == "sd-chain"} == {"sd-chain 5"}
 
 
-def test_intervals_can_be_recomputed_from_the_single_answers() -> None:
+def test_intervals_follow_from_the_single_answers() -> None:
     found = run_modes(FakeStage(), {0.6: CHOSEN}, lambda _text: None)
     assert len(found.answers) == 12 * 64
     assert {answer["order"] for answer in found.answers} == set(range(12))
@@ -171,17 +162,13 @@ def test_intervals_can_be_recomputed_from_the_single_answers() -> None:
         assert interval is not None
         assert row["ssd"]["mean"] == pytest.approx(interval.mean, rel=1e-3)  # type: ignore[index]
 
-
-def test_report_prints_a_line_for_every_mode() -> None:
-    found = run_modes(FakeStage(), {0.6: CHOSEN}, lambda _text: None)
     lines = report_text(Report({"results": found.results}, {"results": COLUMNS}, ["a note"])).splitlines()
     assert lines[0].split()[:3] == ["setting", "shape", "temperature"]
     assert len([line for line in lines if line.startswith("real")]) == 12
     assert lines[-1] == "a note"
 
 
-def test_where_one_way_loops_no_way_is_counted() -> None:
-    """On a GPU a mode may write another text than the one that was seen when its prompt was chosen."""
+def test_prompt_with_one_looping_text_is_not_counted() -> None:
     lines: list[str] = []
     stage = FakeStage(loops="sd-chain", after=CHOSEN.prompts[3:4])
     rows = run_modes(stage, {0.6: CHOSEN}, lines.append).results
@@ -192,7 +179,7 @@ def test_where_one_way_loops_no_way_is_counted() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ngram", "sd-chain", "sd-tree"])
-def test_shapes_have_neighbours_in_every_direction(mode: str) -> None:
+def test_neighbours_of_shapes(mode: str) -> None:
     for shape in initial_shapes(mode, 16):
         around = list(neighbours(shape))
         assert shape not in around

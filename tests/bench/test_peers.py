@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.bench.client import Answer, LoadRequest, Speculation
+from ssd_serve.bench.client import Answer, LoadRequest
 from ssd_serve.bench.peers import comparison, engines
 from ssd_serve.bench.peers.comparison import PeersResult, _Session, paired  # pyright: ignore[reportPrivateUsage]
 from ssd_serve.bench.peers.engines import (
@@ -94,7 +94,7 @@ class FakeEngine:
         self._busy = self._busy_for
         noise = 1 + 0.01 * random.Random(request.seed).random()
         times = [0.1 + self._step_s * noise * number for number in range(request.tokens)]
-        return Answer(0.0, 0.0, times[-1], tuple((at, 1) for at in times), Speculation(), text=(1, 2))
+        return Answer(0.0, 0.0, times[-1], tuple((at, 1) for at in times), text=(1, 2))
 
     def cpu_s(self) -> float:
         if self._busy:
@@ -174,7 +174,7 @@ def test_session_tunes_to_the_fastest_shape(monkeypatch: pytest.MonkeyPatch) -> 
 def test_interval_is_the_wider_of_prompts_and_launches() -> None:
     def answers(seconds: float, spread: float) -> dict[tuple[int, int], Answer]:
         return {
-            (launch, prompt): Answer(0, 0, 9, ((seconds * (1 + spread * launch), 1),) * 2, Speculation())
+            (launch, prompt): Answer(0, 0, 9, ((seconds * (1 + spread * launch), 1),) * 2)
             for launch in range(3)
             for prompt in range(3)
         }

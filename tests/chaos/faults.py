@@ -18,7 +18,7 @@ from ssd_serve.base.errors import SsdError
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench.client import Events, open_client, stream
-from ssd_serve.bench.lossless.proof import Judge, first_difference
+from ssd_serve.bench.lossless.judge import Judge, first_difference
 from ssd_serve.bench.lossless.rig import LoadedPair, Outputs
 from ssd_serve.bench.memory_channel import FaultRates
 from ssd_serve.models.hub import resolve_model

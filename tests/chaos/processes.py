@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.settings import SECRETS, Settings
 from ssd_serve.base.settings_sources import flag_name
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.serve import metric
 from tests.servers import free_port, running
 
 _TITLE = "ssd: "

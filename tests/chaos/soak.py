@@ -19,7 +19,7 @@ import httpx
 
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.serve import metric
 from tests.chaos.processes import Disturber, ProcessMonitor, RunningServer, Series, served, stop
 from tests.chaos.slope import Slope, slope
 from tests.chaos.soak_clients import KINDS, Counts, SoakClients, can_chat, open_client, probe

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.serve import metric
 from tests.deploy.files import ROOT, Dockerfile, environment, read_dockerfile, services
 from tests.servers import free_port
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.serve import metric
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import children, free_port, gone, running
 

@@ -13,7 +13,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.serve import metric
 from tests.chaos.ray_nodes import two_nodes
 from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import Server, free_port, running

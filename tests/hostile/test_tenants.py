@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.serve import metric
 from tests.hostile.guarded import (
     ANNA,
     BEN,

@@ -7,8 +7,7 @@ from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench.lossless.drafters import MemoryDrafter, RigDraft
-from ssd_serve.bench.lossless.named import load_named
-from ssd_serve.bench.lossless.rig import Case, LoadedTarget, Outputs, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedTarget, Outputs, load_named, run_case
 from ssd_serve.bench.options import Devices
 from ssd_serve.verifier.engine import Engine
 from tests.end_to_end.tiny_pair import write_first_head, write_head, write_pair

@@ -11,15 +11,14 @@ from ssd_serve.app.cli.main import main
 from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.messages import Submit
 from ssd_serve.bench.lossless import proof
+from ssd_serve.bench.lossless.judge import Judge, first_difference
 from ssd_serve.bench.lossless.proof import (
     BATCHES,
     BUDGETS,
     DRAFTERS,
-    Judge,
     Proof,
     ProofPlan,
     cases,
-    first_difference,
     requests,
     run_lossless,
     upper_bound,

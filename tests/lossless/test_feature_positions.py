@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.lossless.named import load_named
-from ssd_serve.bench.lossless.rig import Case, run_case
+from ssd_serve.bench.lossless.rig import Case, load_named, run_case
 from ssd_serve.bench.options import Devices
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.eagle import EagleSource

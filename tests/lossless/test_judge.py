@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.bench.lossless.float64 import Float64Decoder
-from ssd_serve.bench.lossless.proof import Judge, compared, first_difference, requests
+from ssd_serve.bench.lossless.judge import Float64Decoder, Judge, compared, first_difference
+from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.random_pair import RANDOM_PAIRS, write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, Outputs, run_case
 from ssd_serve.kernels.batch import RequestRows, build_batch

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.lossless.named import load_named
-from ssd_serve.bench.lossless.rig import Case, run_case
+from ssd_serve.bench.lossless.rig import Case, load_named, run_case
 from ssd_serve.bench.options import Devices
 from ssd_serve.cluster.local import make_run_dir
 from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command

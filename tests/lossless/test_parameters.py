@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from ssd_serve.base.messages import SamplingParameters, Submit
-from ssd_serve.bench.lossless.proof import Judge
+from ssd_serve.bench.lossless.judge import Judge
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from tests.lossless.covering import parameter_design

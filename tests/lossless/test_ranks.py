@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.base.engine_config import EMBEDDED
-from ssd_serve.bench.lossless.proof import Judge, requests
+from ssd_serve.bench.lossless.judge import Judge
+from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.random_pair import write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.kernels.native.library import NativeLibrary

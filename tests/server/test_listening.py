@@ -18,7 +18,7 @@ import pytest
 
 from ssd_serve.base.messages import Abort, Submit
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.metrics_page import by_label
+from ssd_serve.bench.serve import by_label
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.listening import listen
 from ssd_serve.server.http.serving import build_server, stop_signals

@@ -19,7 +19,7 @@ from ssd_serve.base.messages import (
     Status,
 )
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.metrics_page import metric
+from ssd_serve.bench.serve import metric
 from ssd_serve.server.information import Load
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import model_name

@@ -22,7 +22,7 @@ from ssd_serve.base.draft_messages import (
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
-from ssd_serve.bench.lossless.fixed_costs import FixedCost
+from ssd_serve.bench.lossless.rig import FixedCost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.slots import SlotTable
 from ssd_serve.cache.vectors import from_bytes

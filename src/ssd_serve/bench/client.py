@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 import httpx
 import msgspec
@@ -22,17 +21,6 @@ _IDLE_CONNECTION_S = 2.0
 """Keep-alive time, shorter than that of servers, so that no request uses a connection that is being closed."""
 _START_S = 0.05
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-class Speculation(msgspec.Struct, frozen=True):
-    """Speculation figures of a response of this engine; None where the server does not know."""
-
-    num_spec_steps: int = 0
-    num_tokens: int = 0
-    num_accepted_draft_tokens: int | None = 0
-    num_draft_tokens: int | None = None
-    cache_hits: int | None = None
-    cache_misses: int | None = None
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -66,18 +54,11 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
 
 
-class _Metrics(msgspec.Struct, frozen=True):
-    """Metrics of a request, as this engine returns them."""
-
-    speculative_decoding: Speculation | None = None
-
-
 class Chunk(msgspec.Struct, frozen=True):
     """A server-sent event."""
 
     choices: list[_Choice] = []
     usage: Usage | None = None
-    metrics: _Metrics | None = None
     error: dict[str, object] | str | None = None
 
     @property
@@ -178,7 +159,6 @@ class Answer:
     sent_s: float
     ended_s: float
     arrivals: tuple[tuple[float, int], ...]
-    speculation: Speculation
     error: str = ""
     text: tuple[int, ...] = ()
     counted: int | None = None
@@ -224,62 +204,33 @@ class Recording:
     error: str = ""
 
 
-class LoadClient:
-    """Sends requests to one server; an asynchronous context manager."""
+async def send_load(
+    http: httpx.AsyncClient, endpoint: Endpoint, requests: Sequence[LoadRequest], concurrency: int | None
+) -> list[Answer]:
+    """Send each request at its time of arrival; requests beyond `concurrency` wait in the client."""
+    start = time.perf_counter() + _START_S
+    recordings = [Recording(each, due_s=start + each.at_s) for each in requests]
+    free = contextlib.nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
 
-    def __init__(self, endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._endpoint = endpoint
-        self._http = open_client(endpoint.url, endpoint.api_key, transport)
+    async def send_in_time(recording: Recording) -> None:
+        await asyncio.sleep(max(0.0, recording.due_s - time.perf_counter()))
+        async with free:
+            await record(http, endpoint, recording)
 
-    async def __aenter__(self) -> "LoadClient":
-        return self
+    await asyncio.gather(*(send_in_time(recording) for recording in recordings))
+    return [read(recording, endpoint.exact) for recording in recordings]
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._http.aclose()
 
-    async def closed_loop(self, wanted: Sequence[LoadRequest], concurrency: int) -> list[Answer]:
-        """Send all requests, `concurrency` at a time, each as soon as another has ended."""
-        waiting = iter(wanted)
-        recordings: list[Recording] = []
-
-        async def send_one_after_another() -> None:
-            for each in waiting:
-                recordings.append(Recording(each))
-                await self.record(recordings[-1])
-
-        await asyncio.gather(*(send_one_after_another() for _ in range(concurrency)))
-        return [read(recording, self._endpoint.exact) for recording in recordings]
-
-    async def open_loop(self, wanted: Sequence[LoadRequest], concurrency: int | None = None) -> list[Answer]:
-        """Send each request at its time of arrival; requests beyond `concurrency` wait in the client."""
-        start = time.perf_counter() + _START_S
-        recordings = [Recording(each, due_s=start + each.at_s) for each in wanted]
-        free = contextlib.nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
-
-        async def send_in_time(recording: Recording) -> None:
-            await asyncio.sleep(max(0.0, recording.due_s - time.perf_counter()))
-            async with free:
-                await self.record(recording)
-
-        await asyncio.gather(*(send_in_time(recording) for recording in recordings))
-        return [read(recording, self._endpoint.exact) for recording in recordings]
-
-    async def record(self, recording: Recording) -> None:
-        """Stream one request into the recording, with any error; cancelling keeps what was received."""
-        body = msgspec.json.encode(self._endpoint.body(recording.wanted))
-        recording.sent_s = time.perf_counter()
-        recording.due_s = recording.due_s or recording.sent_s
-        try:
-            recording.error = await stream(
-                self._http,
-                body,
-                lambda data: recording.reads.append((time.perf_counter(), data)),
-                self._endpoint.path,
-            )
-        finally:
-            recording.ended_s = time.perf_counter()
+async def record(http: httpx.AsyncClient, endpoint: Endpoint, recording: Recording) -> None:
+    """Stream one request into the recording, with any error; cancelling keeps what was received."""
+    body = msgspec.json.encode(endpoint.body(recording.wanted))
+    recording.sent_s = time.perf_counter()
+    try:
+        recording.error = await stream(
+            http, body, lambda data: recording.reads.append((time.perf_counter(), data)), endpoint.path
+        )
+    finally:
+        recording.ended_s = time.perf_counter()
 
 
 async def stream(
@@ -318,7 +269,7 @@ def open_client(
 def read(recording: Recording, exact: bool = True) -> Answer:
     """Parse a recorded stream; an incomplete answer has an error."""
     error, events = recording.error, Events()
-    speculation, usage = Speculation(), Usage()
+    usage = Usage()
     chunks: list[tuple[float, int]] = []
     text: list[int] = []
     for at, data in recording.reads:
@@ -326,15 +277,13 @@ def read(recording: Recording, exact: bool = True) -> Answer:
             if any(choice.has_content for choice in chunk.choices):
                 chunks.append((at, len(chunk.token_ids)))
                 text += chunk.token_ids
-            if chunk.metrics is not None:
-                speculation = chunk.metrics.speculative_decoding or speculation
             usage = chunk.usage or usage
             error = error or chunk.error_message
     # With ids, a chunk of text alone brings no token; without ids, a chunk counts as one token.
     with_ids = any(count for _, count in chunks)
     arrivals = tuple((at, count or 1) for at, count in chunks if count or not with_ids)
     answer = Answer(
-        *(recording.due_s, recording.sent_s, recording.ended_s, arrivals, speculation, error),
+        *(recording.due_s, recording.sent_s, recording.ended_s, arrivals, error),
         text=tuple(text),
         counted=None if with_ids else usage.completion_tokens or None,
         prompt_tokens=usage.prompt_tokens or None,

@@ -172,7 +172,7 @@ def _run_serve(args: argparse.Namespace) -> Report:
         more=more,
     )
     if args.prompts is not None:
-        from ssd_serve.bench.datasets import read_questions
+        from ssd_serve.bench.prompts import read_questions
 
         texts = [question.text for question in read_questions(args.prompts)]
     else:
@@ -286,7 +286,7 @@ def _add_kernels(commands: Commands) -> None:
 def _run_kernels(args: argparse.Namespace) -> Report:
     """Exit with 1 if a backend computes something wrong."""
     os.environ.update(worker_environment())  # as in the engine's processes; torch is not imported yet
-    from ssd_serve.bench.kernels.timing import COLUMNS, KernelPlan, run_kernels
+    from ssd_serve.bench.kernel_times import COLUMNS, KernelPlan, run_kernels
     from ssd_serve.kernels.native.library import native_library
 
     device = parse_device(args.device)
@@ -294,7 +294,7 @@ def _run_kernels(args: argparse.Namespace) -> Report:
     if device.kind == "cuda" or device.indices:
         pin(device)  # kernels start on the current GPU
     if args.conformance:
-        from ssd_serve.bench.kernels.conformance import check_conformance
+        from ssd_serve.bench.conformance import check_conformance
 
         result = check_conformance(device.torch_name, say, quick=args.quick)
         right = result["right"] is True

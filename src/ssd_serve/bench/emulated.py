@@ -1,7 +1,8 @@
 """Emulated devices: real forwards, padded by sleeping to the step times of a device that is not here.
 
 Sleeping devices share nothing, as separate GPUs do. For benchmarks only, and always labelled. The setting
-`model_wrapper` (`emulating`) passes the table to processes.
+`model_wrapper` (`emulating`) passes the name of the device table to processes. Data sheets, shapes and fits are
+those of `ssd plan`.
 """
 
 import json
@@ -11,11 +12,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import psutil  # type: ignore[import-untyped]
+import torch
 
+from ssd_serve.app.plan.device_tables import device_sheet
+from ssd_serve.app.plan.devices import Forward, Sheets
+from ssd_serve.app.plan.known_models import Computing, known_model, sized
+from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.device_tables import ForwardTimes, Role, device_table, forward_of
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
@@ -24,6 +30,53 @@ _WRAPPER = f"{__name__}:device:"
 _REPORT_S = 0.5
 _SPIN_S = 60e-6
 """A sleep ends late by about this much; the rest is spun."""
+_TARGET, _DRAFT = "llama-3.1-70b", "llama-3.2-1b"
+_TABLES = {"mi300x-70b-1b": ("mi300x", 4), "mi300x-70b-1b-tp2": ("mi300x", 2), "h100-70b-1b": ("h100", 4)}
+"""Data sheet and number of devices of Llama-3.1-70B in bf16; Llama-3.2-1B has one device more."""
+
+ForwardTimes: TypeAlias = Callable[[Forward], float]
+"""Returns the seconds of a forward of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """The forward times of a pair, and the number of devices of the target."""
+
+    target: ForwardTimes
+    draft: ForwardTimes
+    target_devices: int
+
+
+def device_table(name: str) -> DeviceTable:
+    """Return the table of a name; `NAME*F` is the same device F times slower."""
+    known, _, slower = name.partition("*")
+    table = _TABLES.get(known)
+    if table is None or not (slower.isdigit() or name == known) or slower == "0":
+        raise SettingsError(
+            f"device table {name!r} is unknown; known: {', '.join(sorted(_TABLES))}, "
+            "and NAME*F: the same, F times slower"
+        )
+    sheet, devices = table
+    factor = int(slower or 1)
+    return DeviceTable(_times(sheet, devices, _TARGET, factor), _times(sheet, 1, _DRAFT, factor), devices)
+
+
+def _times(sheet: str, devices: int, model: str, factor: int) -> ForwardTimes:
+    description = known_model(model)
+    if description is None:
+        raise SettingsError(f"no shape of {model} is known")
+    sheets = Sheets(device_sheet(sheet), devices)
+    planned = sized(model, description, Computing("cuda:0", torch.bfloat16))
+    return lambda forward: factor * sheets.step_s(planned, devices, forward)
+
+
+def forward_of(batch: Batch) -> Forward:
+    """Describe a batch by what decides its time; rows without logits are prefill."""
+    contexts = batch.prefix_offsets[1:] - batch.prefix_offsets[:-1]
+    trees = batch.tree_offsets[1:] - batch.tree_offsets[:-1]
+    rows = batch.request_offsets[1:] - batch.request_offsets[:-1]
+    read = contexts + trees
+    return Forward(batch.rows, batch.rows - len(batch.rows_wanted), int(read.sum()), int((rows * read).sum()))
 
 
 def emulating(table: str, reports: Path | None = None) -> str:
@@ -37,11 +90,12 @@ def emulated_table(settings: Settings) -> str | None:
     return wrapper.removeprefix(_WRAPPER).partition("@")[0] if wrapper.startswith(_WRAPPER) else None
 
 
-def device(model: Model, role: Role, argument: str) -> "EmulatedModel":
+def device(model: Model, role: Literal["target", "draft"], argument: str) -> "EmulatedModel":
     """Wrap a model, with the argument that `emulating` has put behind the name of this function."""
     name, _, folder = argument.partition("@")
     report = Path(folder) / f"{role}-{os.getpid()}.json" if folder else None
-    return EmulatedModel(model, device_table(name).of(role), report)
+    table = device_table(name)
+    return EmulatedModel(model, table.target if role == "target" else table.draft, report)
 
 
 def overrun_share(settings: Settings) -> float:
@@ -76,7 +130,6 @@ class EmulatedModel(WrappedModel):
         self._free_at = 0.0
         self.forwards = 0
         self.overruns = 0
-        self.busy_s = 0.0
 
     def forward(self, batch: Batch) -> ForwardResult:
         """Forward; the result is ready when the table's time is over, and the host is free meanwhile.
@@ -84,11 +137,10 @@ class EmulatedModel(WrappedModel):
         A forward begins when the one before is over, as on a GPU.
         """
         started = self._clock()
-        end = max(started, self._free_at) + self._times.seconds(forward_of(batch))
+        end = max(started, self._free_at) + self._times(forward_of(batch))
         result = self._model.forward(batch)
         self.forwards += 1
         now = self._clock()
-        self.busy_s += now - started
         self.overruns += now > end
         self._free_at = max(now, end)
         if self._reports is not None and now - self._reported_at > _REPORT_S:

@@ -18,14 +18,12 @@ from ssd_serve.bench.emulated import emulating
 from ssd_serve.bench.options import Devices
 from ssd_serve.bench.prompts import ChosenPrompts, Prompt, without_loops
 from ssd_serve.bench.rig import EngineMode, Rig
-from ssd_serve.bench.runner import TimedRequest, token_hash
+from ssd_serve.bench.runner import ASYNC_MODES, DeviceShare, Entry, RigStage, TimedRequest, token_hash
 from ssd_serve.bench.statistics import adjacent, interleave, quartiles, ratio_interval, tune
 from ssd_serve.bench.workload import ballast_pair, choose_prompts
 
 CORES = Devices(parse_device("cpu:0"), parse_device("cpu:1"))
 PLAIN = EngineMode("ar")
-ASYNC_MODES = (EngineMode("ssd"), EngineMode("ssd", lookup=True))
-"""Modes with a drafter on a device of its own; the last one is compared with all others."""
 _STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _FAN_OUTS = (1, 2, 4, 8)
@@ -46,28 +44,6 @@ PUBLISHED = (
     "Alpaca 54.7, 145, 224; GSM8K 54.7, 188, 301",
     "- SSD paper, H100, Qwen3 32B / 0.6B: 88.8, 136.8, 203.8 (mean of these)",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceShare:
-    """The devices of target and draft by name, and their number; an empty `draft`: the target's device."""
-
-    target: str
-    draft: str
-    devices: int
-
-    @property
-    def name(self) -> str:
-        """Both names for messages."""
-        return f"{self.target} and {self.draft}" if self.draft else self.target
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A mode on a device share."""
-
-    mode: EngineMode
-    share: DeviceShare
 
 
 class ModesStage(Protocol):
@@ -254,8 +230,6 @@ class ModesPlan:
 
 def run_settings(settings: Settings, plan: ModesPlan, say: Callable[[str], None]) -> dict[str, object]:
     """Measure in each setting and return the result file."""
-    from ssd_serve.bench.stage import RigStage
-
     devices = plan.devices
     on_gpu = devices.on_gpu and settings.target != EMBEDDED
     if devices.target.kind == "cuda":

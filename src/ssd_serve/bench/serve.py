@@ -10,12 +10,12 @@ from datetime import datetime
 
 import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from ssd_serve.base.depths import POSITIONS
 from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import SsdError, UserError
-from ssd_serve.bench.client import Answer, Endpoint, LoadClient, LoadRequest, open_client
-from ssd_serve.bench.metrics_page import by_label, metric
+from ssd_serve.bench.client import Answer, Endpoint, LoadRequest, open_client, send_load
 from ssd_serve.bench.prompts import held_out_prompts, named_seed
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
@@ -79,13 +79,12 @@ async def _run(plan: ServePlan) -> dict[str, object]:
             endpoint = replace(endpoint, model=await _first_model(http))
         times = arrival_times(len(plan.requests), plan.rate, plan.burstiness, plan.seed)
         wanted = [replace(each, at_s=at) for each, at in zip(plan.requests, times, strict=True)]
-        async with LoadClient(endpoint) as client:
-            _check(await client.closed_loop(wanted[: plan.warm_ups], 1))
-            await asyncio.sleep(_METRICS_DELAY_S if plan.warm_ups else 0.0)
-            before = await _speculation(http)
-            answers = await client.open_loop(wanted, plan.concurrency)
-            await asyncio.sleep(0.0 if before is None else _METRICS_DELAY_S)
-            after = await _speculation(http)
+        _check(await send_load(http, endpoint, plan.requests[: plan.warm_ups], 1))
+        await asyncio.sleep(_METRICS_DELAY_S if plan.warm_ups else 0.0)
+        before = await _speculation(http)
+        answers = await send_load(http, endpoint, wanted, plan.concurrency)
+        await asyncio.sleep(0.0 if before is None else _METRICS_DELAY_S)
+        after = await _speculation(http)
     _check(answers)
     return {
         "benchmark": "serve",
@@ -135,6 +134,23 @@ async def _speculation(http: httpx.AsyncClient) -> _SpeculationCounters | None:
         )
     except (httpx.HTTPError, ValueError):
         return None
+
+
+def by_label(page: str, name: str, label: str) -> dict[str, float]:
+    """Return a metric by the values of one of its labels, summed over the others."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == name and label in sample.labels:
+                value = sample.labels[label]
+                found[value] = found.get(value, 0.0) + sample.value
+    return found
+
+
+def metric(page: str, name: str) -> float:
+    """Return the sum of a metric over its labels; 0 if the page lacks it."""
+    families = text_string_to_metric_families(page)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 def _speculation_keys(

@@ -7,8 +7,14 @@ from pathlib import Path
 from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.datasets import as_prompts, read_questions
-from ssd_serve.bench.prompts import NEW_TOKENS, ChosenPrompts, choose, held_out_prompts
+from ssd_serve.bench.prompts import (
+    NEW_TOKENS,
+    ChosenPrompts,
+    as_prompts,
+    choose,
+    held_out_prompts,
+    read_questions,
+)
 from ssd_serve.bench.rig import EngineMode, Rig
 from ssd_serve.bench.runner import Runner
 from ssd_serve.models.hub import find_model, resolve_model

@@ -7,11 +7,10 @@ near-tie only if the scores of the two tokens are closer than the rounding of th
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import torch
 
@@ -20,28 +19,19 @@ from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.base.seeds import choice_seed, mix
 from ssd_serve.base.settings import Settings
-from ssd_serve.bench.lossless.float64 import Float64Decoder
-from ssd_serve.bench.lossless.named import load_named
+from ssd_serve.bench.lossless.judge import NEAR_TIE, Dtype, Judge, compared
 from ssd_serve.bench.lossless.random_pair import write_random_pair
-from ssd_serve.bench.lossless.rig import Case, LoadedPair, LoadedTarget, Outputs, run_case
+from ssd_serve.bench.lossless.rig import Case, LoadedPair, LoadedTarget, load_named, run_case
 from ssd_serve.bench.options import Devices
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.hub import resolve_model
-from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.parameters import is_greedy, needs_counts
-from ssd_serve.sampling.processors import TokenCounts, process
 
-NEAR_TIE = 1e-5
-"""Score gap, in float64, below which a first difference of fp32 runs is rounding."""
-BF16_ROUNDING = 4 * 2.0**-8
-"""Score gap of bf16 runs, relative to the largest logit: two scores, each two units in the last place off."""
 MAX_NEAR_TIES = 1e-5
 """Distinct near-ties a distinct position that still count as lossless; a single one always does."""
 BATCHES = (1, 4, 16)
 BUDGETS = (0, 1, 4, 8, 32)
 DRAFTERS = ("sane", "garbage", "killed")
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
-Dtype: TypeAlias = Literal["fp32", "bf16"]
 _BASELINE = Case("ar", 1)
 _CPUS = Devices()
 
@@ -63,24 +53,6 @@ class ProofPlan:
 
 
 QUICK = ProofPlan((EMBEDDED, "random-llama"), batches=(4,), budgets=(0, 8), sets=1, max_tokens=24)
-
-
-@dataclass(frozen=True, slots=True)
-class TextDifference:
-    """The first difference of a request from plain decoding, and the gap of the two tokens' scores.
-
-    `limit` is the largest gap that rounding explains.
-    """
-
-    request: int
-    index: int
-    gap: float
-    limit: float
-
-    @property
-    def near_tie(self) -> bool:
-        """True if rounding explains the difference."""
-        return self.gap < self.limit
 
 
 def cases(plan: ProofPlan, draft: str = "") -> Iterator[Case]:
@@ -115,61 +87,6 @@ def requests(vocabulary: int, max_tokens: int, number: int = 0) -> list[Submit]:
         seed = choice_seed(100 + text, index % 2)
         submits.append(Submit(index, prompt, SamplingParameters(**fields), seed))  # type: ignore[arg-type]
     return submits
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs; None for equal texts."""
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return index
-    return None if len(one) == len(other) else min(len(one), len(other))
-
-
-class Judge:
-    """Distinguishes near-ties from errors, in float64, for runs in a dtype."""
-
-    def __init__(self, pair: LoadedTarget, dtype: Dtype = "fp32") -> None:
-        self._pair = pair
-        self._dtype: Dtype = dtype
-        self._noise = NoiseRows(pair.vocabulary, 8)
-        self._decoder: Float64Decoder | None = None
-
-    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[TextDifference]:
-        """Return the first difference of each request that differs from plain decoding."""
-        judged: list[TextDifference] = []
-        for submit in submits:
-            one, other = plain.tokens[submit.request], found.tokens[submit.request]
-            index = first_difference(one, other)
-            if index is not None:
-                gap, limit = float("inf"), 0.0
-                if index < min(len(one), len(other)):
-                    gap, limit = self._gap(submit, one[:index], one[index], other[index])
-                judged.append(TextDifference(submit.request, index, gap, limit))
-        return judged
-
-    def _gap(self, submit: Submit, output: Sequence[int], one: int, other: int) -> tuple[float, float]:
-        """Return the gap of two tokens' scores after `output`, and the gap that rounding explains."""
-        self._decoder = self._decoder or Float64Decoder(
-            self._pair.folder, torch.bfloat16 if self._dtype == "bf16" else None
-        )
-        parameters = submit.parameters
-        logits = self._decoder.last_logits([*submit.prompt, *output])
-        limit = NEAR_TIE
-        if self._dtype == "bf16":
-            scale = 1.0 if is_greedy(parameters) else parameters.temperature
-            limit = BF16_ROUNDING * float(logits.abs().max()) / scale
-        counts = TokenCounts(submit.prompt, output) if needs_counts(parameters) else None
-        eos = () if parameters.ignore_eos else self._pair.eos
-        scores = process(logits, parameters, counts, (), len(output), eos)
-        if not is_greedy(parameters):
-            scores = scores - self._noise.rows([submit.seed], [len(submit.prompt) + len(output)])[0]
-        return abs(float(scores[one]) - float(scores[other])), limit
-
-
-def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[TextDifference]) -> int:
-    """Return the number of compared tokens; those of differing requests count up to the difference."""
-    ends = {each.request: each.index + 1 for each in differences}
-    return sum(ends.get(submit.request, len(plain.tokens[submit.request])) for submit in submits)
 
 
 @dataclass(slots=True)

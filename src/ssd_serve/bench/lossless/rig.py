@@ -12,28 +12,36 @@ from pathlib import Path
 
 import torch
 
+from ssd_serve.base.cost import CostTable, HostCost, Reading, Timing
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Committed, Finished, Submit
+from ssd_serve.base.settings import Settings
 from ssd_serve.bench.lossless.drafters import GarbageDrafter, MemoryDrafter, RigDraft
-from ssd_serve.bench.lossless.fixed_costs import FixedCost, FixedHost
 from ssd_serve.bench.options import Devices
+from ssd_serve.drafter.assembly import hello_of, load_draft
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.lookup_channel import lookup_channel
+from ssd_serve.drafter.sources.loading import LoadedSource
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.config import model_name
+from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
 from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.control.budget import FixedSteps, NoWait
+from ssd_serve.verifier.drafters.admission import check_hello
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.features import FeatureStore
@@ -48,6 +56,23 @@ _TICK_S = 1e-3
 _PREFILL_CHUNK = 48
 _MIN_STEPS = 8
 """Rounds before a drafter is killed, at least; one of its nodes must have been accepted."""
+
+
+class FixedCost(CostTable):
+    """A fixed cost curve."""
+
+    def __init__(self) -> None:
+        super().__init__([Timing(1, 0, 0.010), Timing(64, 0, 0.012)])
+
+    def observe(self, rows: int, seconds: float, reading: Reading | None = None) -> None:
+        """Ignore the measurement."""
+
+
+class FixedHost(HostCost):
+    """The host cost before any measurement."""
+
+    def observe(self, requests: int, nodes: int, seconds: float) -> None:
+        """Ignore the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +224,59 @@ def load_on(path: Path, device: Device, wished: ModelOptions) -> Model:
         return load_model(path, wished)
     with torch.cuda.device(device.torch_name):
         return _OnGpu(load_model(path, wished))
+
+
+class _Cores:
+    """Makes drafter cores over one source, one at a time; the requests of the last core are closed."""
+
+    def __init__(self, loaded: LoadedSource, name: str) -> None:
+        self._loaded = loaded
+        self._name = name
+        self._last: DrafterCore | None = None
+
+    def __call__(self) -> DrafterCore:
+        if self._last is not None:
+            for request in list(self._last.requests):
+                self._last.forget(request)
+        loaded = self._loaded
+        self._last = DrafterCore(
+            loaded.source,
+            GROWTH,
+            loaded.tokenizer.ends,
+            self._name,
+            description=loaded.description,
+        )
+        return self._last
+
+
+def load_named(settings: Settings, devices: Devices, native: NativeLibrary | None) -> LoadedTarget:
+    """Load the target of the settings and all its drafts on the target's device.
+
+    Raises `SettingsError`, `CheckpointError` and `PairMismatchError`.
+    """
+    config = settings.engine_config(draft_fan_out=GROWTH.fan_out, draft_width=GROWTH.width)
+    folder, log = find_model(config, config.target, "target"), get_logger("bench", "error")
+    device = str(devices.target)
+    loaded = {
+        name: load_draft(replace(config, drafts=(name,)), name, device, native, log)
+        for name in config.draft_models
+    }
+    features = tuple(dict.fromkeys(layer for each in loaded.values() for layer in each.description.features))
+    wished = wish(settings.dtype, native, settings.batch_invariant, features)
+    model = load_on(folder, devices.target, wished)
+    name = model_name(folder)
+    target = LoadedTarget(name, folder, model, native, Tokenizer(folder).vocabulary_hash())
+    target.features = wished.features
+    target.drafts = [
+        RigDraft(hello_of(each, draft, f"draft-{place}", 1e-3), _Cores(each, f"draft-{place}"))
+        for place, (draft, each) in enumerate(loaded.items())
+    ]
+    for draft in target.drafts:
+        check_hello(target.hello, draft.hello)
+    target.lookups = [
+        partial(lookup_channel, name, config, target.hello, target.eos) for name in config.lookups
+    ]
+    return target
 
 
 def run_case(

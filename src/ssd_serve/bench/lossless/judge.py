@@ -1,19 +1,106 @@
-"""A dense decoder in float64, slow and obvious: the reference for first differences between two runs.
+"""Judges the first difference of a text from plain decoding: a near-tie, or an error.
 
-It computes the same function as the engine's decoder from the same weights and the same (float32) rotation
-table, one whole text at a time, without a cache.
+The reference is a dense decoder in float64, slow and obvious. It computes the same function as the engine's decoder
+from the same weights and the same (float32) rotation table, one whole text at a time, without a cache.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 from safetensors.torch import load_file
 
 from ssd_serve.base.errors import CheckpointError
+from ssd_serve.base.messages import Submit
+from ssd_serve.bench.lossless.rig import LoadedTarget, Outputs
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.dense.decoder import is_dense
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.rope import rotation_table
+from ssd_serve.sampling.noise_rows import NoiseRows
+from ssd_serve.sampling.parameters import is_greedy, needs_counts
+from ssd_serve.sampling.processors import TokenCounts, process
+
+NEAR_TIE = 1e-5
+"""Score gap, in float64, below which a first difference of fp32 runs is rounding."""
+BF16_ROUNDING = 4 * 2.0**-8
+"""Score gap of bf16 runs, relative to the largest logit: two scores, each two units in the last place off."""
+Dtype: TypeAlias = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDifference:
+    """The first difference of a request from plain decoding, and the gap of the two tokens' scores.
+
+    `limit` is the largest gap that rounding explains.
+    """
+
+    request: int
+    index: int
+    gap: float
+    limit: float
+
+    @property
+    def near_tie(self) -> bool:
+        """True if rounding explains the difference."""
+        return self.gap < self.limit
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the index of the first token that differs; None for equal texts."""
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+class Judge:
+    """Distinguishes near-ties from errors, in float64, for runs in a dtype."""
+
+    def __init__(self, pair: LoadedTarget, dtype: Dtype = "fp32") -> None:
+        self._pair = pair
+        self._dtype: Dtype = dtype
+        self._noise = NoiseRows(pair.vocabulary, 8)
+        self._decoder: Float64Decoder | None = None
+
+    def differences(self, submits: Sequence[Submit], plain: Outputs, found: Outputs) -> list[TextDifference]:
+        """Return the first difference of each request that differs from plain decoding."""
+        judged: list[TextDifference] = []
+        for submit in submits:
+            one, other = plain.tokens[submit.request], found.tokens[submit.request]
+            index = first_difference(one, other)
+            if index is not None:
+                gap, limit = float("inf"), 0.0
+                if index < min(len(one), len(other)):
+                    gap, limit = self._gap(submit, one[:index], one[index], other[index])
+                judged.append(TextDifference(submit.request, index, gap, limit))
+        return judged
+
+    def _gap(self, submit: Submit, output: Sequence[int], one: int, other: int) -> tuple[float, float]:
+        """Return the gap of two tokens' scores after `output`, and the gap that rounding explains."""
+        self._decoder = self._decoder or Float64Decoder(
+            self._pair.folder, torch.bfloat16 if self._dtype == "bf16" else None
+        )
+        parameters = submit.parameters
+        logits = self._decoder.last_logits([*submit.prompt, *output])
+        limit = NEAR_TIE
+        if self._dtype == "bf16":
+            scale = 1.0 if is_greedy(parameters) else parameters.temperature
+            limit = BF16_ROUNDING * float(logits.abs().max()) / scale
+        counts = TokenCounts(submit.prompt, output) if needs_counts(parameters) else None
+        eos = () if parameters.ignore_eos else self._pair.eos
+        scores = process(logits, parameters, counts, (), len(output), eos)
+        if not is_greedy(parameters):
+            scores = scores - self._noise.rows([submit.seed], [len(submit.prompt) + len(output)])[0]
+        return abs(float(scores[one]) - float(scores[other])), limit
+
+
+def compared(submits: Sequence[Submit], plain: Outputs, differences: Sequence[TextDifference]) -> int:
+    """Return the number of compared tokens; those of differing requests count up to the difference."""
+    ends = {each.request: each.index + 1 for each in differences}
+    return sum(ends.get(submit.request, len(plain.tokens[submit.request])) for submit in submits)
 
 
 class Float64Decoder:
