@@ -48,13 +48,13 @@ def test_a_step_expands_the_best_nodes_of_all_requests() -> None:
 class SlowCore(DrafterCore):
     """Picks in the obvious way: it looks at the best node of every request before each pick."""
 
-    def _pick(self) -> list[NodeRequest]:
+    def _pick(self, width: int) -> list[NodeRequest]:
         picked: list[NodeRequest] = []
-        while self._requests and len(picked) < self._limits.width:
+        while self._requests and len(picked) < width:
             best = max(self._requests, key=lambda request: self._requests[request].reach())
             if self._requests[best].reach() == -math.inf:
                 break
-            picked.append(NodeRequest(best, self._requests[best].frontier.pop()))
+            picked.append(NodeRequest(best, self._requests[best].frontier.take(1, -math.inf)[0]))
         return picked
 
 

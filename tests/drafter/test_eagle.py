@@ -13,8 +13,8 @@ from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
+from ssd_serve.drafter.sources.draft_model import MAX_PREFILL_ROWS
 from ssd_serve.drafter.sources.eagle import EagleSource
-from ssd_serve.drafter.sources.tree_rows import MAX_PREFILL_ROWS
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.models.heads import FLAT, HIDDEN, VOCABULARY, FirstOracle, Oracle
 from tests.models.test_heads import loaded, target

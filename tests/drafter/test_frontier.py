@@ -22,7 +22,7 @@ def make(deepest: int = 100, limits: GrowthLimits = LIMITS) -> tuple[Speculation
 
 def grow(tree: SpeculationTree, frontier: Frontier, node: Node, values: list[float]) -> None:
     tree.expand(node, [4, 9, 6], sorted(values, reverse=True))
-    frontier.offer(node)
+    frontier.offer_all([node])
 
 
 @given(st.lists(VALUES, min_size=1, max_size=30), st.integers(1, 12), st.integers(1, 5))
@@ -38,7 +38,7 @@ def test_frontier_order_equals_the_best_first_reference(
             assert not picked or picked[0] is not tree.root
             expected = best_unexpanded(tree, deepest, yielded)
             reach = frontier.reach()
-            node = frontier.pop()
+            node = frontier.take(1, -math.inf)[0]
             assert node not in yielded
             assert reach == node.cumulative == expected
             picked.append(node)
@@ -71,7 +71,7 @@ def best_unexpanded(tree: SpeculationTree, deepest: int, yielded: list[Node]) ->
 def test_an_unexpanded_root_comes_first_and_once() -> None:
     tree, frontier = make()
     assert frontier.reach() == 0.0
-    assert frontier.pop() is tree.root
+    assert frontier.take(1, -math.inf)[0] is tree.root
     assert frontier.reach() == -math.inf
 
 
@@ -84,31 +84,31 @@ def test_the_last_position_holds_after_a_miss() -> None:
     tree, frontier = make(deepest=3)
     tree.advance([5, 5])
     frontier.rebuild()
-    grow(tree, frontier, frontier.pop(), [-0.1, -0.2, -0.3])
+    grow(tree, frontier, frontier.take(1, -math.inf)[0], [-0.1, -0.2, -0.3])
     assert frontier.reach() == -math.inf
 
 
 def test_nodes_below_min_reach_are_skipped() -> None:
     limits = GrowthLimits(width=4, fan_out=3, depth=6, nodes=300, min_reach=0.1)
     tree, frontier = make(limits=limits)
-    grow(tree, frontier, frontier.pop(), [-0.5, math.log(0.09), math.log(0.01)])
-    assert frontier.pop().token == 4
+    grow(tree, frontier, frontier.take(1, -math.inf)[0], [-0.5, math.log(0.09), math.log(0.01)])
+    assert frontier.take(1, -math.inf)[0].token == 4
     assert frontier.reach() == -math.inf
 
 
 def test_a_full_tree_has_no_next_node() -> None:
     limits = GrowthLimits(width=4, fan_out=3, depth=6, nodes=5)
     tree, frontier = make(limits=limits)
-    grow(tree, frontier, frontier.pop(), [-0.5, -0.6, -0.7])
+    grow(tree, frontier, frontier.take(1, -math.inf)[0], [-0.5, -0.6, -0.7])
     assert frontier.reach() == -math.inf
 
 
 def test_rebuild_ranks_nodes_below_the_new_root() -> None:
     tree, frontier = make()
-    grow(tree, frontier, frontier.pop(), [-0.5, -1.0, -2.0])
-    child = frontier.pop()
+    grow(tree, frontier, frontier.take(1, -math.inf)[0], [-0.5, -1.0, -2.0])
+    child = frontier.take(1, -math.inf)[0]
     grow(tree, frontier, child, [-0.1, -0.3, -0.4])
     tree.advance([4])
     frontier.rebuild()
     assert frontier.reach() == -0.1 or math.isclose(frontier.reach(), -0.1)
-    assert [frontier.pop().token for _ in range(2) if frontier.reach() > -math.inf] == [4, 6]
+    assert [frontier.take(1, -math.inf)[0].token for _ in range(2) if frontier.reach() > -math.inf] == [4, 6]

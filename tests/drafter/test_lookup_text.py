@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import NodeRequest, Subtree
-from ssd_serve.drafter.sources.lookup import LookupSource
-from ssd_serve.drafter.sources.lookup_text import (
+from ssd_serve.drafter.sources.lookup import (
     LONGEST,
     MAX_MATCHES,
     NOTHING,
+    LookupSource,
     SharedHistory,
     TokenHistory,
     Tokens,

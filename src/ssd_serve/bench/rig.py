@@ -25,8 +25,7 @@ from ssd_serve.cluster.local import make_run_dir
 from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.lookup_channel import lookup_channel
+from ssd_serve.drafter.inline import InlineChannel, lookup_channel
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import Done, ForwardEnd

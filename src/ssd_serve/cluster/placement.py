@@ -8,7 +8,7 @@ from ssd_serve.base.devices import Device, Machine, check_device, parse_device
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
-from ssd_serve.drafter.sources.registry import is_head, is_source, self_draft_layers
+from ssd_serve.drafter.sources.registry import is_source, registered_source, self_draft_layers
 from ssd_serve.models.hub import model_here
 
 
@@ -223,7 +223,7 @@ def cores_draft(settings: Settings, machine: Machine) -> bool:
     return (
         ranks == 1
         and spare >= settings.drafter_count > 0
-        and all(_is_small(name) for name in settings.draft_models)
+        and all(_is_small(name, settings.engine_config()) for name in settings.draft_models)
     )
 
 
@@ -232,12 +232,12 @@ def names_cores(settings: Settings) -> bool:
     return settings.draft_device is not None and parse_device(settings.draft_device).kind == "cpu"
 
 
-def _is_small(draft: str) -> bool:
-    """Return True for a whole model with few bytes of weights; a head reads features, which are on the GPU."""
+def _is_small(draft: str, config: EngineConfig) -> bool:
+    """Return True for few bytes of weights, unless the source reads features, which are on the GPU."""
     if is_source(draft) or self_draft_layers(draft) is not None:
         return False
     folder = model_here(draft, "draft")
-    if folder is None or is_head(folder):
+    if folder is None or registered_source(draft, folder).describe(config, folder).features:
         return False
     files = [file for file in folder.iterdir() if file.suffix in _WEIGHTS and file.is_file()]
     return sum(file.stat().st_size for file in files) <= _SMALL_BYTES

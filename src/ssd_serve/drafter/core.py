@@ -25,14 +25,15 @@ from ssd_serve.base.draft_messages import (
     Resync,
 )
 from ssd_serve.base.logs import Logger, get_logger
-from ssd_serve.cache.expansions import Expansion, pack, pack_uniform
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_uniform
 from ssd_serve.cache.node import Node
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.drafter.calibration import DEEPEST, UNIT_SCALES, Calibration
-from ssd_serve.drafter.draft_request import DraftRequest, address_of, expansion_of, finite
-from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths, only
 from ssd_serve.drafter.sources.contract import (
+    Branch,
     CandidateBatch,
     Candidates,
     ChunkedPrefillSource,
@@ -44,9 +45,61 @@ from ssd_serve.drafter.sources.contract import (
     Subtree,
 )
 from ssd_serve.drafter.sources.registry import NODE_BY_NODE, SourceDescription
-from ssd_serve.drafter.step_time import StepWidth
+from ssd_serve.drafter.step_time import LiveWidth
 
 _NO_RESULT: tuple[Sequence[ExpandResult], int, int] = ((None,), 0, 0)
+
+
+class DraftRequest:
+    """A request in the core: tree, frontier and the candidates that calibrate."""
+
+    def __init__(self, message: Open, limits: GrowthLimits, ends: frozenset[int], paused: bool) -> None:
+        self.epoch = message.epoch
+        self.paused = paused
+        self.prefills_paused = limits.prefills_paused
+        self.parameters = message.parameters
+        self.position = len(message.prompt) + len(message.output) - 1
+        self.tree = SpeculationTree(message.root, limits.nodes)
+        left = message.parameters.max_tokens - len(message.output)
+        stops = frozenset(message.parameters.stop_token_ids)
+        if not message.parameters.ignore_eos:
+            stops |= ends
+        # Nothing follows a node at the last position, and the draft model has no position beyond its context.
+        deepest = min(left - 1, limits.context - self.position)
+        self.frontier = Frontier(self.tree, limits, deepest, stops)
+        self.sequence = 0
+        self.results: dict[int, tuple[Sequence[ExpandResult], int, int]] = {}
+        """The results of the step that expanded a node, its index there and its depth, by name."""
+
+    def record(self, nodes: Sequence[tuple[int, Node]], results: Sequence[ExpandResult]) -> None:
+        """Offer newly expanded nodes to the frontier; each has its index in the step's results."""
+        known, top = self.results, self.tree.root.depth
+        for index, node in nodes:
+            known[node.name] = results, index, node.depth - top
+        self.frontier.offer_all([node for _, node in nodes])
+
+    def attach(self, top: Node, branches: Sequence[Branch]) -> list[Expansion]:
+        """Expand the nodes of a subtree within the limits; returns the expansions made."""
+        tree, made = self.tree, list[Expansion]()
+        for branch in branches:
+            node: Node | None = top
+            for token in branch.path:
+                node = tree.child(node, token) if node is not None else None
+            if node is None or node.tokens or not self.frontier.may_grow(node):
+                continue
+            tokens, values = finite(branch.tokens, branch.log_probabilities)
+            if tokens and tree.expand(node, tokens, values):
+                if branch.scores:
+                    self.results[node.name] = (_candidates(branch),), 0, node.depth - tree.root.depth
+                self.frontier.offer_all((node,))
+                made.append(expansion_of(node, tokens, values))
+        return made
+
+    def reach(self) -> float:
+        """Log reach of the next node to expand, or -inf. A paused request expands its root at most."""
+        if self.paused and (self.tree.root.expanded or not self.prefills_paused):
+            return -math.inf
+        return self.frontier.reach()
 
 
 class DrafterCore:
@@ -59,7 +112,7 @@ class DrafterCore:
         ends: Collection[int],
         name: str,
         log: Logger | None = None,
-        widths: StepWidth | None = None,
+        widths: LiveWidth | None = None,
         paths: GrammarPaths | None = None,
         description: SourceDescription = NODE_BY_NODE,
     ) -> None:
@@ -128,12 +181,15 @@ class DrafterCore:
         if self._paths is not None:
             self._paths.close(request)
 
-    def step(self) -> list[Growth]:
-        """Run one draft step over all requests. The result is empty if no node should be expanded, or while
-        `prefilling`."""
+    def step(self, width: int | None = None) -> list[Growth]:
+        """Run one draft step over all requests, of `width` nodes if given.
+
+        The result is empty if no node should be expanded, or while `prefilling`.
+        """
         started = time.perf_counter()
         self.prefilling = False
-        picked = self._pick()
+        measured = self._limits.width if self._widths is None else self._widths.width
+        picked = self._pick(measured if width is None else width)
         if not picked:
             return []
         if self._paths is not None:
@@ -146,10 +202,9 @@ class DrafterCore:
             self._widths.observe(len(picked), time.perf_counter() - started)
         return growth
 
-    def _pick(self) -> list[NodeRequest]:
+    def _pick(self, width: int) -> list[NodeRequest]:
         """The nodes of highest reach over all requests; ties go to the request opened first."""
         picked: list[NodeRequest] = []
-        width = self._limits.width if self._widths is None else self._widths.width
         # Taking a node of one request changes no other request's reach: one heap entry for each request.
         heap = [
             (-reach, order, request, draft)
@@ -307,3 +362,29 @@ class DrafterCore:
             for node in draft.tree.expanded()
         ]
         return [self._growth(message.request, expansions, snapshot=True)]
+
+
+def _candidates(branch: Branch) -> Candidates:
+    return Candidates(
+        np.array(branch.tokens, dtype=np.int32),
+        np.array(branch.log_probabilities, dtype=np.float32),
+        np.array(branch.scores, dtype=np.float32),
+        branch.expected_score,
+    )
+
+
+def finite(tokens: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """Candidates with finite log-probabilities: the verifier disconnects a drafter that sends others."""
+    if all(map(math.isfinite, values)):
+        return tokens, values
+    kept = [(token, value) for token, value in zip(tokens, values, strict=True) if math.isfinite(value)]
+    return [token for token, _ in kept], [value for _, value in kept]
+
+
+def expansion_of(node: Node, tokens: list[int], log_probabilities: list[float]) -> Expansion:
+    return Expansion(*address_of(node), tokens, log_probabilities)
+
+
+def address_of(node: Node) -> tuple[int, int]:
+    """The parent's name and the token that leads to the node; for a root its own name and `ROOT_STEP`."""
+    return (node.name, ROOT_STEP) if node.parent is None else (node.parent.name, node.token)

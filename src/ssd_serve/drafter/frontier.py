@@ -62,10 +62,6 @@ class Frontier:
         """True if depth and token allow children of this node."""
         return node.depth < self._bottom and node.token not in self._ends
 
-    def offer(self, node: Node) -> None:
-        """Add the candidates of a newly expanded node."""
-        self.offer_all((node,))
-
     def offer_all(self, nodes: Iterable[Node]) -> None:
         """Add the candidates of newly expanded nodes; earlier ones win ties."""
         self._reach = None
@@ -94,10 +90,6 @@ class Frontier:
             return -math.inf
         value = -self._heap[0][0] - tree.root.cumulative
         return value if value >= self._least else -math.inf
-
-    def pop(self) -> Node:
-        """Take the next node. Requires a finite `reach()`."""
-        return self.take(1, -math.inf)[0]
 
     def take(self, most: int, beyond: float, ties: bool = True) -> list[Node]:
         """Take up to `most` next nodes with a log reach above `beyond`, or equal to it with `ties`.

@@ -1,12 +1,16 @@
-"""The drafter in the verifier's own process and device, for synchronous speculation.
+"""Drafters in the verifier's own process: a draft on its device for synchronous speculation, and lookup.
 
-It has the same core and channel interface as a drafter process; a draft step runs whenever the verifier
-waits.
+They have the same core and channel interface as a drafter process. An inline draft step runs whenever the
+verifier waits. A lookup needs hardly any time and replies at once, so the next round finds its draft tokens
+without waiting; it works together with a drafter of any kind.
 """
 
+import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+from msgspec.structs import replace
 
 from ssd_serve.base.draft_messages import (
     Close,
@@ -21,19 +25,43 @@ from ssd_serve.base.draft_messages import (
     Pause,
     Resync,
 )
+from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.names import as_label
+from ssd_serve.base.setting_values import SUFFIX
 from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.grammar_paths import GrammarPaths
+from ssd_serve.drafter.sources.lookup import LOOKUP, LookupSource, SharedHistory
 from ssd_serve.drafter.step_time import StepTime
+from ssd_serve.sampling.grammar import Grammars
 
 
 class InProcessChannel(ABC):
-    """Base of channels without a socket: messages are processed one by one, and nothing is queued."""
+    """The verifier's side of a channel to a core in the same thread, without a socket.
 
-    def __init__(self) -> None:
+    Messages are processed one by one, and nothing is queued.
+    """
+
+    def __init__(self, core: DrafterCore, hello: Hello) -> None:
+        self._core = core
+        self._inbox: list[DrafterMessage] = [hello]
         self._closed = False
 
-    @abstractmethod
     def send(self, message: Message) -> bool:
-        """Send a message; False if the channel is closed."""
+        """Process the message now; False if the channel is closed."""
+        if isinstance(message, Open | Outcome | Features | Close | Resync | Pause):
+            self._inbox.extend(self._core.handle(message))
+        return not self._closed
+
+    def receive(self) -> list[Message]:
+        """Messages of the core since the last call."""
+        messages: list[Message] = list(self._inbox)
+        self._inbox.clear()
+        return messages
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for messages; False if there are none."""
 
     @property
     def closed(self) -> bool:
@@ -57,29 +85,15 @@ class InProcessChannel(ABC):
 
 
 class InlineChannel(InProcessChannel):
-    """The verifier's side of a channel to a core in the same thread."""
+    """A channel to a core with a draft model or head."""
 
     def __init__(
         self, core: DrafterCore, hello: Hello, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        super().__init__()
-        self._core = core
+        super().__init__(core, hello)
         self._clock = clock
-        self._inbox: list[DrafterMessage] = [hello]
         self._step_time = StepTime(hello.step_ms / 1e3)
         self.steps = 0
-
-    def send(self, message: Message) -> bool:
-        """Process the message now."""
-        if isinstance(message, Open | Outcome | Features | Close | Resync | Pause):
-            self._inbox.extend(self._core.handle(message))
-        return not self.closed
-
-    def receive(self) -> list[Message]:
-        """Messages of the core since the last call."""
-        messages: list[Message] = list(self._inbox)
-        self._inbox.clear()
-        return messages
 
     def wait(self, timeout_s: float) -> bool:
         """Run one draft step, unless messages are waiting."""
@@ -102,3 +116,73 @@ class InlineChannel(InProcessChannel):
         while not growth and self._core.prefilling:
             growth = self._core.step()
         return growth
+
+
+_FAN_OUT = 4
+
+
+class LookupChannel(InProcessChannel):
+    """A channel to a lookup over its requests' tokens; the lookup itself runs in `receive`."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        limits: GrowthLimits,
+        ends: Collection[int],
+        shared: SharedHistory | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`hello` has a step time of 0, which marks a source that needs no waiting.
+
+        `ends` are EOS ids; `shared` is the history of other requests, which is searched too.
+        """
+        self._source = LookupSource(limits.fan_out, shared)
+        paths = None if grammars is None else GrammarPaths(grammars)
+        super().__init__(
+            DrafterCore(self._source, limits, ends, hello.name, paths=paths, description=LOOKUP), hello
+        )
+        self._moved = set[int]()
+
+    def send(self, message: Message) -> bool:
+        if isinstance(message, Close):
+            self._source.share(message.request)
+        super().send(message)
+        if isinstance(message, Open):
+            self._source.salt(message.request, message.salt)
+        if isinstance(message, Open | Outcome):
+            self._moved.add(message.request)
+        return not self.closed
+
+    def receive(self) -> list[Message]:
+        """Messages, with draft tokens of the requests that have moved since the last call."""
+        if self._moved:
+            self._inbox.extend(self._core.step(width=len(self._moved)))
+            self._moved.clear()
+        return super().receive()
+
+    def wait(self, timeout_s: float) -> bool:
+        """True if there is anything to receive; waiting adds nothing."""
+        del timeout_s
+        return bool(self._inbox or self._moved)
+
+
+def lookup_channel(
+    name: str,
+    config: EngineConfig,
+    mine: Hello,
+    ends: Collection[int],
+    grammars: Grammars | None = None,
+) -> LookupChannel:
+    """The lookup drafter `name` for a verifier with the `Hello` `mine`."""
+    hello = replace(
+        mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0, prefill_ms=0.0
+    )
+    limits = GrowthLimits(
+        width=1,
+        fan_out=min(_FAN_OUT, config.draft_fan_out),
+        depth=2 * config.draft_depth,  # chains without branches
+        nodes=config.tree_nodes,
+        context=mine.context,
+    )
+    shared = SharedHistory(config.suffix_shared) if name == SUFFIX and config.suffix_shared else None
+    return LookupChannel(hello, limits, ends, shared, grammars)

@@ -5,7 +5,6 @@ measured at start and updated live, since other work on the device changes what 
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from ssd_serve.base.cost import CostTable, Timing
 
@@ -32,16 +31,6 @@ _TOLERANCE = 1.35
 _UPDATE_EVERY = 64
 
 
-class StepWidth(Protocol):
-    """Chooses the largest number of nodes of the next step."""
-
-    width: int
-
-    def observe(self, nodes: int, seconds: float) -> None:
-        """Add the time of a step that expanded `nodes` nodes, host time included."""
-        ...
-
-
 def widths_to_measure(most: int) -> list[int]:
     """Widths to measure: powers of two from 4 below `most`, and `most`."""
     widths = [width for width in (4, 8, 16, 32, 64, 128, 256) if width < most]
@@ -55,7 +44,7 @@ def choose_width(seconds: Mapping[int, float]) -> int:
 
 
 class LiveWidth:
-    """A `StepWidth` from step times by width, measured at start and updated."""
+    """The largest number of nodes of the next step, from step times by width, measured and updated."""
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
         self._cost = CostTable([Timing(width, 0, each) for width, each in seconds.items()])
@@ -64,6 +53,7 @@ class LiveWidth:
         self.width = choose_width(seconds)
 
     def observe(self, nodes: int, seconds: float) -> None:
+        """Add the time of a step that expanded `nodes` nodes, host time included."""
         self._cost.observe(nodes, seconds)
         self._steps += 1
         if self._steps % _UPDATE_EVERY == 0:

@@ -18,8 +18,7 @@ from ssd_serve.base.messages import Ready
 from ssd_serve.base.names import as_label, without_revision
 from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.lookup_channel import lookup_channel
+from ssd_serve.drafter.inline import InlineChannel, lookup_channel
 from ssd_serve.drafter.sources.loading import draft_features
 from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library

@@ -25,8 +25,7 @@ from ssd_serve.bench.options import Devices
 from ssd_serve.drafter.assembly import hello_of, load_draft
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.drafter.lookup_channel import lookup_channel
+from ssd_serve.drafter.inline import InlineChannel, lookup_channel
 from ssd_serve.drafter.sources.loading import LoadedSource
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch

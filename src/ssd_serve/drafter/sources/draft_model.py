@@ -5,6 +5,7 @@ Knows one model and the requests' committed tokens; not the order of expansion.
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -13,15 +14,8 @@ import torch
 from ssd_serve.base.errors import DeviceMemoryError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
-from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cache.slots import SlotPool, SlotTable
 from ssd_serve.drafter.sources.contract import CandidateBatch, Candidates, NodeRequest, Scales
-from ssd_serve.drafter.sources.tree_rows import (
-    MAX_PREFILL_ROWS,
-    DraftKvState,
-    StepRows,
-    TreeRowBuilder,
-    root_of,
-)
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import release_memory, within_memory
@@ -33,6 +27,126 @@ from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, rank_childre
 
 _PREFILL_TOKENS = 16
 """More missing tokens than a few rounds commit count as a prefill."""
+MAX_PREFILL_ROWS = 512
+_MIN_PREFILL_ROWS = 64
+_PREFILL_STEP_S = 0.03
+"""Time of a prefill chunk, so that other drafts do not wait longer."""
+
+
+def prefill_rows_of(prefill_s_per_token: float) -> int:
+    """Prefill tokens of a step: as many as take about 30 ms, between 64 and 512."""
+    return min(MAX_PREFILL_ROWS, max(_MIN_PREFILL_ROWS, int(_PREFILL_STEP_S / prefill_s_per_token)))
+
+
+@dataclass(slots=True)
+class DraftKvState:
+    """The KV of one request: slots of committed tokens in order, and of nodes by name."""
+
+    tokens: list[int]
+    """Committed tokens from position `start` on; the first of them have `slots`."""
+    seed: int | None
+    """None, with temperature 0: no noise."""
+    temperature: float
+    start: int = 0
+    slots: SlotTable = field(default_factory=SlotTable)
+    nodes: dict[int, int] = field(default_factory=dict)
+
+    def take_slots(self) -> list[int]:
+        """Forget all slots and return them."""
+        taken = [*self.slots.take(), *self.nodes.values()]
+        self.nodes.clear()
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Rows of one request in a step, committed tokens before nodes."""
+
+    request: int
+    held: DraftKvState
+    rows: RequestRows
+    new_nodes: dict[int, int]
+    parents: list[int]
+    """Names of the new nodes' parents."""
+    committed: list[int]
+    """Slots of the committed tokens among the rows."""
+    indices: list[int]
+    """Indices of this request's nodes among the requested nodes of the step, in the order of their rows."""
+    after: list[int]
+    """Positions of the drafted tokens: those after the requested nodes."""
+    names: list[int]
+    """Names of the requested nodes."""
+
+
+_Place = tuple[int, int, int]
+"""A node's row (-1: it has KV already) and the two ancestor masks of its chain: new rows, cached nodes."""
+
+
+class TreeRowBuilder:
+    """Collects rows: committed tokens without KV, then nodes without KV.
+
+    Tree slots are numbered: the new rows in order, then cached nodes that are ancestors of a new row. The
+    number of new rows is known last, so the bits of cached ancestors are shifted at the end.
+    """
+
+    def __init__(self, held: DraftKvState, first: int, most: int | None = None) -> None:
+        """`first` is the position of nodes of depth 0; at most `most` committed tokens are added."""
+        committed = held.tokens[len(held.slots) :][:most]
+        self.tokens = committed
+        self.committed = len(committed)
+        begin = held.start + len(held.slots)
+        self.positions = list(range(begin, begin + self.committed))
+        self.missing: list[int] = []
+        self.parents: list[int] = []
+        self.earlier: list[int] = []
+        self.earlier_positions: list[int] = []
+        self._known = held.nodes
+        self._first = first
+        self._masks = [((2 << index) - 1, 0) for index in range(self.committed)]
+        own, earlier = self._masks[-1] if committed else (0, 0)
+        self._root: _Place = self.committed - 1, own, earlier
+        self._places: dict[int, _Place] = {}
+
+    @property
+    def ancestry(self) -> list[int]:
+        """The rows' ancestor masks."""
+        new = len(self.tokens)
+        return [own | earlier << new for own, earlier in self._masks]
+
+    def row_of(self, node: Node) -> int:
+        """The row of a node; missing ancestors are added before it."""
+        return self._place(node)[0]
+
+    def _place(self, node: Node) -> _Place:
+        name, parent = node.name, node.parent
+        place = self._places.get(name)
+        if place is not None:
+            return place
+        if parent is None:
+            return self._root
+        _, own, earlier = self._places.get(parent.name) or self._place(parent)
+        slot = self._known.get(name)
+        if slot is not None:
+            row = -1
+            earlier |= 1 << len(self.earlier)
+            self.earlier.append(slot)
+            self.earlier_positions.append(self._first + node.depth)
+        else:
+            row = len(self.tokens)
+            own |= 1 << row
+            self.tokens.append(node.token)
+            self.positions.append(self._first + node.depth)
+            self.missing.append(name)
+            self.parents.append(parent.name)
+            self._masks.append((own, earlier))
+        place = self._places[name] = row, own, earlier
+        return place
+
+
+def root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
 
 
 class RankingInputs(NamedTuple):
@@ -113,16 +227,16 @@ class ModelSource:
         self._is_warmup_step = False
         if not groups:
             return [None] * len(requests)
-        wanted = [index for _, _, indices in groups for index in indices]
-        choices = SamplingKeys([], [], [])
-        for held, group, indices in groups:
-            choices.seeds.extend([held.seed] * len(indices))
-            choices.positions.extend(group.after)
-            choices.temperatures.extend([held.temperature] * len(indices))
+        wanted = [index for group in groups for index in group.indices]
+        keys = SamplingKeys([], [], [])
+        for group in groups:
+            keys.seeds.extend([group.held.seed] * len(group.indices))
+            keys.positions.extend(group.after)
+            keys.temperatures.extend([group.held.temperature] * len(group.indices))
         # Before the forward: on ROCm a copy to the device waits for the work started there.
-        lines = self._noise.lines_of(choices.seeds, choices.positions)
+        lines = self._noise.lines_of(keys.seeds, keys.positions)
         inputs = RankingInputs(
-            choices,
+            keys,
             lines,
             [scales[index][0] for index in wanted],
             [requests[index].allowed for index in wanted],
@@ -134,15 +248,15 @@ class ModelSource:
             return [None] * len(requests)
         return _in_order(ranked, wanted, len(requests))
 
-    def _groups(self, requests: Sequence[NodeRequest]) -> list[tuple[DraftKvState, StepRows, list[int]]]:
-        """The rows of each request and the indices of its nodes, as far as memory allows.
+    def _groups(self, requests: Sequence[NodeRequest]) -> list[StepRows]:
+        """The rows of each request, as far as memory allows.
 
         A prefill that exceeds this step gets its next chunk and no nodes.
         """
         order: dict[int, list[int]] = {}
         for index, each in enumerate(requests):
             order.setdefault(each.request, []).append(index)
-        groups: list[tuple[DraftKvState, StepRows, list[int]]] = []
+        groups: list[StepRows] = []
         self._pending_prefill.clear()
         left = self._prefill_rows
         for request, indices in order.items():
@@ -150,61 +264,62 @@ class ModelSource:
             held = self.held[request]
             missing = len(held.tokens) - len(held.slots)
             if missing > max(left, _PREFILL_TOKENS):
-                group = self._group(request, held, [], order, left) if left else None
+                group = self._group(request, [], [], order, left) if left else None
                 if group is not None or not left:  # otherwise memory is short
                     self._pending_prefill.add(request)
             else:
-                group = self._group(request, held, [requests[index].at for index in indices], order)
+                group = self._group(request, [requests[index].at for index in indices], indices, order)
             if group is not None:
                 left -= len(group.committed) if missing > _PREFILL_TOKENS else 0
-                groups.append((held, group, [indices[row] for row in group.order]))
+                groups.append(group)
         return groups
 
     def _ranked_or_none(
-        self, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]], inputs: RankingInputs
+        self, groups: Sequence[StepRows], inputs: RankingInputs
     ) -> Sequence[Candidates] | None:
         """Candidates of all groups' nodes; None if the device is out of memory."""
-        batch = self.prepared(build_batch([group.rows for _, group, _ in groups]), groups)
+        batch = self.prepared(build_batch([group.rows for group in groups]), groups)
         try:
             result = within_memory(lambda: self._model.forward(batch))
         except DeviceMemoryError:
-            for _, group, _ in groups:
+            for group in groups:
                 self.pool.free(group.rows.write_slots)
             return None
-        self._keep(groups)
+        for group in groups:
+            group.held.slots.extend(group.committed)
+            group.held.nodes.update(group.new_nodes)
         result.completion.wait()
-        prefilled = max(len(group.committed) for _, group, _ in groups)
+        prefilled = max(len(group.committed) for group in groups)
         self._is_warmup_step = result.includes_capture or prefilled > _PREFILL_TOKENS
         self.computed(result, groups)
         if not inputs.scales:
             return []
         try:
-            return within_memory(lambda: self._rank(apply_masks(result.logits, inputs.allowed), inputs))
+            return within_memory(lambda: self._rank(result.logits, inputs))
         except DeviceMemoryError:
             return None
 
-    def prepared(self, batch: Batch, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]) -> Batch:
+    def prepared(self, batch: Batch, groups: Sequence[StepRows]) -> Batch:
         """Hook: the batch with further inputs of the model."""
         del groups
         return batch
 
-    def computed(
-        self, result: ForwardResult, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]
-    ) -> None:
+    def computed(self, result: ForwardResult, groups: Sequence[StepRows]) -> None:
         """Hook: the model has computed these rows."""
 
     def _group(
         self,
         request: int,
-        held: DraftKvState,
         nodes: Sequence[Node],
+        indices: Sequence[int],
         busy: Collection[int],
         most: int | None = None,
     ) -> StepRows | None:
         """Rows of one request: missing committed tokens as a causal chunk, then missing nodes, parents first.
 
-        Without nodes, at most `most` tokens.
+        Without nodes, at most `most` tokens. None: memory is short.
         """
+        held = self.held[request]
         if len(held.slots) == len(held.tokens) and any(node.parent is None for node in nodes):
             self.pool.free([held.slots.pop()])  # the root's logits are needed again
         first = held.start + len(held.tokens) - 1 - (root_of(nodes[0]).depth if nodes else 0)
@@ -219,27 +334,28 @@ class ModelSource:
             positions=tree.positions,
             write_slots=slots,
             prefix_slots=held.slots.view(),
-            wanted=[rows[index] for index in order],
+            wanted=[rows[place] for place in order],
             ancestry=tree.ancestry,
             tree_slots=[*slots, *tree.earlier],
             tree_positions=[*tree.positions, *tree.earlier_positions],
         )
-        new_nodes = dict(zip(tree.missing, slots[tree.committed :], strict=True))
-        after = [first + 1 + nodes[index].depth for index in order]
-        names = [nodes[index].name for index in order]
-        return StepRows(request, part, new_nodes, tree.parents, slots[: tree.committed], order, after, names)
-
-    def _keep(self, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]) -> None:
-        for held, group, _ in groups:
-            held.slots.extend(group.committed)
-            held.nodes.update(group.new_nodes)
+        return StepRows(
+            request,
+            held,
+            part,
+            new_nodes=dict(zip(tree.missing, slots[tree.committed :], strict=True)),
+            parents=tree.parents,
+            committed=slots[: tree.committed],
+            indices=[indices[place] for place in order],
+            after=[first + 1 + nodes[place].depth for place in order],
+            names=[nodes[place].name for place in order],
+        )
 
     def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Candidates]:
-        return CandidateBatch(
-            *rank_children(
-                logits, inputs.keys, self._noise, inputs.scales, self._fan_out, self._native, inputs.lines
-            )
-        )
+        masked = apply_masks(logits, inputs.allowed)
+        keys, scales = inputs.keys, inputs.scales
+        ranked = rank_children(masked, keys, self._noise, scales, self._fan_out, self._native, inputs.lines)
+        return CandidateBatch(*ranked)
 
     def _allocate(self, count: int, near: int | None, busy: Collection[int]) -> list[int] | None:
         """Allocate slots, evicting the least recently expanded requests that are not `busy`."""
@@ -247,17 +363,11 @@ class ModelSource:
             slots = self.pool.allocate(count, near=near)
             if slots is not None:
                 return slots
-            idle = next(
-                (
-                    held
-                    for number, held in self.held.items()
-                    if number not in busy and (held.slots or held.nodes)
-                ),
-                None,
-            )
-            if idle is None:
+            idle = [each for number, each in self.held.items() if number not in busy]
+            evicted = next((each for each in idle if each.slots or each.nodes), None)
+            if evicted is None:
                 return None
-            self.pool.free(idle.take_slots())
+            self.pool.free(evicted.take_slots())
 
 
 def _in_order(ranked: Sequence[Candidates], wanted: list[int], count: int) -> Sequence[Candidates | None]:

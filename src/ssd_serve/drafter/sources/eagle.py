@@ -18,7 +18,13 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest, Scales
-from ssd_serve.drafter.sources.draft_model import ModelSource
+from ssd_serve.drafter.sources.draft_model import (
+    MAX_PREFILL_ROWS,
+    DraftKvState,
+    ModelSource,
+    StepRows,
+    prefill_rows_of,
+)
 from ssd_serve.drafter.sources.loading import (
     LoadedSource,
     SourceConfig,
@@ -27,7 +33,6 @@ from ssd_serve.drafter.sources.loading import (
     tokenizer_info,
 )
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
-from ssd_serve.drafter.sources.tree_rows import MAX_PREFILL_ROWS, DraftKvState, StepRows, prefill_rows_of
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.heads.load import head_config, head_sizes, load_head
@@ -118,21 +123,19 @@ class EagleSource(ModelSource):
         places = {index: place for place, index in enumerate(ready)}
         return [found[places[index]] if index in places else None for index in range(len(requests))]
 
-    def prepared(self, batch: Batch, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]) -> Batch:
+    def prepared(self, batch: Batch, groups: Sequence[StepRows]) -> Batch:
         """Add a vector for each row."""
         parts: list[torch.Tensor] = []
-        for held, group, _ in groups:
-            known = self._known[group.request]
+        for group in groups:
+            held, known = group.held, self._known[group.request]
             parts.append(known.fused.part(held.start + len(held.slots) - 1, len(group.committed)))
             parts += [known.outputs[parent][None] for parent in group.parents]
         return replace(batch, vectors=torch.cat(parts))
 
-    def computed(
-        self, result: ForwardResult, groups: Sequence[tuple[DraftKvState, StepRows, list[int]]]
-    ) -> None:
+    def computed(self, result: ForwardResult, groups: Sequence[StepRows]) -> None:
         """Keep the head's outputs, the inputs of the nodes' children."""
         own = iter(result.features[OWN])
-        for _, group, _ in groups:
+        for group in groups:
             self._known[group.request].outputs.update((name, next(own)) for name in group.names)
 
     def _can_grow(self, request: NodeRequest) -> bool:

@@ -76,11 +76,6 @@ def is_source(name: str) -> bool:
     return not name.startswith(ANY_MODEL) and (name in SOURCES or bool(_entry_points(name)))
 
 
-def is_head(folder: Path) -> bool:
-    """True if a folder has an EAGLE head. Raises `CheckpointError` for heads of other kinds."""
-    return _kind(folder) == EAGLE
-
-
 def registered_source(name: str, folder: Path | None) -> RegisteredSource:
     """The source of a draft of this name with its files in `folder`. Raises `SettingsError`."""
     kind = name if folder is None else _kind(folder)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import PairMismatchError, SettingsError
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.drafter.sources.draft_model import ModelSource
+from ssd_serve.drafter.sources.draft_model import MAX_PREFILL_ROWS, ModelSource, prefill_rows_of
 from ssd_serve.drafter.sources.loading import (
     LoadedSource,
     SourceConfig,
@@ -14,7 +14,6 @@ from ssd_serve.drafter.sources.loading import (
     measure_draft,
     tokenizer_info,
 )
-from ssd_serve.drafter.sources.tree_rows import MAX_PREFILL_ROWS, prefill_rows_of
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.hub import model_here
 from ssd_serve.models.interface import Model
