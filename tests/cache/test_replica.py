@@ -221,19 +221,12 @@ def test_other_requests_epochs_and_malformed_buffers_change_nothing() -> None:
     assert replica.tree.root.tokens == [1, 2]
 
 
-def test_orphaned_growth_is_adopted_by_its_parent() -> None:
-    replica = make_replica(1, 50)
-    replica.apply(growth_of(BELOW, sequence=1))
-    assert len(replica.tree) == 0
-    replica.apply(growth_of(ROOT_EXPANSION))
-    assert contents(replica.tree) == {50: [1, 2], mix(50, 1): [3, 4]}
-
-
 def test_growth_for_a_future_root_is_kept() -> None:
     replica = make_replica(1, 50)
     replica.apply(growth_of(Expansion(mix(50, 9), ROOT_STEP, [3], [-0.5])))
     replica.advance((9,))
     assert contents(replica.tree) == {mix(50, 9): [3]}
+    assert replica.take_late() == 0
 
 
 def test_orphaned_growth_is_dropped_after_two_rounds() -> None:
@@ -245,13 +238,6 @@ def test_orphaned_growth_is_dropped_after_two_rounds() -> None:
     assert replica.tree.root.name == late
     assert len(replica.tree) == 0
     assert [replica.take_late(), replica.take_late()] == [1, 0]
-
-
-def test_adopted_orphans_do_not_count_as_late() -> None:
-    replica = make_replica(1, 50)
-    replica.apply(growth_of(Expansion(mix(50, 9), ROOT_STEP, [3], [-0.5])))
-    replica.advance((9,))
-    assert replica.take_late() == 0
 
 
 def test_a_sequence_gap_is_reported_once_and_snapshots_are_exempt() -> None:

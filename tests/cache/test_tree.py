@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ssd_serve.base.seeds import mix
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
-from tests.cache.tree_access import Path, candidates, find, reach
+from tests.cache.tree_access import Path, find, reach
 
 ROOT = 77
 LIMIT = 60
@@ -142,20 +142,6 @@ TestTrees = Trees.TestCase
 TestTrees.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
-def test_a_hit_keeps_everything_below_the_new_root() -> None:
-    tree = SpeculationTree(ROOT, 100)
-    tree.expand(tree.root, [1, 2], [-0.1, -3.0])
-    one = find(tree, (1,))
-    tree.expand(one, [3, 4], [-0.5, -1.0])
-    below = find(tree, (1, 3))
-    tree.expand(below, [5], [-0.2])
-    assert tree.advance([1, 3]).hit
-    assert tree.root is below
-    assert [node.token for node in candidates(tree)] == [5]
-    assert reach(tree, find(tree, (5,))) == pytest.approx(math.exp(-0.2))
-    assert tree.get(one.name) is None
-
-
 @pytest.mark.parametrize("committed", [[1, 3], [1, 9], [7]])
 def test_advance_frees_dropped_nodes_without_a_collection(committed: list[int]) -> None:
     tree = SpeculationTree(ROOT, 100)
@@ -173,42 +159,3 @@ def test_advance_frees_dropped_nodes_without_a_collection(committed: list[int]) 
         assert before - nodes() == 3, "the new root alone is left of four, or is a new one"
     finally:
         gc.enable()
-
-
-def test_a_miss_leaves_an_unexpanded_root_with_the_derived_name() -> None:
-    tree = SpeculationTree(ROOT, 100)
-    tree.expand(tree.root, [1], [-0.1])
-    advance = tree.advance([1, 9])
-    assert not advance.hit
-    assert [node.token for node in advance.path] == [1]
-    assert tree.root.name == mix(mix(ROOT, 1), 9)
-    assert tree.root.depth == 2
-    assert not tree.root.expanded
-    assert len(tree) == 0
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 0)), min_size=1, unique_by=lambda pair: pair[0]),
-    st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 0)), min_size=1, unique_by=lambda pair: pair[0]),
-)
-def test_expansions_by_the_same_source_are_merged(
-    mine: list[tuple[int, float]], theirs: list[tuple[int, float]]
-) -> None:
-    tree = SpeculationTree(ROOT, 100)
-    for guesses in (mine, theirs):
-        ranked = sorted(guesses, key=lambda pair: -pair[1])
-        tree.expand(tree.root, [token for token, _ in ranked], [value for _, value in ranked])
-    first, second = dict(mine), dict(theirs)
-    expected = {
-        token: max(first.get(token, -math.inf), second.get(token, -math.inf)) for token in {**first, **second}
-    }
-    assert dict(zip(tree.root.tokens, tree.root.cumulatives, strict=True)) == expected
-    assert len(tree) == len(expected)
-
-
-def test_a_full_tree_rejects_expansions_and_keeps_its_nodes() -> None:
-    tree = SpeculationTree(ROOT, 3)
-    assert tree.expand(tree.root, [1, 2], [-0.1, -0.2])
-    assert not tree.expand(find(tree, (1,)), [3, 4], [-0.1, -0.2])
-    assert len(tree) == 2
-    assert tree.expand(find(tree, (1,)), [3], [-0.1])

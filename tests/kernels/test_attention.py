@@ -164,18 +164,6 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert worst < 20 * 8 * torch.finfo(dtype).eps  # values reach about 20, sums round a few times
 
 
-def test_many_requests(make: Maker) -> None:
-    rng = random.Random(4)
-    starts = [17 * request for request in range(32)]
-    parts = [
-        rows_of(range(2), list(range(start, start + 9)), [start + 9, start + 10], [9, 10], [[0], [0, 1]])
-        for start in starts
-    ]
-    rng.shuffle(parts)
-    worst = largest_difference(build_batch(parts), make, heads=4, kv_heads=2, windows=[None], seed=5)
-    assert worst < 1e-4
-
-
 def test_foreign_slots_do_not_leak(make: Maker) -> None:
     """Huge numbers in every slot that a row may not see leave its output bitwise equal."""
     prefix, own = [0, 2, 4, 6, 9], [11, 13, 15]

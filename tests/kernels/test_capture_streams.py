@@ -7,7 +7,7 @@ import torch
 
 from ssd_serve.base.errors import CaptureError
 from ssd_serve.kernels.device import DeviceGraphCapture
-from tests.pretended_device import DEVICE, Stream, StreamOrderError, pretended_device
+from tests.pretended_device import DEVICE, pretended_device
 
 
 def warm_up_and_read(work_of: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -21,22 +21,6 @@ def warm_up_and_read(work_of: Callable[[torch.Tensor], torch.Tensor]) -> float:
 
 def test_warm_up_waits_for_inputs_and_is_waited_for() -> None:
     assert warm_up_and_read(lambda inputs: 2 * inputs) == 24
-
-
-@pytest.mark.parametrize("skipped", [1, 2])
-def test_a_capture_that_skips_either_wait_is_found(skipped: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = 0
-    wait_stream = Stream.wait_stream
-
-    def but_one(self: Stream, other: Stream) -> None:
-        nonlocal waits
-        waits += 1
-        if waits != skipped:
-            wait_stream(self, other)
-
-    monkeypatch.setattr(Stream, "wait_stream", but_one)
-    with pytest.raises(StreamOrderError):
-        warm_up_and_read(lambda inputs: 2 * inputs)
 
 
 def test_capture_runs_on_its_own_stream_and_a_failure_restores_the_current_one() -> None:

@@ -13,7 +13,7 @@ from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.flashinfer.adapter import MakeWrapper, describe, import_package, natural
 from ssd_serve.kernels.flashinfer.installation import installed_versions
 from tests.kernels.flashinfer_double import Doubles
-from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, RESET, UPSTREAM, Recorded, signature
+from tests.kernels.flashinfer_signatures import ALL, PORT, RESET, UPSTREAM, Recorded, signature
 
 RECORDED = pytest.mark.parametrize("recorded", ALL, ids=str)
 
@@ -24,19 +24,6 @@ def test_what_each_package_can(recorded: Recorded) -> None:
     assert package.indices_on_device == (recorded is not UPSTREAM)
     assert package.can_fix_splits == (recorded is UPSTREAM)  # the port's main branch refuses it
     assert torch.float32 not in package.dtypes
-
-
-def test_recorded_differences() -> None:
-    plans = {recorded: set(signature(recorded.plan).parameters) for recorded in ALL}
-    only_upstream = {"o_data_type", "fixed_split_size", "disable_split_kv", "uniform_q_len"}
-    assert plans[UPSTREAM] - plans[PORT] == only_upstream
-    assert plans[UPSTREAM] - plans[PORT_MAIN] == {"uniform_q_len"}
-    assert not plans[PORT] - plans[UPSTREAM]
-    runs = {recorded: set(signature(recorded.run).parameters) for recorded in ALL}
-    assert "lse_base" in runs[UPSTREAM] - runs[PORT] - runs[PORT_MAIN]
-    for recorded in ALL:
-        assert signature(recorded.init).parameters["backend"].default == "auto"
-        assert signature(recorded.plan).parameters["q_data_type"].default == "float16"
 
 
 def test_a_package_without_a_needed_argument_is_refused() -> None:

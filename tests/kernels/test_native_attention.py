@@ -3,9 +3,7 @@
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
-from ssd_serve.kernels.attention.self_test import ReferenceAttention, first_failure
+from ssd_serve.kernels.attention.self_test import ReferenceAttention
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import SOURCES, NativeLibrary
@@ -160,15 +158,6 @@ def test_rows_do_not_depend_on_batch_or_threads(library: NativeLibrary) -> None:
     assert float((together - model.run(parts, reference=True)).abs().max()) < 1e-5
 
 
-def test_some_rows_of_a_tree_are_those_of_the_whole(library: NativeLibrary) -> None:
-    model, rng = Model(library, 3), random.Random(3)
-    own = rng.sample(range(SLOTS), 90)
-    paths = random_tree(rng, 80)
-    whole = model.run([part(own[80:], own[:80], paths)])
-    some = [3, 40, 41, 79]
-    assert torch.equal(model.run([part(own[80:], own[:80], paths, some)]), whole[some])
-
-
 @pytest.mark.parametrize(("rows", "context"), [(1, 40000), (30, 9000)])
 def test_long_contexts(library: NativeLibrary, rows: int, context: int) -> None:
     model = Model(library, 4, heads=4, kv_heads=1, head_dim=16, slots=context + rows)
@@ -201,24 +190,3 @@ def test_write_stores_what_the_cache_would(library: NativeLibrary) -> None:
     expected.cache.write(0, torch.tensor(own), rows[:, 6:])
     assert torch.equal(model.cache.keys(0), expected.cache.keys(0))
     assert torch.equal(model.cache.values(0), expected.cache.values(0))
-
-
-@pytest.mark.slow
-def test_self_test_passes(library: NativeLibrary) -> None:
-    for head_dim in (24, 64, 80):
-        assert (
-            first_failure(
-                lambda cache, heads: NativeAttention(library, cache, heads), torch.float32, head_dim, "cpu"
-            )
-            == ""
-        )
-
-
-def test_self_test_finds_a_kernel_that_does_nothing(native: NativeLibrary) -> None:
-    class Broken(NativeLibrary):
-        def function(self, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
-            found = super().function(name, *arguments, result=result)
-            return (lambda *_: None) if name == "ssd_attend" else found
-
-    broken = Broken(Path(native.path))
-    assert first_failure(lambda cache, heads: NativeAttention(broken, cache, heads), torch.float32, 64, "cpu")

@@ -58,7 +58,7 @@ def scaled_once(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 23, 49])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 23, 49])
 @pytest.mark.parametrize("tiles", [False, True])
 def test_results_are_those_of_the_scheme_bit_for_bit(
     library: NativeLibrary, shape: tuple[int, int], rows: int, tiles: bool
@@ -95,24 +95,6 @@ def test_a_matrix_whose_sums_could_overflow_is_refused(library: NativeLibrary) -
     weight = cpu_products.QuantisedWeight(torch.zeros((1, (1 << 17) + 1), dtype=torch.int8), torch.ones(1))
     with pytest.raises(UserError, match="131072 inputs"):
         NativeInt8Matrix(library, weight)
-
-
-def test_a_row_does_not_depend_on_how_many_there_are(library: NativeLibrary) -> None:
-    matrix, x = NativeInt8Matrix(library, weight_of(200, 136)), rows_of(33, 136)
-    together = matrix(x)
-    for count in (1, 2, 5, 16):
-        parts = [matrix(x[start : start + count]) for start in range(0, 33, count)]
-        assert torch.equal(torch.cat(parts), together)
-
-
-def test_threads_change_nothing(library: NativeLibrary) -> None:
-    matrix, x = NativeInt8Matrix(library, weight_of(200, 136)), rows_of(9, 136)
-    alone = matrix(x)
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(matrix(x), alone)
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_leading_dimensions_are_kept_and_rows_may_be_spread(library: NativeLibrary) -> None:

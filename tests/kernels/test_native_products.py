@@ -29,7 +29,7 @@ def some(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-@pytest.mark.parametrize("outputs", [1, 16, 31, 32, 33, 64, 97, 200])
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 200])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("count", [1, 17])
 def test_products_are_exact_but_for_one_rounding(
@@ -44,8 +44,8 @@ def test_products_are_exact_but_for_one_rounding(
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=2e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 17, 28, 29, 32, 33, 48, 70, 96, 97])
-@pytest.mark.parametrize("inputs", [32, INPUTS, 300, 768])
+@pytest.mark.parametrize("rows", [2, 3, 7, 14, 17, 32, 33, 97])
+@pytest.mark.parametrize("inputs", [INPUTS, 768])
 def test_a_row_has_the_same_result_alone_and_among_others(
     library: NativeLibrary, tiles: bool, rows: int, inputs: int
 ) -> None:

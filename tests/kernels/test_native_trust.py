@@ -5,11 +5,14 @@ The right kernels run first: their results in freed memory must not make wrong k
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from ssd_serve.kernels.attention.self_test import first_failure
+from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.products import can_multiply_bf16, can_multiply_int8
 from ssd_serve.kernels.rows import can_operate
@@ -80,3 +83,12 @@ def test_norms_rotations_and_gates(native: NativeLibrary, lying: Lying, dtype: t
 def test_products(native: NativeLibrary, lying: Lying, check: Callable[[NativeLibrary], bool]) -> None:
     check(native)
     assert not check(lying)
+
+
+def test_attention_that_writes_nothing_fails_its_self_test(native: NativeLibrary) -> None:
+    class Broken(NativeLibrary):
+        def function(self, name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
+            found = super().function(name, *arguments, result=result)
+            return (lambda *_: None) if name == "ssd_attend" else found
+
+    assert first_failure(partial(NativeAttention, Broken(native.path)), torch.float32, 64, "cpu")

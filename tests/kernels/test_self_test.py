@@ -9,7 +9,7 @@ import torch
 from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.attention.backends import Candidate, choose_attention
-from ssd_serve.kernels.attention.contract import Capturable, Maker
+from ssd_serve.kernels.attention.contract import Capturable, Maker, PlanWithSlots
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.attention.self_test import RATIOS, attention_seconds, first_failure, self_test
 from ssd_serve.kernels.batch import Batch
@@ -68,7 +68,7 @@ class FirstStays(SdpaAttention):
     def captured_as(self, plan: SdpaPlan) -> None:
         """Do nothing: no test captures it."""
 
-    def write(self, layer: int, stored: torch.Tensor, plan: SdpaPlan) -> None:
+    def write(self, layer: int, stored: torch.Tensor, plan: PlanWithSlots) -> None:
         for row in range(len(stored) - 1, -1, -1):
             self._cache.write(layer, plan.write_slots[row : row + 1], stored[row : row + 1])
 

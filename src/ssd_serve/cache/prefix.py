@@ -107,14 +107,6 @@ class PrefixCache:
         """Number of salts with cached tokens or handles."""
         return len(self._roots)
 
-    def match(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[list[int], PrefixHandle]:
-        """Slots of the longest cached prefix of `tokens`, and a handle that locks them.
-
-        The last token never matches, so that the caller computes at least one.
-        """
-        handle = self.begin(salt)
-        return self.follow(handle, tokens, len(tokens) - 1), handle
-
     def begin(self, salt: bytes = b"") -> PrefixHandle:
         """A handle on the empty prefix of a salt."""
         root = self._roots.get(salt)
@@ -167,22 +159,16 @@ class PrefixCache:
         if new:
             self._grow(handle, list(tokens[cached:]), new)
 
-    def insert(self, tokens: Sequence[int], slots: Sequence[int], handle: PrefixHandle | None = None) -> int:
-        """Cache the tokens after a handle, or a whole prefix, take over their slots and release the handle.
+    def insert(self, tokens: Sequence[int], slots: Sequence[int], handle: PrefixHandle) -> int:
+        """Cache the tokens after a handle, take over their slots and release the handle.
 
         Returns the number of duplicates: tokens already cached in another slot, so that their slot here is
         freed. The caller must not use the slots afterwards.
         """
-        held = self.begin() if handle is None else handle
-        try:
-            self.share(held, tokens, slots)
-        except SlotError:
-            if handle is None:
-                self.unlock(held)
-            raise
-        self._pool.free(held.own)
-        self.unlock(held)
-        return len(held.own)
+        self.share(handle, tokens, slots)
+        self._pool.free(handle.own)
+        self.unlock(handle)
+        return len(handle.own)
 
     def evict(self, count: int) -> int:
         """Free up to `count` unlocked slots; returns the number freed."""

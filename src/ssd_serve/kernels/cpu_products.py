@@ -11,13 +11,17 @@ most 1 / 65,278 of the largest one in its row. Sums are exact before they are sc
 does not depend on the number of rows.
 """
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+
+logger = logging.getLogger(__name__)
 
 _LARGEST = 127
 _LARGEST_ELEMENT = 32639
@@ -79,12 +83,14 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
     expected = F.linear(rows.double(), weight.double(), bias.double())
     tolerance = 64 * torch.finfo(dtype).eps
-    return torch.allclose(result.double(), expected, rtol=tolerance, atol=tolerance)
+    right = torch.allclose(result.double(), expected, rtol=tolerance, atol=tolerance)
+    if not right:
+        warn_of_failure(str(dtype).removeprefix("torch."), "torch's F.linear is")
+    return right
 
 
 def can_pack_int8() -> bool:
-    """Return True if this machine and this torch multiply packed int8 matrices rightly and in hardware
-    (VNNI)."""
+    """Return True if this machine and this torch multiply packed int8 matrices rightly and by VNNI."""
     has_vnni = getattr(cast(Any, torch.cpu), "_is_vnni_supported", lambda: False)
     if not torch.backends.mkldnn.is_available() or not has_vnni():  # type: ignore[no-untyped-call]
         return False
@@ -100,7 +106,16 @@ def can_pack_int8() -> bool:
     except (RuntimeError, AttributeError, TypeError):
         return False
     expected = F.linear(rows.double() - 128, weight.double()) * scales.double()
-    return torch.allclose(result.double(), expected, rtol=1e-6, atol=0.0)
+    right = torch.allclose(result.double(), expected, rtol=1e-6, atol=0.0)
+    if not right:
+        warn_of_failure("int8", "the compiled kernel, or bf16 copies of the weights, are")
+    return right
+
+
+@cache
+def warn_of_failure(kind: str, instead: str) -> None:
+    """Log the failure, once for each kind of products."""
+    logger.warning("oneDNN products in %s failed their self-test: %s used instead", kind, instead)
 
 
 def cpu_has_fast_bf16() -> bool:

@@ -39,9 +39,7 @@ def layout_order(device: str) -> Literal["heads", "slots"]:
 class ForwardEnd(Protocol):
     """The end of a forward that the device may still be computing."""
 
-    def ready(self) -> bool:
-        """Return True if the device has finished."""
-        ...
+    def ready(self) -> bool: ...
 
     def wait(self) -> float:
         """Wait for the end; return its time in seconds of `time.perf_counter`. Raises `DeviceHangError`."""

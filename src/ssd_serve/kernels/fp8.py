@@ -7,7 +7,12 @@ row's result does not depend on the others. Sums are scaled in float32. `torch._
 operator: it is tried against exact products before it is used. Knows no checkpoint and no model.
 """
 
+import logging
+from functools import cache
+
 import torch
+
+logger = logging.getLogger(__name__)
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -31,7 +36,7 @@ def to_fnuz(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def holds_nan(numbers: torch.Tensor) -> bool:
-    """Return True if a number of either format is none."""
+    """Return True if a number of either format is NaN."""
     data = numbers.view(torch.uint8)
     found = (data & 0x7F) == 0x7F if numbers.dtype is torch.float8_e4m3fn else data == 0x80
     return bool(found.any())
@@ -107,4 +112,17 @@ def multiplies(form: torch.dtype, device: str) -> bool:
         return False
     expected = rows.double() @ weight.double().T * scales.double() + bias.double()
     bound = rows.double().abs() @ weight.double().abs().T * scales.double() + bias.double()
-    return bool(((found - expected).abs() <= _TOLERANCE * bound).all())
+    right = bool(((found - expected).abs() <= _TOLERANCE * bound).all())
+    if not right:
+        warn_of_failure(str(form).removeprefix("torch."), device)
+    return right
+
+
+@cache
+def warn_of_failure(form: str, device: str) -> None:
+    """Log the failure, once for each format and device."""
+    logger.warning(
+        "fp8 products (%s) failed their self-test on %s: weights are widened to the model's dtype instead",
+        form,
+        device,
+    )

@@ -58,17 +58,12 @@ class Waitable(Protocol):
         ...
 
 
-class Channel(Protocol):
-    """Either end of a connection that carries `Message`s. Only `wait` blocks."""
+class Channel(Waitable, Protocol):
+    """Either end of a connection that carries `Message`s. Only `wait` blocks, and it flushes meanwhile."""
 
     @property
     def closed(self) -> bool:
         """True after the peer has gone or `close`; `receive` still returns messages that arrived before."""
-        ...
-
-    @property
-    def pending(self) -> int:
-        """Bytes accepted by `send` that the kernel has not taken yet."""
         ...
 
     def send(self, message: Message) -> bool:
@@ -92,14 +87,6 @@ class Channel(Protocol):
         Raises `ProtocolError` and closes after malformed data; the call before returned the messages before
         it.
         """
-        ...
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until `receive` has messages or the peer is gone; flushes meanwhile."""
-        ...
-
-    def fileno(self) -> int:
-        """File descriptor to poll for reading; -1: none."""
         ...
 
     def close(self) -> None:
@@ -144,7 +131,6 @@ class SocketChannel:
 
     @property
     def pending(self) -> int:
-        """Bytes accepted by `send` that the kernel has not taken yet."""
         return len(self._outgoing)
 
     def send(self, message: Message) -> bool:
@@ -189,7 +175,6 @@ class SocketChannel:
         return descriptor
 
     def flush(self) -> bool:
-        """Send what can be sent now; True if nothing is pending."""
         if not self._outgoing:
             return True
         sent = 0
@@ -280,11 +265,9 @@ class SocketChannel:
             self.flush()
 
     def fileno(self) -> int:
-        """File descriptor, or -1 once `close` was called."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close now; pending bytes are dropped."""
         self._ended = True
         self._outgoing.clear()
         self._drop_descriptor()

@@ -76,7 +76,6 @@ class CheckedAttention:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The cache's, and that of queries and results."""
         return self._served.dtype
 
     def plan(self, batch: Batch) -> CheckedPlan:
@@ -88,11 +87,9 @@ class CheckedAttention:
         )
 
     def write(self, layer: int, stored: torch.Tensor, plan: CheckedPlan) -> None:
-        """Store keys and values of all rows."""
         self._served.write(layer, stored, plan.served)
 
     def run(self, layer: int, queries: torch.Tensor, plan: CheckedPlan) -> torch.Tensor:
-        """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         result = self._served.run(layer, queries, plan.served)
         if plan.second is not None:
             expected = self._second.run(layer, queries, plan.second)
@@ -102,7 +99,7 @@ class CheckedAttention:
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: CheckedPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the log-sum-exp, which is not checked."""
+        """See `AttentionBackend`; not checked."""
         return self._served.run_with_lse(layer, queries, plan.served)
 
     def _compare(self, layer: int, found: torch.Tensor, expected: torch.Tensor, plan: CheckedPlan) -> None:

@@ -38,8 +38,7 @@ class AttentionBackend(Protocol[PlanT]):
         ...
 
     def write(self, layer: int, stored: torch.Tensor, plan: PlanT) -> None:
-        """Write `stored` [rows, *LayerKV.stored] (plain layers: all keys, then all values) to the write
-        slots."""
+        """Write `stored` [rows, *LayerKV.stored], for plain layers all keys, then all values."""
         ...
 
     def run(self, layer: int, queries: torch.Tensor, plan: PlanT) -> torch.Tensor:
@@ -59,6 +58,32 @@ class AttentionBackend(Protocol[PlanT]):
         Results over parts of a context are merged with it.
         """
         ...
+
+
+class PlanWithSlots(Protocol):
+    """A plan of a `CacheAttention`."""
+
+    @property
+    def write_slots(self) -> torch.Tensor:
+        """Slots of the rows, on the device: int64 [rows]."""
+        ...
+
+
+class CacheAttention:
+    """The part of a backend that concerns its cache alone. `heads` is the number of query heads."""
+
+    def __init__(self, cache: KVCache, heads: int) -> None:
+        self._cache = cache
+        self._heads = heads
+        self._device = cache.device
+        self._layers = cache.layout.layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._cache.layout.dtype
+
+    def write(self, layer: int, stored: torch.Tensor, plan: PlanWithSlots) -> None:
+        self._cache.write(layer, plan.write_slots, stored)
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""True if an attention backend gives a row the same bits alone, in a tree and in any batch.
+"""Batch invariance: whether an attention backend gives a row the same bits alone and in any batch.
 
 Tried before it serves, on this device: what a foreign kernel chooses by the shape of a batch is seen nowhere
 else. Knows backends by how they are made; no model.
@@ -133,34 +133,26 @@ class UnrolledAttention(Generic[PlanT]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The cache's, and that of queries and results."""
         return self._inner.dtype
 
     def plan(self, batch: Batch) -> PlanT:
-        """Plan the unrolled batch."""
         return self._inner.plan(unrolled(batch))
 
     def plan_to_capture(self, batch: Batch) -> PlanT | None:
-        """Plan a capture if `inner` can."""
-        plan: PlanT | None = None
-        if isinstance(self._inner, Capturable):
-            plan = self._inner.plan_to_capture(unrolled(batch))
+        inner = self._inner
+        plan: PlanT | None = inner.plan_to_capture(unrolled(batch)) if isinstance(inner, Capturable) else None
         return plan
 
     def captured_as(self, plan: PlanT) -> Hashable | None:
-        """Plan a capture if `inner` can."""
         return self._inner.captured_as(plan) if isinstance(self._inner, Capturable) else None
 
     def write(self, layer: int, stored: torch.Tensor, plan: PlanT) -> None:
-        """Store keys and values of all rows."""
         self._inner.write(layer, stored, plan)
 
     def run(self, layer: int, queries: torch.Tensor, plan: PlanT) -> torch.Tensor:
-        """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         return self._inner.run(layer, queries, plan)
 
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: PlanT
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
         return self._inner.run_with_lse(layer, queries, plan)

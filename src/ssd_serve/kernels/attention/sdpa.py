@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ssd_serve.cache.kv import KVCache
-from ssd_serve.kernels.attention.contract import AttentionFactory
+from ssd_serve.kernels.attention.contract import AttentionFactory, CacheAttention
 from ssd_serve.kernels.batch import Batch, BoolArray, Int32Array, Int64Array
 from ssd_serve.kernels.fixed_rows import threads
 
@@ -42,21 +42,12 @@ class SdpaPlan:
     """Pieces by window and number of KV heads."""
 
 
-class SdpaAttention:
-    """`AttentionBackend` over scaled_dot_product_attention. `heads` is the number of query heads."""
+class SdpaAttention(CacheAttention):
+    """`AttentionBackend` over scaled_dot_product_attention."""
 
     def __init__(self, cache: KVCache, heads: int) -> None:
-        self._cache = cache
-        self._device = cache.device
-        self._dtype = cache.layout.dtype
-        self._layers = cache.layout.layers
-        self._heads = heads
+        super().__init__(cache, heads)
         self._kinds = [(layer.window, layer.heads) for layer in self._layers]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The cache's, and that of queries and results."""
-        return self._dtype
 
     def plan(self, batch: Batch) -> SdpaPlan:
         """Find each request's context and build its masks."""
@@ -67,30 +58,19 @@ class SdpaAttention:
         }
         return SdpaPlan(torch.from_numpy(batch.write_slots).to(self._device), pieces)
 
-    def write(self, layer: int, stored: torch.Tensor, plan: SdpaPlan) -> None:
-        """Store keys and values of all rows."""
-        self._cache.write(layer, plan.write_slots, stored)
-
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaPlan) -> torch.Tensor:
-        """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
         pieces = plan.pieces[self._kinds[layer]]
         if len(pieces) == 1:
-            return self._attend(queries, keys, values, pieces[0], self._layers[layer].scale)
+            return self._attend(layer, queries, pieces[0])
         result = queries.new_empty(queries.shape[0], queries.shape[1] * self._layers[layer].value_dim)
         for piece in pieces:
-            result[piece.rows] = self._attend(
-                queries[piece.rows], keys, values, piece, self._layers[layer].scale
-            )
+            result[piece.rows] = self._attend(layer, queries[piece.rows], piece)
         return result
 
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: SdpaPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads].
-
-        torch's operator does not tell it, so the scores are computed once more.
-        """
+        """See `AttentionBackend`; torch's operator has no log-sum-exp, so scores are computed once more."""
         keys, pieces = self._cache.keys(layer), plan.pieces[self._kinds[layer]]
         scale = self._layers[layer].scale
         parts = [
@@ -98,15 +78,9 @@ class SdpaAttention:
         ]
         return self.run(layer, queries, plan), torch.cat(parts)
 
-    def _attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: _Piece, scale: float
-    ) -> torch.Tensor:
+    def _attend(self, layer: int, queries: torch.Tensor, piece: _Piece) -> torch.Tensor:
         rows, _, head_dim = queries.shape
-        slots = piece.slots
-        if isinstance(slots, slice):
-            k, v = keys[:, slots], values[:, slots]  # [kv_heads, context, head_dim]
-        else:
-            k, v = keys.index_select(1, slots), values.index_select(1, slots)
+        k, v = _read(self._cache, layer, piece.slots)
         q = queries.transpose(0, 1)  # [heads, rows, head_dim]
         if piece.folded:
             q = q.reshape(k.shape[0], -1, head_dim)  # [kv_heads, group * rows, head_dim]
@@ -115,7 +89,7 @@ class SdpaAttention:
             k.unsqueeze(0),
             v.unsqueeze(0),
             attn_mask=piece.mask,
-            scale=scale,
+            scale=self._layers[layer].scale,
             enable_gqa=not piece.folded,
         )
         if piece.folded:
@@ -140,7 +114,15 @@ class SdpaAttention:
         folded = group > 1 and len(mask) <= _FOLD_ROWS
         if folded:
             mask = np.tile(mask, (group, 1))
-        return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self._dtype), folded)
+        return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self.dtype), folded)
+
+
+def _read(cache: KVCache, layer: int, slots: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [kv_heads, context, head_dim]: views of a span, or copies of gathered slots."""
+    keys, values = cache.keys(layer), cache.values(layer)
+    if isinstance(slots, slice):
+        return keys[:, slots], values[:, slots]
+    return keys.index_select(1, slots), values.index_select(1, slots)
 
 
 def log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -201,7 +183,7 @@ class SdpaRowsPlan:
     contexts: dict[int | None, list[_Context]]
 
 
-class SdpaRows:
+class SdpaRows(CacheAttention):
     """`AttentionBackend` for unrolled batches: each row has the same bits in any batch.
 
     The operator's order of additions depends on the number of rows, on the length and, on CPUs, on the number
@@ -209,18 +191,6 @@ class SdpaRows:
     thread. A context is read in place or from a copy that several rows share. On GPUs, where the kernel may
     depend on how the context lies, it is always a copy of its own.
     """
-
-    def __init__(self, cache: KVCache, heads: int) -> None:
-        self._cache = cache
-        self._device = cache.device
-        self._heads = heads
-        self._layers = cache.layout.layers
-        self._layer_windows = [layer.window for layer in cache.layout.layers]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The cache's, and that of queries and results."""
-        return self._cache.layout.dtype
 
     def plan(self, batch: Batch) -> SdpaRowsPlan:
         """Find the rows' contexts, and which of them are parts of others. Raises ValueError for a batch that
@@ -230,16 +200,11 @@ class SdpaRows:
         shared = list(self._shared(batch))
         contexts = {
             window: [self._context(batch, slots, rows, window) for slots, rows in shared]
-            for window in dict.fromkeys(self._layer_windows)
+            for window in dict.fromkeys(layer.window for layer in self._layers)
         }
         return SdpaRowsPlan(torch.from_numpy(batch.write_slots).to(self._device), contexts)
 
-    def write(self, layer: int, stored: torch.Tensor, plan: SdpaRowsPlan) -> None:
-        """Store keys and values of all rows."""
-        self._cache.write(layer, plan.write_slots, stored)
-
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaRowsPlan) -> torch.Tensor:
-        """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         result = queries.new_empty(queries.shape[0], queries.shape[1] * self._layers[layer].value_dim)
         with threads(1):
             for row, keys, values in self._seen(layer, plan):
@@ -253,7 +218,6 @@ class SdpaRows:
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: SdpaRowsPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
         lse = torch.empty(queries.shape[:2], device=self._device)
         for row, keys, _ in self._seen(layer, plan):
             mask = keys.new_zeros((1, keys.shape[1]))
@@ -262,13 +226,8 @@ class SdpaRows:
 
     def _seen(self, layer: int, plan: SdpaRowsPlan) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Each row, and the keys and values that it sees: [kv_heads, context, head_dim]."""
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        for context in plan.contexts[self._layer_windows[layer]]:
-            slots = context.slots
-            if isinstance(slots, slice):
-                k, v = keys[:, slots], values[:, slots]
-            else:
-                k, v = keys.index_select(1, slots), values.index_select(1, slots)
+        for context in plan.contexts[self._layers[layer].window]:
+            k, v = _read(self._cache, layer, context.slots)
             for row, part in context.rows:
                 yield row, k[:, part], v[:, part]
 

@@ -11,7 +11,8 @@ against. Knows no batch and no model.
 import importlib
 import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -64,14 +65,8 @@ class Wrapper(Protocol):
         ...
 
 
-class MakeWrapper(Protocol):
-    """The wrapper's class."""
-
-    def __call__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str, **named: Any
-    ) -> Wrapper:
-        """A wrapper on the device of the workspace."""
-        ...
+MakeWrapper = Callable[..., Wrapper]
+"""The wrapper's class: called with the workspace, the layout of pages and named arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +102,18 @@ class FixedBuffers:
     mask: torch.Tensor | None
     """uint8, bits; each request's begin at a byte of their own. None: without a mask."""
     mask_offsets: torch.Tensor | None  # [requests + 1]
+
+    def first(self, requests: int, *, masked: bool) -> "FixedBuffers":
+        """The same memory for fewer requests. FlashInfer masks wherever it is given a buffer for masks."""
+        offsets = self.mask_offsets
+        return replace(
+            self,
+            query_offsets=self.query_offsets[: requests + 1],
+            page_offsets=self.page_offsets[: requests + 1],
+            last_page_lengths=self.last_page_lengths[:requests],
+            mask=self.mask if masked else None,
+            mask_offsets=offsets[: requests + 1] if masked and offsets is not None else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

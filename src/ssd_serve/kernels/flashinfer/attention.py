@@ -18,6 +18,7 @@ import torch
 
 from ssd_serve.base.errors import UserError
 from ssd_serve.cache.kv import KVCache, LayerKV
+from ssd_serve.kernels.attention.contract import CacheAttention
 from ssd_serve.kernels.batch import Batch, Int64Array
 from ssd_serve.kernels.device import dtype_name
 from ssd_serve.kernels.flashinfer.adapter import Package, Tables, Wrapper, natural
@@ -61,8 +62,8 @@ class FlashInferPlan:
     """Capture key besides the number of rows; None: a forward of this plan cannot be captured."""
 
 
-class FlashInferAttention:
-    """`AttentionBackend` by an installed FlashInfer. `heads` is the number of query heads.
+class FlashInferAttention(CacheAttention):
+    """`AttentionBackend` by an installed FlashInfer.
 
     Needs a cache layout with slots first (ValueError), and a dtype and head sizes that the package's kernels
     have (UserError). `page_size`: prefixes are read in pages of this many slots where their slots form whole
@@ -87,17 +88,14 @@ class FlashInferAttention:
         page_size: int = 1,
     ) -> None:
         _check(cache, package, split_pages)
-        self._cache = cache
-        self._heads = heads
+        super().__init__(cache, heads)
         self._package = package
         self._split_pages = split_pages
         self._page_size = page_size if split_pages is None else 1
-        self._layers = cache.layout.layers
         self._kinds = tuple(dict.fromkeys(self._layers))
         layers = range(len(self._layers))
         self._slots = [cache.pages(layer, 1) for layer in layers]
         self._pages = [cache.pages(layer, self._page_size) for layer in layers]
-        self._device = cache.device
         # Wrappers run one after the other and keep nothing in it.
         if workspace_bytes is None:
             workspace_bytes = workspace_for(self._kinds, heads, processors_of(self._device))
@@ -106,11 +104,6 @@ class FlashInferAttention:
         self._captured = CapturedWrappers(cache, heads, package, self._workspace)
         self._write_slots = torch.zeros(MAX_CAPTURED_ROWS, dtype=torch.int64, device=self._device)
         self._planned = 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The cache's, and that of queries and results."""
-        return self._cache.layout.dtype
 
     def plan(self, batch: Batch) -> FlashInferPlan:
         """Plan all wrappers that the batch needs. Waits for the device (FlashInfer's planning does)."""
@@ -136,10 +129,6 @@ class FlashInferAttention:
 
     def captured_as(self, plan: FlashInferPlan) -> Hashable | None:
         return plan.captured_as
-
-    def write(self, layer: int, stored: torch.Tensor, plan: FlashInferPlan) -> None:
-        """Store keys and values of all rows."""
-        self._cache.write(layer, plan.write_slots, stored)
 
     def run(self, layer: int, queries: torch.Tensor, plan: FlashInferPlan) -> torch.Tensor:
         """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]. `plan` must be the newest one."""

@@ -103,7 +103,7 @@ class CapturedWrappers:
             buffers = self._buffers.get(key.layer)
             if buffers is None:
                 buffers = self._buffers[key.layer] = self._make_buffers()
-            part = _part_of(buffers, key.rows, masked=key.masked)
+            part = buffers.first(key.rows, masked=key.masked)
             found = self._wrappers[key] = self._package.capturable_wrapper(self._workspace, part)
         return found
 
@@ -123,17 +123,3 @@ class CapturedWrappers:
             mask=zeros(self._max_mask_bytes, torch.uint8),
             mask_offsets=zeros(MAX_CAPTURED_ROWS + 1),
         )
-
-
-def _part_of(buffers: FixedBuffers, requests: int, *, masked: bool) -> FixedBuffers:
-    """The same memory for fewer requests. FlashInfer masks wherever it is given a buffer for masks."""
-    offsets = buffers.mask_offsets
-    return FixedBuffers(
-        query_offsets=buffers.query_offsets[: requests + 1],
-        page_offsets=buffers.page_offsets[: requests + 1],
-        pages=buffers.pages,
-        last_page_lengths=buffers.last_page_lengths[:requests],
-        schedule=buffers.schedule,
-        mask=buffers.mask if masked else None,
-        mask_offsets=offsets[: requests + 1] if masked and offsets is not None else None,
-    )

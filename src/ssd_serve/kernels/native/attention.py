@@ -58,7 +58,7 @@ class NativePlan:
 class NativeAttention:
     """`AttentionBackend` for a float32 cache on the CPU; all layers have one shape, windows may differ.
 
-    `heads` is the number of query heads. Not to be run by two threads at a time: they would share memory.
+    Not to be run by two threads at a time: they would share memory.
     """
 
     def __init__(self, library: NativeLibrary, cache: KVCache, heads: int) -> None:
@@ -79,7 +79,6 @@ class NativeAttention:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The cache's, and that of queries and results."""
         return torch.float32
 
     def plan(self, batch: Batch) -> NativePlan:
@@ -115,25 +114,16 @@ class NativeAttention:
         return NativePlan(at, write_slots.ctypes.data, batch.rows, kept)
 
     def write(self, layer: int, stored: torch.Tensor, plan: NativePlan) -> None:
-        """Store keys and values of all rows: [rows, 2 * kv_heads, head_dim]."""
         rows = _rows(stored)
-        self._store(
-            plan.at,
-            rows.data_ptr(),
-            rows.stride(0),
-            plan.rows,
-            plan.write_slots_at,
-            self._keys_at[layer],
-        )
+        keys_at = self._keys_at[layer]
+        self._store(plan.at, rows.data_ptr(), rows.stride(0), plan.rows, plan.write_slots_at, keys_at)
 
     def run(self, layer: int, queries: torch.Tensor, plan: NativePlan) -> torch.Tensor:
-        """Attend: float32 [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         return self._run(layer, queries, plan, None)
 
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: NativePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
         lse = queries.new_empty(queries.shape[:2])
         return self._run(layer, queries, plan, lse), lse
 

@@ -19,21 +19,13 @@ from ssd_serve.base.trusted_files import cache_folder, is_own_file, make_folder,
 
 POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
-
 SOURCES = Path(__file__).parent
-
-
 COMPILERS = ("cc", "gcc", "clang")
 
-
 _SHARED = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-
-
 _FUSED = "--param=avoid-fma-max-bits=0"
 """GCC fuses multiplications with additions, but for some processors (Zen) not in every loop, as it takes that
 to be slower there. The same sum would be rounded otherwise in another tile."""
-
-
 _FLAGS = (
     ("-march=native", "-fopenmp", _FUSED),
     ("-march=native", "-fopenmp"),
@@ -43,11 +35,7 @@ _FLAGS = (
     (),
 )
 """Tried in turn: not every compiler has OpenMP, and processors are named differently on ARM."""
-
-
 _CPU = Path("/proc/cpuinfo")
-
-
 _LONGEST_S = 120.0
 
 

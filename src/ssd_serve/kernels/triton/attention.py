@@ -14,6 +14,7 @@ import torch
 import triton
 
 from ssd_serve.cache.kv import KVCache
+from ssd_serve.kernels.attention.contract import CacheAttention
 from ssd_serve.kernels.batch import Batch, Int32Array
 from ssd_serve.kernels.device import MAX_CAPTURED_ROWS, captured_rows
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
@@ -75,30 +76,25 @@ class TritonPlan:
     """True if it lies where every plan of this shape does."""
 
 
-class TritonAttention:
-    """`AttentionBackend` by Triton kernels, which can be captured. `heads` is the number of query heads;
-    `widen` computes in float32 for every dtype of the cache, as the interpreter must."""
+class TritonAttention(CacheAttention):
+    """`AttentionBackend` by Triton kernels, which can be captured.
+
+    `widen` computes in float32 for every dtype of the cache, as the interpreter must.
+    """
 
     def __init__(
         self, cache: KVCache, heads: int, widen: bool = False, scratch_bytes: int = SCRATCH_BYTES
     ) -> None:
-        self._cache = cache
-        self._device = cache.device
-        self._heads = heads
+        super().__init__(cache, heads)
         self._widen = widen
         self._scratch_bytes = scratch_bytes
-        self._largest_group = max(heads // layer.heads for layer in cache.layout.layers)
-        self._largest_head = max(layer.head_dim for layer in cache.layout.layers)
+        self._largest_group = max(heads // layer.heads for layer in self._layers)
+        self._largest_head = max(layer.head_dim for layer in self._layers)
         capacity = BatchCapacity(
             _FIXED_ROWS, _FIXED_ROWS * _FIXED_WORDS, cache.slots + _FIXED_ROWS, _SHARED * cache.slots
         )
         self._memory = BatchMemory(capacity, self._device)
         self._write_slots = torch.zeros(_FIXED_ROWS, dtype=torch.int64, device=self._device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The cache's, and that of queries and results."""
-        return self._cache.layout.dtype
 
     def plan(self, batch: Batch) -> TritonPlan:
         """Cut every request's rows into tiles and copy the indices.
@@ -147,18 +143,12 @@ class TritonAttention:
     def captured_as(self, plan: TritonPlan) -> Hashable | None:
         return plan.shape if plan.fixed else None
 
-    def write(self, layer: int, stored: torch.Tensor, plan: TritonPlan) -> None:
-        """Store keys and values of all rows."""
-        self._cache.write(layer, plan.write_slots, stored)
-
     def run(self, layer: int, queries: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
-        """Attend: [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         return self.run_with_lse(layer, queries, plan)[0]
 
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: TritonPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the log-sum-exp of each row's scores: float32 [rows, heads]."""
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         lse = torch.empty(queries.shape[:2], device=self._device)
         for launch in plan.shape.launches:
@@ -176,7 +166,7 @@ class TritonAttention:
     ) -> None:
         keys, values, memory = self._cache.keys(layer), self._cache.values(layer), plan.memory
         _, heads, head_dim = queries.shape
-        shape, parts, rows = self._cache.layout.layers[layer], plan.shape.parts, launch.rows
+        shape, parts, rows = self._layers[layer], plan.shape.parts, launch.rows
         partial = torch.empty((parts, rows, heads, head_dim), device=self._device)
         partial_lse = torch.empty((parts, rows, heads), device=self._device)
         block_d = triton.next_power_of_2(head_dim)

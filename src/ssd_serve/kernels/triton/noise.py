@@ -21,11 +21,7 @@ class TritonNoise:
     """log E into the rows of a float32 table [lines, vocabulary] on the GPU."""
 
     def fill(
-        self,
-        table: torch.Tensor,
-        lines: Sequence[int],
-        keys: Sequence[tuple[int, int]],
-        stream: int = 0,
+        self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]], stream: int = 0
     ) -> None:
         """Write the noise of each pair of seed and position into its line; the host does not wait for it."""
         words = [

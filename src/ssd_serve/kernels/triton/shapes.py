@@ -4,8 +4,8 @@ Numbers chosen on devices, and numpy: knows no kernel and no memory.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,8 +88,7 @@ _LONG = ("tree_slots", "tree_positions", "prefix_slots")
 """Arrays with far more capacity than most batches need: only what is used of them is copied."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchCapacity:
+class BatchCapacity(NamedTuple):
     """Sizes of a block of memory for batches."""
 
     rows: int
@@ -100,12 +99,7 @@ class BatchCapacity:
 
     def holds(self, other: "BatchCapacity") -> bool:
         """Return True if a batch of this size fits."""
-        return (
-            other.rows <= self.rows
-            and other.words <= self.words
-            and other.tree <= self.tree
-            and other.prefix <= self.prefix
-        )
+        return all(needed <= there for needed, there in zip(other, self, strict=True))
 
 
 class BatchMemory:

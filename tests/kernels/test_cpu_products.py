@@ -1,10 +1,17 @@
-"""int8 products: rounding to nearest, activations of bf16 kept, a fallback that computes the same."""
+"""oneDNN's products and int8 weights against exact ones, and the self-tests that decide on their use."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ssd_serve.kernels import cpu_products
+
+can_pack_float32 = partial(cpu_products.can_pack, torch.float32)
+EITHER = pytest.mark.parametrize("can_pack", [can_pack_float32, cpu_products.can_pack_int8])
 
 
 def weight_of(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
@@ -92,19 +99,6 @@ def test_products(rows: int, bias: bool, widened: bool) -> None:
     assert (expected != 0).sum() >= 199 * rows
 
 
-def test_the_quantised_product_is_near_the_float_one() -> None:
-    needs_int8()
-    weight, x = weight_of(64, 256), rows_of(5, 256)
-    result = cpu_products.Int8Matrix(cpu_products.quantise(weight))(x).double()
-    expected = F.linear(x.double(), weight.double())
-    # Half a step of every weight, times the elements: what rounding to int8 can cost at most.
-    step = weight.double().abs().amax(1) / 127
-    bound = 0.51 * step * x.double().abs().sum(1, keepdim=True) + 2**-8 * expected.abs() + 1e-12
-    assert ((result - expected).abs() <= bound).all()
-    typical = (result - expected).norm() / expected.norm()
-    assert 1e-4 < float(typical) < 0.02
-
-
 def test_a_row_does_not_depend_on_how_many_there_are() -> None:
     needs_int8()
     matrix, x = cpu_products.Int8Matrix(cpu_products.quantise(weight_of(200, 136))), rows_of(33, 136)
@@ -130,37 +124,79 @@ def test_numbers_that_are_none_are_seen() -> None:
     assert result[1].isnan().all()
 
 
-def test_nothing_is_built_without_onednn_or_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-        assert not cpu_products.can_pack_int8()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 8, 70])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_products_are_torchs_up_to_rounding_and_equal_in_bf16(
+    dtype: torch.dtype, rows: int, bias: bool
+) -> None:
+    if not cpu_products.can_pack(dtype):
+        pytest.skip(f"this machine cannot pack {dtype}")
+    generator = torch.Generator().manual_seed(rows)
+    weight, offset, x = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((200, 136), (200,), (rows, 136))
+    )
+    result = cpu_products.PackedMatrix(weight, offset if bias else None)(x)
+    plain = F.linear(x, weight, offset if bias else None)
+    assert (result.shape, result.dtype) == ((rows, 200), dtype)
+    torch.testing.assert_close(result, plain, rtol=4 * torch.finfo(dtype).eps, atol=1e-4)
+    if dtype == torch.bfloat16 and not bias:
+        assert torch.equal(result, plain)
+
+
+@EITHER
+def test_nothing_is_packed_without_onednn(
+    can_pack: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not can_pack()
+
+
+def test_int8_is_not_packed_without_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    assert not cpu_products.can_pack_int8()
     assert not cpu_products.can_multiply_int8()
 
 
-def test_nothing_is_built_when_an_operator_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+@EITHER
+def test_nothing_is_packed_when_an_operator_changed(
+    can_pack: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> torch.Tensor:
         raise TypeError("unexpected argument")
 
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", refuse)
     monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", refuse)
-    assert not cpu_products.can_pack_int8()
+    assert not can_pack()
 
 
-def test_nothing_is_built_when_sums_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_int8()
+@EITHER
+def test_wrong_products_are_not_used_and_logged_once(
+    can_pack: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sums of int8 products that saturate, and products that are zero."""
+    if not can_pack():
+        pytest.skip("this machine has no such products")
+    cpu_products.warn_of_failure.cache_clear()
     product = torch.ops.onednn.qlinear_pointwise
 
-    def saturate(*arguments: object) -> torch.Tensor:
+    def saturate(*arguments: Any) -> torch.Tensor:
         result: torch.Tensor = product(*arguments)
         return result.clamp(-1e6, 1e6)
 
     monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", saturate)
-    assert not cpu_products.can_pack_int8()
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *_: x.new_zeros((x.shape[0], 48)))
+    assert not any(can_pack() for _ in range(2))
+    (record,) = caplog.records
+    kind = "float32" if can_pack is can_pack_float32 else "int8"
+    assert record.getMessage().startswith(f"oneDNN products in {kind} failed their self-test: ")
+    assert "used instead" in record.getMessage()
 
 
-def test_int8_is_built_where_the_processor_has_it() -> None:
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not cpu_products.cpu_has_fast_bf16():
-        pytest.skip("no x86 CPU with AVX-512 BF16, which comes with VNNI")
-    assert cpu_products.can_multiply_int8()
+def test_packed_products_are_used_where_the_processor_has_them() -> None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if "AVX" not in capability:
+        pytest.skip("not an x86 CPU with AVX")
+    assert cpu_products.can_pack(torch.float32)
+    if "AVX512" in capability and cpu_products.cpu_has_fast_bf16():  # VNNI comes with AVX-512 BF16
+        assert cpu_products.can_multiply_int8()
