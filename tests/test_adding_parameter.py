@@ -43,7 +43,7 @@ import json
 from ssd_serve import SamplingParams
 from ssd_serve.base.errors import RequestError
 from ssd_serve.sampling.validation import engine_parameters
-from ssd_serve.server.openai.openapi import SecuritySchemes, build_document
+from ssd_serve.server.openapi import SecuritySchemes, build_document
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.server.fakes import READY
 

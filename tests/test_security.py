@@ -12,7 +12,7 @@ import pytest
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.base.settings import PREFIX, Settings
 from ssd_serve.sampling.grammar import check_grammar, from_json_schema, from_lark, from_regex, serialize_parts
-from ssd_serve.server.openai.openapi import OPERATIONS
+from ssd_serve.server.openapi import OPERATIONS
 from tests.server.fakes import say
 from tests.server.running_server import running_server
 

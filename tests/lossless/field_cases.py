@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ssd_serve.server.anthropic.models import MessagesRequest
+from ssd_serve.server.anthropic import MessagesRequest
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
-from ssd_serve.server.openai.responses.models import ResponsesRequest
+from ssd_serve.server.openai.responses import ResponsesRequest
 
 ASK = [{"role": "user", "content": "Write a function that adds two numbers."}]
 SCHEMA = {

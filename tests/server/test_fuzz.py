@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd_serve.server.anthropic.models import CountRequest, MessagesRequest
+from ssd_serve.server.anthropic import CountRequest, MessagesRequest
 from ssd_serve.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from ssd_serve.server.openai.responses.models import ResponsesRequest
+from ssd_serve.server.openai.responses import ResponsesRequest
 from tests.examples import examples
 from tests.server.fakes import say
 from tests.server.running_server import running_server

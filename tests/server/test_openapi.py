@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from ssd_serve.base.messages import Refused
 from ssd_serve.base.settings import Settings
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.openai.openapi import OPERATIONS, SecuritySchemes, build_document
+from ssd_serve.server.openapi import OPERATIONS, SecuritySchemes, build_document
 from tests.server.fakes import ByteTokenizer, Script, say
 from tests.server.running_server import RunningServer, listening_server, running_server
 

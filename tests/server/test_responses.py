@@ -166,3 +166,13 @@ async def test_responses_api_stream_failure_is_an_error_event() -> None:
     name, data = last.splitlines()
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["type"] == "server_error"
+
+
+async def test_responses_api_text_behind_a_call_in_one_round() -> None:
+    said = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call> Done.'
+    async with running_server(
+        lambda _: speak(said, said.index("Ulm")), tokenizer=TemplateReader(TEMPLATE)
+    ) as server:
+        answer = await post(server, PATH, input="Hi", tools=[WEATHER])
+    assert [item["type"] for item in answer["output"]] == ["function_call", "message"]
+    assert json.loads(answer["output"][0]["arguments"]) == {"city": "Ulm"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ssd_serve.base.messages import ThinkingBudget
 from ssd_serve.base.settings import Settings
-from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
+from ssd_serve.server.openai.message import MessageRules, MessageWriter
 from tests.server.fakes import END, ByteTokenizer, Script, say, tokens
 from tests.server.running_server import events, post, running_server
 from tests.server.template_reader import TemplateReader

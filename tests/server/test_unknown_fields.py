@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from ssd_serve.base.settings import Settings
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.limits import MAX_UNKNOWN_FIELDS
+from ssd_serve.server.openai.fields import IGNORED_HEADER, UnknownFields, names_of
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
-from ssd_serve.server.openai.unknown_fields import HEADER, UnknownFields, names_of
 from tests.server.fakes import say
 from tests.server.running_server import post, running_server
 
@@ -29,7 +29,7 @@ async def test_unknown_fields_are_ignored_and_listed_in_header() -> None:
         answer = await server.http.post(CHAT, json=body)
         assert bytes(server.engine.submits()[0].prompt).decode() == "user: HiHi\nassistant: "
     assert answer.status_code == 200
-    assert set(answer.headers[HEADER].split(",")) == {
+    assert set(answer.headers[IGNORED_HEADER].split(",")) == {
         *("session_id", "stream_options.chunked", "messages.content.cache_control", "na%C3%AFve%2C%201")
     }
 
@@ -38,8 +38,8 @@ async def test_tokenize_lists_unknown_fields_in_header() -> None:
     async with running_server(lambda _: say("x")) as server:
         told = await server.http.post("/tokenize", json={"prompt": "a", "session_id": "s"})
         untold = await server.http.post("/detokenize", json={"tokens": [97]})
-    assert told.headers[HEADER] == "session_id"
-    assert HEADER not in untold.headers
+    assert told.headers[IGNORED_HEADER] == "session_id"
+    assert IGNORED_HEADER not in untold.headers
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_no_field_name_is_close_to_another() -> None:
 async def test_long_names_are_cut_in_errors() -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "x" * 100_000: 1})
-    assert answer.headers[HEADER] == "x" * 64
+    assert answer.headers[IGNORED_HEADER] == "x" * 64

@@ -7,9 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.sampling.thinking import starts_in_thinking
-from ssd_serve.server.openai.tools.formats import FORMATS, format_of
-from ssd_serve.server.openai.tools.message import MessageRules
-from ssd_serve.server.openai.tools.readers import CallArguments, CallStart, Event, Text, Thinking
+from ssd_serve.server.openai.message import MessageRules
+from ssd_serve.server.openai.output_readers import (
+    FORMATS,
+    CallArguments,
+    CallStart,
+    Event,
+    Text,
+    Thinking,
+    format_of,
+)
 
 TOOLS = ("weather", "add")
 WEATHER = '{"city": "Köln \\"}{[", "days": [1, {"x": 2}]}'

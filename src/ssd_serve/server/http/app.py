@@ -18,7 +18,7 @@ from ssd_serve.base.version import __version__
 from ssd_serve.server.access.auth import AuthMiddleware
 from ssd_serve.server.access.hosts import metrics_may_show_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
-from ssd_serve.server.anthropic.stream import MessagesEndpoint
+from ssd_serve.server.anthropic import MessagesEndpoint
 from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
@@ -36,11 +36,10 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
-from ssd_serve.server.openai.openapi import SecuritySchemes, describe
-from ssd_serve.server.openai.responses.stream import ResponsesEndpoint
-from ssd_serve.server.openai.tokenize import TokenizingEndpoints
-from ssd_serve.server.openai.unknown_fields import HEADER as IGNORED
-from ssd_serve.server.openai.unknown_fields import UnknownFields
+from ssd_serve.server.openai.fields import IGNORED_HEADER, UnknownFields
+from ssd_serve.server.openai.prompts import TokenizingEndpoints
+from ssd_serve.server.openai.responses import ResponsesEndpoint
+from ssd_serve.server.openapi import SecuritySchemes, describe
 from ssd_serve.server.service import Service, StopGate, model_name
 from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
 
@@ -130,7 +129,7 @@ def create_app(
             allow_origins=settings.cors_origins.split(","),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, IGNORED, "Retry-After", *RATE_HEADERS],
+            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After", *RATE_HEADERS],
         )
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)

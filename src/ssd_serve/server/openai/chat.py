@@ -7,28 +7,24 @@ from functools import partial
 from fastapi import Request, Response
 
 from ssd_serve.base.messages import Ready, ThinkingBudget
-from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.sampling.grammar import GrammarPart
 from ssd_serve.sampling.thinking import BEGIN, make_thinking_budget, starts_in_thinking
-from ssd_serve.sampling.validation import engine_parameters, output_limit
-from ssd_serve.server.engine.choice import ChoicePlan
+from ssd_serve.sampling.validation import output_limit
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.http.middleware import request_id
-from ssd_serve.server.openai.checks import (
-    bad_word_tokens,
-    check_streaming,
-    generated_tokens,
-    given,
-    text_rules,
-)
 from ssd_serve.server.openai.grammar import CallForm, forced_calls, grammar_of, strict_calls
+from ssd_serve.server.openai.message import MessageRules, MessageWriter
+from ssd_serve.server.openai.output_readers import FORMATS, format_of
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
 from ssd_serve.server.openai.protocol import ChatRequest, NamedTool
-from ssd_serve.server.openai.serialize import ChatSerializer, ResponseHead
+from ssd_serve.server.openai.serialize import ChatSerializer
 from ssd_serve.server.openai.stream import handle_generation
-from ssd_serve.server.openai.tasks import GenerationTask
-from ssd_serve.server.openai.tools.formats import FORMATS, format_of
-from ssd_serve.server.openai.tools.message import MessageRules, MessageWriter
+from ssd_serve.server.openai.tasks import (
+    GenerationTask,
+    check_streaming,
+    given,
+    plan_choices,
+    response_head,
+)
 from ssd_serve.server.service import Service
 
 
@@ -61,36 +57,23 @@ class ChatEndpoint:
                 "not_built",
             )
         logprobs = requested_logprobs(body)
-        text = await text_rules(service, body)
-        parameters = engine_parameters(
-            body,
+        head = response_head(service, ready, body, request, "chatcmpl")
+        plans = await plan_choices(
+            service,
             ready,
-            max_tokens=chat_output_limit(body, len(prompt.ids), ready),
+            body,
+            [prompt],
+            [chat_output_limit(body, len(prompt.ids), ready)],
+            head.seed,
+            # Call markers may be special tokens.
+            skip_special=given(body.skip_special_tokens, rules.format is None),
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
-            bad_words=await bad_word_tokens(service, body.bad_words),
-            ending=text.stop_token_set,
             grammar=grammar,
             thinking_budget=thinking_budget(service, body, rules.thinking),
         )
-        seed = random_seed() if body.seed is None else body.seed
-        # Call markers may be special tokens.
-        skip_special = given(body.skip_special_tokens, rules.format is None)
-        generated = await generated_tokens(service, ready, body, [parameters.max_tokens] * choices)
-        plans = [
-            ChoicePlan(prompt.ids, parameters, choice_seed(seed & MASK64, i), text, skip_special, tokens)
-            for i, tokens in enumerate(generated)
-        ]
-        name = request_id(request, body.request_id)
-        head = ResponseHead.now("chatcmpl", name, service.model, service.fingerprint(ready), seed)
-        serializer = ChatSerializer(
-            service.texts,
-            prompt,
-            [MessageWriter(rules, f"{head.identifier} {seed} {i}") for i in range(choices)],
-            logprobs=logprobs is not None,
-            token_ids=bool(body.return_token_ids),
-            prompt_logprobs=body.prompt_logprobs is not None,
-        )
+        writers = [MessageWriter(rules, f"{head.identifier} {head.seed} {i}") for i in range(choices)]
+        serializer = ChatSerializer(service.texts, body, logprobs is not None, prompt, writers)
         return GenerationTask(service, request, body, head, plans, serializer)
 
 

@@ -3,29 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 from fastapi import Request, Response
 
 from ssd_serve.base.messages import Ready
-from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
-from ssd_serve.sampling.validation import engine_parameters, output_limit
-from ssd_serve.server.engine.choice import ChoicePlan
+from ssd_serve.sampling.validation import output_limit
 from ssd_serve.server.errors import bad_request
-from ssd_serve.server.http.middleware import request_id
 from ssd_serve.server.http.worker_pool import Steps
-from ssd_serve.server.openai.checks import (
-    bad_word_tokens,
-    check_streaming,
-    generated_tokens,
-    given,
-    text_rules,
-)
 from ssd_serve.server.openai.grammar import grammar_of
 from ssd_serve.server.openai.prompts import TokenPrompt, completion_prompts, prompt_count
 from ssd_serve.server.openai.protocol import CompletionRequest
-from ssd_serve.server.openai.serialize import CompletionSerializer, ResponseHead
+from ssd_serve.server.openai.serialize import CompletionSerializer
 from ssd_serve.server.openai.stream import handle_generation
-from ssd_serve.server.openai.tasks import GenerationTask
+from ssd_serve.server.openai.tasks import (
+    GenerationTask,
+    check_streaming,
+    given,
+    plan_choices,
+    response_head,
+)
 from ssd_serve.server.service import Service
 from ssd_serve.server.text.tokenizer import token_units
 
@@ -53,42 +48,28 @@ class CompletionsEndpoint:
         service.require_room(prompt_count(body.prompt) * choices)
         prompts = await completion_prompts(service, ready, body, given(body.add_special_tokens, True))
         skip_special = given(body.skip_special_tokens, True)
-        seed = random_seed() if body.seed is None else body.seed
-        rules = await text_rules(service, body)
         default = int(ready.sampling.get("max_tokens", DEFAULT_MAX_TOKENS))
         limits = [
             output_limit(body.max_tokens, default, len(prompt.ids), ready, "max_tokens") for prompt in prompts
         ]
-        common = engine_parameters(
-            body,
+        head = response_head(service, ready, body, request, "cmpl")
+        plans = await plan_choices(
+            service,
             ready,
-            max_tokens=min(limits),
+            body,
+            prompts,
+            limits,
+            head.seed,
+            skip_special=skip_special,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if scored else body.prompt_logprobs,
-            bad_words=await bad_word_tokens(service, body.bad_words),
-            ending=rules.stop_token_set,
             grammar=await grammar_of(service, body),
         )
-        parameters = [msgspec.structs.replace(common, max_tokens=limit) for limit in limits]
-        all_limits = [limit for limit in limits for _ in range(choices)]
-        generated = iter(await generated_tokens(service, ready, body, all_limits))
-        plans = [
-            ChoicePlan(prompt.ids, each, choice_seed(seed & MASK64, i), rules, skip_special, next(generated))
-            for prompt, each in zip(prompts, parameters, strict=True)
-            for i in range(choices)
-        ]
         echoes: Sequence[tuple[str, Sequence[int]]] = [("", ())] * len(prompts)
-        serializer = CompletionSerializer(
-            service.texts,
-            prompts,
-            choices,
-            await self._echoes(prompts, skip_special, scored) if body.echo else echoes,
-            logprobs=body.logprobs is not None,
-            token_ids=bool(body.return_token_ids),
-            prompt_logprobs=body.prompt_logprobs is not None,
-        )
-        name = request_id(request, body.request_id)
-        head = ResponseHead.now("cmpl", name, service.model, service.fingerprint(ready), seed)
+        if body.echo:
+            echoes = await self._echoes(prompts, skip_special, scored)
+        scores = body.logprobs is not None
+        serializer = CompletionSerializer(service.texts, body, scores, prompts, choices, echoes)
         return GenerationTask(service, request, body, head, plans, serializer)
 
     async def _echoes(

@@ -17,10 +17,12 @@ from ssd_serve.server.openai.fields import (
     BadWords,
     CacheSalt,
     Content,
+    JsonOfSchema,
     Label,
     Labels,
     Lenient,
     LogitBias,
+    NamedSchema,
     NotBuilt,
     Prompt,
     RequestName,
@@ -158,14 +160,12 @@ class GenerationRequest(Lenient):
     guided_json: NotBuilt = None
     guided_regex: NotBuilt = None
     kv_transfer_params: NotBuilt = None
-    length_penalty: Annotated[object, not_built(1, 1.0)] = None
     repetition_detection: NotBuilt = None
+    vllm_xargs: NotBuilt = None
+    length_penalty: Annotated[object, not_built(1, 1.0)] = None
     spaces_between_special_tokens: Annotated[object, not_built(True)] = None
     return_tokens_as_token_ids: Annotated[object, not_built(False)] = None
     use_beam_search: Annotated[object, not_built(False)] = None
-    vllm_xargs: NotBuilt = None
-
-    # Samplers of other servers, which would change the output.
     dry_multiplier: Annotated[object, not_built(0, 0.0)] = None
     dynatemp_range: Annotated[object, not_built(0, 0.0)] = None
     epsilon_cutoff: Annotated[object, not_built(0, 0.0)] = None
@@ -180,6 +180,11 @@ class GenerationRequest(Lenient):
     def max_nodes(self) -> int | None:
         """Most draft tokens of a round: the limit of `speculation`, 0 where its mode is off."""
         return None if self.speculation is None else self.speculation.most_nodes
+
+    def as_chat(self, **fields: Any) -> "ChatRequest":
+        """Return a chat request with the fields of all generation requests, and these."""
+        common = {name: getattr(self, name) for name in GenerationRequest.model_fields}
+        return ChatRequest.model_construct(**{**common, **fields})
 
     def options(self) -> RequestOptions:
         """Collect the attributes that are options of the engine; null means the default."""
@@ -204,13 +209,14 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = Field(None, description="begin the text with the prompt")
     logprobs: TopLogprobs | None = Field(None, description="how many of the most probable tokens to report")
 
-    messages: NotBuilt = None
     best_of: int | None = Field(
         None, ge=1, description="only as many as n: choosing among more is not supported"
     )
+
+    messages: NotBuilt = None
     prompt_embeds: NotBuilt = None
-    suffix: Annotated[object, not_built("")] = None
     thinking_token_budget: NotBuilt = None
+    suffix: Annotated[object, not_built("")] = None
 
 
 class CalledFunction(Lenient):
@@ -228,17 +234,21 @@ class ToolCall(Lenient):
     function: CalledFunction
 
 
-class Function(Lenient):
-    """A function for the model. `parameters` is a JSON schema."""
-
+class NamedFunction(Lenient):
     name: ToolName
+
+
+class FunctionFields(NamedFunction):
+    """Fields of a function in every API."""
+
     description: str | None = None
-    parameters: dict[str, object] | None = None
     strict: bool | None = Field(None, description="calls always match the parameters")
 
 
-class NamedFunction(Lenient):
-    name: ToolName
+class Function(FunctionFields):
+    """A function for the model. `parameters` is a JSON schema."""
+
+    parameters: dict[str, object] | None = None
 
 
 class NamedTool(Lenient):
@@ -274,12 +284,13 @@ class Message(Lenient):
     content: Content | None = Field(None, description="null only where tools are called")
     name: str | None = Field(None, max_length=256)
 
-    annotations: Annotated[object, not_built([])] = None
+    tool_call_id: str | None = Field(None, description="of a tool's message: the call that it answers")
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+
     audio: NotBuilt = None
     function_call: NotBuilt = None
     refusal: NotBuilt = None
-    tool_call_id: str | None = Field(None, description="of a tool's message: the call that it answers")
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    annotations: Annotated[object, not_built([])] = None
 
     def template_entry(self) -> dict[str, object]:
         """Return the message for chat templates: content as one string, and the client's other fields."""
@@ -300,6 +311,37 @@ def model_message(text: str, thinking: str, calls: Sequence[ToolCall]) -> Messag
     if thinking:
         fields["reasoning_content"] = thinking
     return Message.model_construct(**fields)
+
+
+def tool_call(identifier: str, name: str, arguments: str) -> ToolCall:
+    """Return a call of an earlier response; its arguments are JSON text."""
+    function = CalledFunction.model_construct(name=name, arguments=arguments)
+    return ToolCall.model_construct(id=identifier, function=function)
+
+
+def function_tool(function: FunctionFields, parameters: dict[str, object] | None) -> Tool:
+    """Return the tool with the name, the description and the strictness of a function of another API."""
+    return Tool.model_construct(
+        type="function",
+        function=Function.model_construct(
+            name=function.name,
+            description=function.description,
+            parameters=parameters,
+            strict=function.strict,
+        ),
+    )
+
+
+def named_tool(name: str) -> NamedTool:
+    """Return the choice of one tool."""
+    return NamedTool.model_construct(type="function", function=NamedFunction.model_construct(name=name))
+
+
+def json_format(schema: dict[str, object]) -> JsonOfSchema:
+    """Return the format of JSON that matches a schema."""
+    return JsonOfSchema.model_construct(
+        type="json_schema", json_schema=NamedSchema.model_construct(json_schema=schema)
+    )
 
 
 class ChatRequest(GenerationRequest):
@@ -340,24 +382,24 @@ class ChatRequest(GenerationRequest):
     )
 
     audio: NotBuilt = None
-    best_of: Annotated[object, not_built(1)] = None
     chat_template: NotBuilt = None
     documents: NotBuilt = None
-    echo: Annotated[object, not_built(False)] = None
-    function_call: Annotated[object, not_built("none")] = None
-    functions: Annotated[object, not_built([])] = None
     media_io_kwargs: NotBuilt = None
     mm_processor_kwargs: NotBuilt = None
-    modalities: Annotated[object, not_built(["text"])] = None
     moderation: NotBuilt = None
     prediction: NotBuilt = None
     prompt: NotBuilt = None
     prompt_cache_options: NotBuilt = None
     prompt_cache_retention: NotBuilt = None
-    service_tier: Annotated[object, not_built("auto", "default")] = None
-    store: Annotated[object, not_built(False)] = None
     verbosity: NotBuilt = None
     web_search_options: NotBuilt = None
+    best_of: Annotated[object, not_built(1)] = None
+    echo: Annotated[object, not_built(False)] = None
+    function_call: Annotated[object, not_built("none")] = None
+    functions: Annotated[object, not_built([])] = None
+    modalities: Annotated[object, not_built(["text"])] = None
+    service_tier: Annotated[object, not_built("auto", "default")] = None
+    store: Annotated[object, not_built(False)] = None
 
 
 class TokenizeRequest(Lenient):

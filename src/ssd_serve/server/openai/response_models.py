@@ -4,7 +4,7 @@ The endpoints build plain dictionaries, for speed. Tests hold every response aga
 field that is sent is declared here.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -271,3 +271,117 @@ class ChatChunk(Chunk):
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     prompt_token_ids: NotRequired[list[int]]
+
+
+Object = dict[str, Any]
+
+
+class InputDetails(TypedDict):
+    cached_tokens: Annotated[int, Field(description="0 also where it would reveal other users' prompts")]
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: Annotated[int, Field(description="approximate number of reasoning tokens")]
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Incomplete(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class Answered(TypedDict):
+    """A response, with the fields of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    background: Literal[False]
+    error: None
+    incomplete_details: Incomplete | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: Object
+    metrics: Metrics
+    model: str
+    output: Annotated[list[Object], Field(description="items: reasoning, message, function_call")]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: Object
+    seed: int
+    store: Literal[False]
+    system_fingerprint: str
+    temperature: float | None
+    text: Object
+    tool_choice: str | Object
+    tools: list[Object]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponseUsage
+
+
+class ResponseEvent(TypedDict, total=False):
+    """An event of the stream; its `type` is one of OpenAI's."""
+
+    type: str
+    sequence_number: int
+    response: Object
+    output_index: int
+    content_index: int
+    item_id: str
+    item: Object
+    part: Object
+    delta: str
+    text: str
+    name: str
+    arguments: str
+    logprobs: list[Object]
+    code: str | None
+    message: str
+    param: str | None
+    error: Object
+
+
+class MessageUsage(TypedDict):
+    input_tokens: Annotated[int, Field(description="without cached tokens")]
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnsweredMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: Annotated[list[Object], Field(description="blocks: thinking, text, tool_use")]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+    metrics: Metrics
+    seed: int
+
+
+class MessageEvent(TypedDict, total=False):
+    """An event of the stream; its `type` is one of Anthropic's."""
+
+    type: str
+    message: Object
+    index: int
+    content_block: Object
+    delta: Object
+    usage: MessageUsage
+    error: Object
+
+
+class CountedTokens(TypedDict):
+    """Response of `/v1/messages/count_tokens`."""
+
+    input_tokens: int

@@ -15,14 +15,19 @@ from ssd_serve.base.depths import added, rates
 from ssd_serve.base.messages import Figures, TokenLogprobs
 from ssd_serve.server.engine.choice import ChoiceEnd, ChoiceOutput
 from ssd_serve.server.http.worker_pool import Steps
+from ssd_serve.server.openai.message import MessageWriter
 from ssd_serve.server.openai.prompts import TokenPrompt
-from ssd_serve.server.openai.tools.message import MessageWriter
+from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.text.tokenizer import TokenTexts
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry; vLLM does the same."""
 
 _TOKENS_PER_STEP = 64
+
+Tokens = Sequence[int]
+Entries = Sequence[TokenLogprobs | None]
+"""Log-probabilities of tokens; None stands for a prompt's first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +55,6 @@ class ResponseHead:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, object]:
-    """Return the usage object. `cached_tokens` is None where it would reveal other users' prompts."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": None if cached_tokens is None else {"cached_tokens": cached_tokens},
-    }
 
 
 def speculation(ends: Sequence[ChoiceEnd]) -> dict[str, object]:
@@ -112,79 +107,98 @@ def _sources(figures: Sequence[Figures]) -> dict[str, dict[str, int]]:
     }
 
 
-def timings(
-    prompt_tokens: int, tokens: int, ends: Sequence[ChoiceEnd], reveals_cache: bool
-) -> dict[str, object]:
-    """Return times under llama.cpp's names and ours; of several choices the slowest. Null: unknown, or it
-    would reveal other users' prompts."""
-    firsts = [each.first_token_s for each in ends if each.first_token_s is not None]
-    prompt_s = max((each.figures.prompt_s for each in ends), default=0.0)
-    first_s, decoding_s = max(firsts, default=0.0), max((each.decoding_s for each in ends), default=0.0)
-    known = reveals_cache and bool(firsts) and prompt_s > 0
-    return {
-        "queue_ms": _ms(max(0.0, first_s - prompt_s)) if known else None,
-        "prompt_n": prompt_tokens,
-        "prompt_ms": _ms(prompt_s) if known else None,
-        "prompt_per_second": ratio(prompt_tokens, prompt_s) if known else None,
-        "first_token_ms": _ms(first_s) if firsts else None,
-        "predicted_n": tokens,
-        "predicted_ms": _ms(decoding_s),
-        "predicted_per_second": ratio(tokens, decoding_s),
-        "draft_n": sum(each.figures.drafted for each in ends),
-        "draft_n_accepted": sum(each.figures.accepted for each in ends),
-    }
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
-
-
 def ratio(part: float, whole: float) -> float | None:
     """Return part / whole, or None where whole is 0."""
     return part / whole if whole else None
 
 
 class ChoiceSerializer(ABC):
-    """Writes the choices of one response in the shape of one API."""
+    """Writes the choices of one response in the shape of one API. `choices`: number for each prompt."""
 
     whole_kind: ClassVar[str]
     """Value of `object` in a whole response."""
     chunk_kind: ClassVar[str]
     """Value of `object` in a chunk."""
 
-    def __init__(self, texts: TokenTexts, logprobs: bool, token_ids: bool, prompt_logprobs: bool) -> None:
-        self.texts = texts
-        self.logprobs = logprobs
-        self.token_ids = token_ids
-        self.prompt_logprobs = prompt_logprobs
+    def __init__(
+        self,
+        texts: TokenTexts,
+        body: GenerationRequest,
+        logprobs: bool,
+        prompts: Sequence[TokenPrompt],
+        choices: int,
+    ) -> None:
+        self._texts = texts
+        self._logprobs = logprobs
+        self._prompts = prompts
+        self._choices = choices
+        self._token_ids = bool(body.return_token_ids)
+        self._prompt_logprobs = body.prompt_logprobs is not None
 
     @abstractmethod
     def opening(self, choice: int) -> dict[str, object] | None:
         """Return the entry before the choice's first token in a stream, if there is one."""
 
-    @abstractmethod
     def delta(self, delta: ChoiceOutput) -> dict[str, object] | None:
         """Return the entry of new output in a stream; None where there is nothing to send."""
+        content = self._delta_content(delta)
+        tokens_matter = self._logprobs or self._token_ids
+        if not (any(content.values()) or delta.end or (delta.tokens and tokens_matter)):
+            return None
+        scored = self._logprobs and delta.tokens
+        entry = self._entry(delta, content, self._written(*self._scored(delta)) if scored else None)
+        return {**entry, "token_ids": delta.tokens} if self._token_ids else entry
 
-    @abstractmethod
     def whole(self, output: ChoiceOutput) -> Steps[dict[str, object]]:
         """Return the entry of a complete choice."""
+        details = None
+        if self._logprobs:
+            tokens, entries, offsets = self._scored(output)
+            details = yield from serialize_in_steps(
+                len(tokens), lambda some: self._written(tokens[some], entries[some], offsets[some])
+            )
+        entry = self._entry(output, self._whole_content(output), details)
+        if self._prompt_logprobs:
+            ids = self._prompts[output.choice // self._choices].ids
+            entry["prompt_logprobs"] = yield from prompt_logprobs(self._texts, ids, output.prompt_logprobs)
+        return {**entry, "token_ids": output.tokens} if self._token_ids else entry
 
     def extra_fields(self) -> dict[str, object]:
         """Return more fields of a whole response or of a first chunk."""
         return {}
 
-    def has_content(self, delta: ChoiceOutput, text: object) -> bool:
-        """True where a stream sends an entry for this delta."""
-        tokens_matter = self.logprobs or self.token_ids
-        return bool(text or delta.end or (delta.tokens and tokens_matter))
+    @abstractmethod
+    def _delta_content(self, delta: ChoiceOutput) -> dict[str, object]: ...
+
+    @abstractmethod
+    def _whole_content(self, output: ChoiceOutput) -> dict[str, object]: ...
+
+    @abstractmethod
+    def _written(self, tokens: Tokens, entries: Entries, offsets: Sequence[int]) -> dict[str, object]:
+        """Return the logprobs object of tokens, whose texts start at the offsets."""
+
+    def _scored(self, output: ChoiceOutput) -> tuple[Tokens, Entries, Sequence[int]]:
+        """Return the tokens with log-probabilities, and the offsets of their texts."""
+        return output.tokens, output.logprobs, output.offsets
+
+    def _entry(
+        self, output: ChoiceOutput, content: dict[str, object], details: dict[str, object] | None
+    ) -> dict[str, object]:
+        end = output.end
+        return {
+            "index": output.choice,
+            **content,
+            "logprobs": details,
+            "finish_reason": end.reason if end else None,
+            "stop_reason": end.cause if end else None,
+        }
 
 
 class CompletionSerializer(ChoiceSerializer):
     """Writes choices of `/v1/completions`.
 
     `echoes` holds the text before the output of each prompt, and the offsets of its tokens where the prompt
-    is scored. `choices` is the number of choices for each prompt.
+    is scored.
     """
 
     whole_kind = chunk_kind = "text_completion"
@@ -192,78 +206,43 @@ class CompletionSerializer(ChoiceSerializer):
     def __init__(
         self,
         texts: TokenTexts,
+        body: GenerationRequest,
+        logprobs: bool,
         prompts: Sequence[TokenPrompt],
         choices: int,
         echoes: Sequence[tuple[str, Sequence[int]]],
-        logprobs: bool,
-        token_ids: bool,
-        prompt_logprobs: bool,
     ) -> None:
-        super().__init__(texts, logprobs, token_ids, prompt_logprobs)
-        self._prompts = prompts
-        self._choices = choices
+        super().__init__(texts, body, logprobs, prompts, choices)
         self._echoes = echoes
 
     def opening(self, choice: int) -> dict[str, object] | None:
         text, _ = self._echoes[choice // self._choices]
-        if choice > 0 and not text and not self.token_ids:
+        if choice > 0 and not text and not self._token_ids:
             return None
-        entry = self._entry(choice, text, None, None)
-        if self.token_ids:
-            entry["prompt_token_ids"] = self._prompt_ids(choice)
-        return entry
+        return {**self._entry(ChoiceOutput(choice), {"text": text}, None), **self._prompt_ids(choice)}
 
-    def delta(self, delta: ChoiceOutput) -> dict[str, object] | None:
-        if not self.has_content(delta, delta.text):
-            return None
-        details = None
-        if self.logprobs and delta.tokens:
-            echo, _ = self._echoes[delta.choice // self._choices]
-            offsets = [len(echo) + offset for offset in delta.offsets]
-            details = completion_logprobs(self.texts, delta.tokens, delta.logprobs, offsets)
-        entry = self._entry(delta.choice, delta.text, details, delta.end)
-        if self.token_ids:
-            entry["token_ids"] = list(delta.tokens)
-        return entry
+    def _delta_content(self, delta: ChoiceOutput) -> dict[str, object]:
+        return {"text": delta.text}
 
-    def whole(self, output: ChoiceOutput) -> Steps[dict[str, object]]:
-        choice, prompt = output.choice, output.choice // self._choices
-        details = (yield from self._all_logprobs(prompt, output)) if self.logprobs else None
-        entry = self._entry(choice, self._echoes[prompt][0] + output.text, details, output.end)
-        if self.prompt_logprobs:
-            ids = self._prompts[prompt].ids
-            entry["prompt_logprobs"] = yield from prompt_logprobs(self.texts, ids, output.prompt_logprobs)
-        if self.token_ids:
-            entry |= {"token_ids": list(output.tokens), "prompt_token_ids": self._prompt_ids(choice)}
-        return entry
+    def _whole_content(self, output: ChoiceOutput) -> dict[str, object]:
+        text, _ = self._echoes[output.choice // self._choices]
+        return {"text": text + output.text, **self._prompt_ids(output.choice)}
 
-    @staticmethod
-    def _entry(
-        choice: int, text: str, details: dict[str, object] | None, end: ChoiceEnd | None
-    ) -> dict[str, object]:
-        return {
-            "index": choice,
-            "text": text,
-            "logprobs": details,
-            "finish_reason": end.reason if end else None,
-            "stop_reason": end.cause if end else None,
-        }
+    def _prompt_ids(self, choice: int) -> dict[str, object]:
+        ids = self._prompts[choice // self._choices].ids
+        return {"prompt_token_ids": ids} if self._token_ids else {}
 
-    def _prompt_ids(self, choice: int) -> list[int]:
-        return list(self._prompts[choice // self._choices].ids)
+    def _written(self, tokens: Tokens, entries: Entries, offsets: Sequence[int]) -> dict[str, object]:
+        return completion_logprobs(self._texts, tokens, entries, offsets)
 
-    def _all_logprobs(self, prompt: int, output: ChoiceOutput) -> Steps[dict[str, object]]:
-        """Write log-probabilities of the output, behind those of the prompt where it is scored."""
+    def _scored(self, output: ChoiceOutput) -> tuple[Tokens, Entries, Sequence[int]]:
+        prompt = output.choice // self._choices
         text, prompt_offsets = self._echoes[prompt]
-        tokens, entries, offsets = [*output.tokens], list[TokenLogprobs | None](output.logprobs), list[int]()
-        if prompt_offsets:
-            tokens = [*self._prompts[prompt].ids, *tokens]
-            entries = [None, *output.prompt_logprobs, *entries]
         offsets = [*prompt_offsets, *(len(text) + offset for offset in output.offsets)]
-        return serialize_in_steps(
-            len(tokens),
-            lambda some: completion_logprobs(self.texts, tokens[some], entries[some], offsets[some]),
-        )
+        if not prompt_offsets:
+            return output.tokens, output.logprobs, offsets
+        entries = [None, *output.prompt_logprobs, *output.logprobs]
+        return [*self._prompts[prompt].ids, *output.tokens], entries, offsets
 
 
 class ChatSerializer(ChoiceSerializer):
@@ -275,72 +254,42 @@ class ChatSerializer(ChoiceSerializer):
     def __init__(
         self,
         texts: TokenTexts,
+        body: GenerationRequest,
+        logprobs: bool,
         prompt: TokenPrompt,
         writers: Sequence[MessageWriter],
-        logprobs: bool,
-        token_ids: bool,
-        prompt_logprobs: bool,
     ) -> None:
-        super().__init__(texts, logprobs, token_ids, prompt_logprobs)
-        self._prompt = prompt
+        super().__init__(texts, body, logprobs, [prompt], len(writers))
         self._writers = writers
 
     def opening(self, choice: int) -> dict[str, object] | None:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": choice, "delta": delta, **self._rest(choice, None, None)}
-
-    def delta(self, delta: ChoiceOutput) -> dict[str, object] | None:
-        writer = self._writers[delta.choice]
-        writer.skip(delta.resumed_text)
-        message = writer.push(delta.text, last=delta.end is not None)
-        if not self.has_content(delta, message):
-            return None
-        details = None
-        if self.logprobs and delta.tokens:
-            details = chat_logprobs(self.texts, delta.tokens, delta.logprobs)
-        entry = {
-            "index": delta.choice,
-            "delta": message,
-            **self._rest(delta.choice, details, delta.end),
-        }
-        if self.token_ids:
-            entry["token_ids"] = list(delta.tokens)
-        return entry
-
-    def whole(self, output: ChoiceOutput) -> Steps[dict[str, object]]:
-        choice, details = output.choice, None
-        writer = self._writers[choice]
-        if self.logprobs:
-            details = yield from serialize_in_steps(
-                len(output.tokens),
-                lambda some: chat_logprobs(self.texts, output.tokens[some], output.logprobs[some]),
-            )
-        writer.skip(output.resumed_text)
-        writer.push(output.text, last=True)
-        entry: dict[str, object] = {
-            "index": choice,
-            "message": writer.message(),
-            **self._rest(choice, details, output.end),
-        }
-        if self.prompt_logprobs:
-            ids = self._prompt.ids
-            entry["prompt_logprobs"] = yield from prompt_logprobs(self.texts, ids, output.prompt_logprobs)
-        if self.token_ids:
-            entry["token_ids"] = list(output.tokens)
-        return entry
+        return self._entry(ChoiceOutput(choice), {"delta": {"role": "assistant", "content": ""}}, None)
 
     def extra_fields(self) -> dict[str, object]:
-        return {"prompt_token_ids": list(self._prompt.ids)} if self.token_ids else {}
+        return {"prompt_token_ids": self._prompts[0].ids} if self._token_ids else {}
 
-    def _rest(
-        self, choice: int, details: dict[str, object] | None, end: ChoiceEnd | None
+    def _delta_content(self, delta: ChoiceOutput) -> dict[str, object]:
+        writer = self._writers[delta.choice]
+        writer.skip(delta.resumed_text)
+        return {"delta": writer.push(delta.text, last=delta.end is not None)}
+
+    def _whole_content(self, output: ChoiceOutput) -> dict[str, object]:
+        writer = self._writers[output.choice]
+        writer.skip(output.resumed_text)
+        writer.push(output.text, last=True)
+        return {"message": writer.message()}
+
+    def _written(self, tokens: Tokens, entries: Entries, offsets: Sequence[int]) -> dict[str, object]:
+        del offsets
+        return chat_logprobs(self._texts, tokens, entries)
+
+    def _entry(
+        self, output: ChoiceOutput, content: dict[str, object], details: dict[str, object] | None
     ) -> dict[str, object]:
-        called = end is not None and end.reason == "stop" and self._writers[choice].called
-        return {
-            "logprobs": details,
-            "finish_reason": "tool_calls" if called else end.reason if end else None,
-            "stop_reason": end.cause if end else None,
-        }
+        entry = super()._entry(output, content, details)
+        if entry["finish_reason"] == "stop" and self._writers[output.choice].called:
+            entry["finish_reason"] = "tool_calls"
+        return entry
 
 
 def serialize_in_steps(
@@ -364,38 +313,31 @@ def prompt_logprobs(
     token and of the most probable tokens at its position."""
     written = [b"null"]
     for token, entry in zip(tokens[1:], entries, strict=False):
-        values = {token: finite(entry.chosen)} | {other: finite(value) for other, value in entry.top}
+        values = {token: entry.chosen} | dict(entry.top)
         ranks = {other: rank for rank, (other, _) in enumerate(entry.top, 1)}
-        written.append(
-            msgspec.json.encode(
-                {
-                    str(each): {
-                        "logprob": value,
-                        "rank": ranks.get(each),
-                        "decoded_token": texts.text_of(each),
-                    }
-                    for each, value in values.items()
-                }
-            )
-        )
+        told = {
+            str(each): {
+                "logprob": finite(value),
+                "rank": ranks.get(each),
+                "decoded_token": texts.text_of(each),
+            }
+            for each, value in values.items()
+        }
+        written.append(msgspec.json.encode(told))
         if len(written) % _TOKENS_PER_STEP == 0:
             yield
     return msgspec.Raw(b"[%s]" % b",".join(written))
 
 
 def completion_logprobs(
-    texts: TokenTexts,
-    tokens: Sequence[int],
-    entries: Sequence[TokenLogprobs | None],
-    offsets: Sequence[int],
+    texts: TokenTexts, tokens: Tokens, entries: Entries, offsets: Sequence[int]
 ) -> dict[str, object]:
-    """Return the logprobs object of the completions API. None stands for a prompt's first token."""
+    """Return the logprobs object of the completions API."""
     return {
         "tokens": [texts.text_of(token) for token in tokens],
-        "token_logprobs": [None if entry is None else finite(entry.chosen) for entry in entries],
+        "token_logprobs": [entry and finite(entry.chosen) for entry in entries],
         "top_logprobs": [
-            None if entry is None else _top_by_text(texts, token, entry)
-            for token, entry in zip(tokens, entries, strict=True)
+            entry and _top_by_text(texts, token, entry) for token, entry in zip(tokens, entries, strict=True)
         ],
         "text_offset": list(offsets),
     }
@@ -410,9 +352,7 @@ def _top_by_text(texts: TokenTexts, chosen: int, entry: TokenLogprobs) -> dict[s
     return found
 
 
-def chat_logprobs(
-    texts: TokenTexts, tokens: Sequence[int], entries: Sequence[TokenLogprobs]
-) -> dict[str, object]:
+def chat_logprobs(texts: TokenTexts, tokens: Tokens, entries: Entries) -> dict[str, object]:
     """Return the logprobs object of the chat API."""
     return {
         "content": [
@@ -421,6 +361,7 @@ def chat_logprobs(
                 "top_logprobs": [_chat_token(texts, other, value) for other, value in entry.top],
             }
             for token, entry in zip(tokens, entries, strict=True)
+            if entry is not None
         ],
         "refusal": None,
     }

@@ -6,7 +6,9 @@ as items or blocks (`MessageStream`).
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,10 +27,10 @@ from ssd_serve.server.http.streaming import (
     while_connected,
 )
 from ssd_serve.server.http.worker_pool import Steps
+from ssd_serve.server.openai.fields import ignored_header
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.openai.serialize import ResponseHead, speculation
 from ssd_serve.server.openai.tasks import GenerationTask
-from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.service import Service
 
 _SCORED_TOKEN_UNITS = 32
@@ -45,7 +47,7 @@ Event = tuple[str, dict[str, object]]
 class TokenCounts:
     """Tokens so far. `cached` is 0 where it would reveal other users' prompts."""
 
-    prompt: int
+    prompt: int = 0
     output: int = 0
     cached: int = 0
     thinking: int = 0
@@ -64,25 +66,32 @@ class MessageStream(ABC):
         self.blocks: list[dict[str, Any]] = []
         self.is_open = False
         """True while the last block continues."""
+        self.last: Entry = {}
+        """Last entry of the choice."""
+        self.counts = TokenCounts()
 
     @abstractmethod
-    def opening(self, counts: TokenCounts) -> Iterator[Event]:
+    def opening(self) -> Iterator[Event]:
         """Yield events before the first token."""
 
     def delta(self, entry: Entry) -> Iterator[Event]:
         """Yield events of new output."""
         delta: Mapping[str, Any] = entry["delta"]
+        calls = delta.get("tool_calls", ())
+        for call in calls:
+            if "id" not in call:  # the rest of an earlier call comes before new text
+                yield from self.arguments(call["function"]["arguments"])
         if delta.get("reasoning_content"):
             yield from self.thinking(delta["reasoning_content"])
         if delta.get("content"):
             yield from self.text(delta["content"], entry)
-        for call in delta.get("tool_calls", ()):
+        for call in calls:
             function: Mapping[str, str] = call["function"]
             if "id" in call:
                 yield from self.end_block()
                 yield from self.begin_call(call["id"], function["name"])
-            if function["arguments"]:
-                yield from self.arguments(function["arguments"])
+                if function["arguments"]:
+                    yield from self.arguments(function["arguments"])
 
     @abstractmethod
     def thinking(self, text: str) -> Iterator[Event]: ...
@@ -101,11 +110,11 @@ class MessageStream(ABC):
         """Yield the end of the last block, if it is open."""
 
     @abstractmethod
-    def closing(self, entry: Entry, counts: TokenCounts) -> Iterator[Event]:
-        """Yield events of the end; `entry` is the last one."""
+    def closing(self) -> Iterator[Event]:
+        """Yield events of the end."""
 
     @abstractmethod
-    def whole(self, entry: Entry, counts: TokenCounts) -> Mapping[str, object]:
+    def whole(self) -> Mapping[str, object]:
         """Return the whole response."""
 
     @abstractmethod
@@ -136,10 +145,8 @@ async def handle_generation(
     log_as_request(task.head.name)
     headers = {REQUEST_ID_HEADER: task.head.name, **ignored_header(request)}
     if task.streamed:
-        if stream is None:
-            return EventStream(_choice_events(task), headers, service.limits.ping_s, _failed_choices)
-        failed = _named_failure(stream)
-        return EventStream(_message_events(task, stream), headers, service.limits.ping_s, failed)
+        events = _choice_events(task) if stream is None else _encoded(_message_events(task, stream))
+        return EventStream(events, headers, service.limits.ping_s, partial(_failure, stream))
     whole = _whole_choices(task) if stream is None else _whole_message(task, stream)
     found = await while_connected(request.receive, whole)
     return Response(msgspec.json.encode(found), media_type="application/json", headers=headers)
@@ -229,73 +236,53 @@ def _openings(task: GenerationTask, base: dict[str, object]) -> list[dict[str, o
     return chunks
 
 
-def _failed_choices(error: ApiError) -> bytes:
-    return event(error.body())
+def _failure(stream: MessageStream | None, error: ApiError) -> bytes:
+    return event(error.body()) if stream is None else named_event(*stream.failed(error))
 
 
-def _named_failure(stream: MessageStream) -> Callable[[ApiError], bytes]:
-    return lambda error: named_event(*stream.failed(error))
+async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        async for each in events:
+            yield named_event(*each)
 
 
 async def _whole_message(task: GenerationTask, stream: MessageStream) -> Mapping[str, object]:
-    run = _MessageRun(task, stream)
-    async for _ in run.events():
+    async for _ in _message_events(task, stream):
         pass
-    return stream.whole(run.last, run.counts)
+    return stream.whole()
 
 
-async def _message_events(task: GenerationTask, stream: MessageStream) -> AsyncGenerator[bytes, None]:
-    async for each in _MessageRun(task, stream).events():
-        yield named_event(*each)
-
-
-class _MessageRun:
-    """Runs a task of one choice and writes it to a `MessageStream`."""
-
-    def __init__(self, task: GenerationTask, stream: MessageStream) -> None:
-        self._task = task
-        self._stream = stream
-        self.last: Entry = {}
-        """Last entry of the choice."""
-        self.counts = TokenCounts(task.prompt_tokens, cached=task.cached_tokens({}) or 0)
-
-    async def events(self) -> AsyncGenerator[Event, None]:
-        task, stream, begun, tokens, thinking = self._task, self._stream, False, 0, _ThinkingCount()
-        ends: dict[int, ChoiceEnd] = {}
-        async with task.run() as generation:
-            async for delta in generation.deltas():
-                if not begun:
-                    begun = True
-                    for each in stream.opening(self.counts):
-                        yield each
-                tokens += len(delta.tokens)
-                task.tenant.output(len(delta.tokens))
-                if delta.end is not None:
-                    ends[0] = delta.end
-                entry = task.serializer.delta(delta)
-                thinking.add({} if entry is None else entry["delta"], len(delta.tokens))
-                if entry is not None:
-                    self.last = entry
-                    for each in stream.delta(entry):
-                        yield each
-        figures = speculation(list(ends.values())) if ends else None
-        cached = task.cached_tokens(ends) or 0
-        self.counts = TokenCounts(task.prompt_tokens, tokens, cached, thinking.tokens, figures)
-        for each in stream.closing(self.last, self.counts):
-            yield each
-
-
-class _ThinkingCount:
-    """Counts the tokens before the first text or call, where there was thinking."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._before = 0
-        self._over = False
-
-    def add(self, delta: Any, tokens: int) -> None:
-        self._over = self._over or bool(delta.get("content") or delta.get("tool_calls"))
-        if not self._over:
-            self._before += tokens
-        if "reasoning_content" in delta or self.tokens:
-            self.tokens = self._before
+async def _message_events(task: GenerationTask, stream: MessageStream) -> AsyncGenerator[Event, None]:
+    """Run a task of one choice, and yield the events that a stream writes for it."""
+    ends: dict[int, ChoiceEnd] = {}
+    begun = thought = answered = False
+    tokens = before_answer = 0
+    stream.counts = TokenCounts(task.prompt_tokens, cached=task.cached_tokens(ends) or 0)
+    async with task.run() as generation:
+        async for delta in generation.deltas():
+            if not begun:
+                begun = True
+                for each in stream.opening():
+                    yield each
+            tokens += len(delta.tokens)
+            task.tenant.output(len(delta.tokens))
+            if delta.end is not None:
+                ends[0] = delta.end
+            entry: Entry = task.serializer.delta(delta) or {}
+            written = entry.get("delta", {})
+            thought = thought or "reasoning_content" in written
+            answered = answered or bool(written.get("content") or written.get("tool_calls"))
+            before_answer += 0 if answered else len(delta.tokens)
+            if entry:
+                stream.last = entry
+                for each in stream.delta(entry):
+                    yield each
+    stream.counts = TokenCounts(
+        task.prompt_tokens,
+        tokens,
+        task.cached_tokens(ends) or 0,
+        before_answer if thought else 0,
+        speculation(list(ends.values())) if ends else None,
+    )
+    for each in stream.closing():
+        yield each

@@ -18,14 +18,12 @@ from pydantic import BaseModel, TypeAdapter
 from ssd_serve.server import information
 from ssd_serve.server.access.auth import METRICS_PATH
 from ssd_serve.server.access.tenants import RATE_HEADERS
-from ssd_serve.server.anthropic import models as anthropic
-from ssd_serve.server.anthropic.models import CountRequest, MessagesRequest
+from ssd_serve.server.anthropic import CountRequest, MessagesRequest
 from ssd_serve.server.http.middleware import REQUEST_ID_HEADER
 from ssd_serve.server.openai import protocol
 from ssd_serve.server.openai import response_models as answers
-from ssd_serve.server.openai.responses import models as responses
-from ssd_serve.server.openai.responses.models import ResponsesRequest
-from ssd_serve.server.openai.unknown_fields import HEADER as IGNORED
+from ssd_serve.server.openai.fields import IGNORED_HEADER
+from ssd_serve.server.openai.responses import ResponsesRequest
 
 Schema = dict[str, Any]
 
@@ -77,7 +75,7 @@ _HEADERS: dict[int, Schema] = {
     503: _RETRY,
 }
 _IGNORED: Schema = {
-    IGNORED: {
+    IGNORED_HEADER: {
         "description": "fields of the request that are not known here and changed nothing, with commas",
         "schema": {"type": "string"},
     }
@@ -122,18 +120,25 @@ class Operation:
     """OpenAPI links of a success."""
 
 
-_BODY = (400, 404, 408, 413, 415, 429)
+def _post(
+    summary: str,
+    answer: type,
+    body: type[BaseModel],
+    example: Mapping[str, object],
+    chunk: type | None = None,
+    links: Schema | None = None,
+) -> Operation:
+    problems = (400, 404, 408, 413, 415, 429)
+    return Operation(summary, answer, problems, body, example, chunk, methods=("post",), links=links or {})
+
+
 _ASK = [{"role": "user", "content": "What is speculative decoding?"}]
+_CARD_LINK = {"operationId": "get_v1_models_name", "parameters": {"name": "$response.body#/data/0/id"}}
+_TEXT_LINK = {"operationId": "post_detokenize", "requestBody": {"tokens": "$response.body#/tokens"}}
 OPERATIONS: dict[str, Operation] = {
     "/health": Operation("can a token be generated now?", information.Health, open=True),
     "/ping": Operation("the same as /health", information.Health, open=True, methods=("get", "head", "post")),
-    "/v1/models": Operation(
-        "the served model",
-        information.ModelList,
-        links={
-            "card": {"operationId": "get_v1_models_name", "parameters": {"name": "$response.body#/data/0/id"}}
-        },
-    ),
+    "/v1/models": Operation("the served model", information.ModelList, links={"card": _CARD_LINK}),
     "/v1/models/{name}": Operation(
         "one model", information.ModelCard, (404,), parameters=(_MODEL_PARAMETER,)
     ),
@@ -142,71 +147,46 @@ OPERATIONS: dict[str, Operation] = {
     "/server_info": Operation("what serves, on what, and how it is set", information.ServerInfo),
     METRICS_PATH: Operation("figures for Prometheus", PLAIN),
     "/openapi.json": Operation("this document", dict),
-    "/v1/completions": Operation(
+    "/v1/completions": _post(
         "go on with a text",
         answers.Completion,
-        _BODY,
         protocol.CompletionRequest,
         {"prompt": "Once upon a time", "max_tokens": 16},
         answers.CompletionChunk,
-        methods=("post",),
     ),
-    "/v1/chat/completions": Operation(
+    "/v1/chat/completions": _post(
         "answer in a conversation",
         answers.ChatCompletion,
-        _BODY,
         protocol.ChatRequest,
         {"messages": _ASK, "max_tokens": 16, "stream": True},
         answers.ChatChunk,
-        methods=("post",),
     ),
-    "/v1/responses": Operation(
+    "/v1/responses": _post(
         "answer in a conversation, as OpenAI's newer API does; nothing is kept",
-        responses.Answered,
-        _BODY,
+        answers.Answered,
         ResponsesRequest,
         {"input": "What is speculative decoding?", "max_output_tokens": 16},
-        responses.ResponseEvent,
-        methods=("post",),
+        answers.ResponseEvent,
     ),
-    "/v1/messages": Operation(
+    "/v1/messages": _post(
         "answer in a conversation, as Anthropic's API does",
-        anthropic.AnsweredMessage,
-        _BODY,
+        answers.AnsweredMessage,
         MessagesRequest,
         {"messages": _ASK, "max_tokens": 16},
-        anthropic.MessageEvent,
-        methods=("post",),
+        answers.MessageEvent,
     ),
-    "/v1/messages/count_tokens": Operation(
-        "how many tokens a conversation has",
-        anthropic.CountedTokens,
-        _BODY,
-        CountRequest,
-        {"messages": _ASK},
-        methods=("post",),
+    "/v1/messages/count_tokens": _post(
+        "how many tokens a conversation has", answers.CountedTokens, CountRequest, {"messages": _ASK}
     ),
-    "/tokenize": Operation(
+    "/tokenize": _post(
         "the token ids of a text or a conversation",
         answers.Tokens,
-        _BODY,
         protocol.TokenizeRequest,
         {"prompt": "Once upon a time"},
-        methods=("post",),
-        links={
-            "text": {
-                "operationId": "post_detokenize",
-                "requestBody": {"tokens": "$response.body#/tokens"},
-            }
-        },
+        links={"text": _TEXT_LINK},
     ),
-    "/detokenize": Operation(
-        "the text of token ids",
-        answers.Text,
-        _BODY,
-        protocol.DetokenizeRequest,
-        {"tokens": [1, 2, 3]},
-        methods=("post",),
+    "/detokenize": _post(
+        "the text of token ids", answers.Text, protocol.DetokenizeRequest, {"tokens": [1, 2, 3]}
     ),
 }
 

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ssd_serve.server.openai.tools.formats import FORMATS
-from ssd_serve.server.openai.tools.readers import (
+from ssd_serve.server.openai.output_readers import (
+    FORMATS,
     CallStart,
     Event,
     OutputReader,

@@ -1,41 +1,51 @@
-"""The bodies of `/v1/messages`: content blocks, and the chat request with the same meaning."""
+"""`/v1/messages` and `/v1/messages/count_tokens` of Anthropic's API.
+
+Their bodies and the chat request with the same meaning; a message's object and events as blocks.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import AliasChoices, ConfigDict, Field, Tag
-from typing_extensions import TypedDict
 
-from ssd_serve.server.errors import bad_request
+from ssd_serve.base.messages import Ready
+from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
+from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.fields import (
     Ignored,
-    JsonOfSchema,
     Lenient,
-    NamedSchema,
     NotBuilt,
     Schema,
     Stop,
     ToolName,
     by_type,
+    ignored_header,
     not_built,
     text_or_list,
 )
+from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.openai.protocol import (
     RULES,
-    CalledFunction,
     ChatRequest,
-    Function,
+    FunctionFields,
     GenerationRequest,
     Message,
-    NamedFunction,
     NamedTool,
-    Tool,
-    ToolCall,
+    function_tool,
+    json_format,
     model_message,
+    named_tool,
+    tool_call,
 )
-from ssd_serve.server.openai.response_models import Metrics
+from ssd_serve.server.openai.serialize import ResponseHead
+from ssd_serve.server.openai.stream import Entry, Event, MessageStream, handle_generation
+from ssd_serve.server.openai.tasks import GenerationTask
+from ssd_serve.server.service import Service
 
 
 class _Block(Lenient):
@@ -144,10 +154,7 @@ def text_of(texts: str | list[TextBlock] | None) -> str:
 
 def _answer(blocks: Sequence[object]) -> Message:
     calls = [
-        ToolCall.model_construct(
-            id=block.id,
-            function=CalledFunction.model_construct(name=block.name, arguments=json.dumps(block.input)),
-        )
+        tool_call(block.id, block.name, json.dumps(block.input))
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
@@ -162,21 +169,12 @@ def _result(block: ToolResultBlock) -> Message:
     )
 
 
-class AnthropicTool(Lenient):
+class AnthropicTool(FunctionFields):
     """A function; the tools that Anthropic runs itself are not supported."""
 
     type: Literal["custom"] | None = None
-    name: ToolName
-    description: str | None = None
     input_schema: dict[str, object]
-    strict: bool | None = None
     cache_control: object = None
-
-    def tool(self) -> Tool:
-        function = Function.model_construct(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return Tool.model_construct(type="function", function=function)
 
 
 class AnthropicChoice(Lenient):
@@ -230,22 +228,22 @@ class AskedConversation(Lenient):
         messages = messages_of(self.system, self.messages)
         if not messages:
             raise bad_request("messages: say nothing", "messages", "invalid_value")
-        config, choice = self.output_config, self.tool_choice
+        config, choice, thinking, tools = self.output_config, self.tool_choice, self.thinking, self.tools
         form = self.output_format or (None if config is None else config.format)
         if form is not None:
-            schema = NamedSchema.model_construct(json_schema=form.json_schema)
-            common["response_format"] = JsonOfSchema.model_construct(type="json_schema", json_schema=schema)
-        goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
+            common["response_format"] = json_format(form.json_schema)
+        if thinking is not None and thinking.type != "adaptive":
+            common["chat_template_kwargs"] = {"enable_thinking": thinking.type == "enabled"}
         asked: dict[str, Any] = {
             **common,
             "messages": messages,
-            "tools": None if self.tools is None else [each.tool() for each in self.tools],
+            "tools": None if tools is None else [function_tool(each, each.input_schema) for each in tools],
             "tool_choice": _chosen(choice),
             "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
-            "continue_final_message": goes_on or None,
-            "reasoning_effort": None if config is None else config.effort,
-            "chat_template_kwargs": _thinks(self.thinking),
-            "thinking_token_budget": None if self.thinking is None else self.thinking.budget_tokens,
+            "continue_final_message": (messages[-1].role == "assistant" and not messages[-1].tool_calls)
+            or None,
+            "reasoning_effort": config and config.effort,
+            "thinking_token_budget": thinking and thinking.budget_tokens,
         }
         return ChatRequest.model_construct(**asked)
 
@@ -283,52 +281,141 @@ def _chosen(choice: AnthropicChoice | None) -> str | NamedTool | None:
         return "required" if choice.type == "any" else choice.type
     if choice.name is None:
         raise bad_request("tool_choice.name: field required", "tool_choice.name", "missing_field")
-    named = NamedFunction.model_construct(name=choice.name)
-    return NamedTool.model_construct(type="function", function=named)
+    return named_tool(choice.name)
 
 
-def _thinks(thinking: Thinking | None) -> dict[str, Any] | None:
-    if thinking is None or thinking.type == "adaptive":
-        return None
-    return {"enable_thinking": thinking.type == "enabled"}
+@dataclass(frozen=True, slots=True)
+class MessagesEndpoint:
+    """Handlers of the routes. Their requests become chat requests."""
+
+    service: Service
+
+    async def handle(self, request: Request) -> Response:
+        return await handle_generation(
+            self.service,
+            request,
+            MessagesRequest,
+            self._task,
+            lambda _body, head: AnthropicStream(head),
+        )
+
+    async def count(self, request: Request) -> Response:
+        ready = self.service.require_ready()
+        count = await self.service.bodies.use(
+            request, CountRequest, ready, lambda body: self._count(body, ready)
+        )
+        return JSONResponse({"input_tokens": count}, headers=ignored_header(request))
+
+    async def _task(self, body: MessagesRequest, ready: Ready, request: Request) -> GenerationTask:
+        return await ChatEndpoint(self.service).task(body.chat_request(), ready, request)
+
+    async def _count(self, body: CountRequest, ready: Ready) -> int:
+        service = self.service
+        service.require_model(body.model)
+        text = await chat_text(service, service.tokenize_pool, body.chat())
+        steps = text_ids(service.tokenizer, ready, text, False, "messages")
+        return len(await service.tokenize_pool.steps(len(text), steps))
 
 
-Object = dict[str, Any]
+class AnthropicStream(MessageStream):
+    """Writes one message."""
+
+    def __init__(self, head: ResponseHead) -> None:
+        super().__init__(head)
+        self._arguments: list[str] = []
+        """Arguments of the last block, where it is a call."""
+
+    def opening(self) -> Iterator[Event]:
+        message = {**self._message(), "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", {"message": message})
+
+    def thinking(self, text: str) -> Iterator[Event]:
+        yield from self._text("thinking", text, {"type": "thinking", "thinking": "", "signature": ""})
+
+    def text(self, text: str, entry: Entry) -> Iterator[Event]:
+        del entry
+        yield from self._text("text", text, {"type": "text", "text": ""})
+
+    def _text(self, kind: str, text: str, block: dict[str, object]) -> Iterator[Event]:
+        if not self.is_open or self.blocks[-1]["type"] != kind:
+            yield from self.end_block()
+            yield self._begin(block)
+        self.blocks[-1][kind] += text
+        yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def begin_call(self, identifier: str, name: str) -> Iterator[Event]:
+        yield self._begin({"type": "tool_use", "id": identifier, "name": name, "input": {}})
+
+    def arguments(self, text: str) -> Iterator[Event]:
+        self._arguments.append(text)
+        yield self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def _begin(self, block: dict[str, object]) -> Event:
+        self.blocks.append(block)
+        self.is_open = True
+        return _event("content_block_start", {**self._index(), "content_block": dict(block)})
+
+    def _delta(self, delta: dict[str, object]) -> Event:
+        return _event("content_block_delta", {**self._index(), "delta": delta})
+
+    def end_block(self) -> Iterator[Event]:
+        if not self.is_open:
+            return
+        self.is_open = False
+        if self.blocks[-1]["type"] == "tool_use":
+            self.blocks[-1]["input"] = _object("".join(self._arguments))
+            self._arguments.clear()
+        yield _event("content_block_stop", self._index())
+
+    def closing(self) -> Iterator[Event]:
+        yield from self.end_block()
+        yield _event("message_delta", {"delta": _stop(self.last), "usage": self._usage()})
+        yield _event("message_stop", {})
+
+    def whole(self) -> Mapping[str, object]:
+        return {**self._message(), **_stop(self.last), "metrics": self.counts.figures}
+
+    def failed(self, error: ApiError) -> Event:
+        return "error", error.body()
+
+    def _message(self) -> dict[str, object]:
+        return {
+            "id": f"msg_{self.head.name}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.head.model,
+            "content": list(self.blocks),
+            "seed": self.head.seed,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, object]:
+        return {
+            "input_tokens": self.counts.prompt - self.counts.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.counts.cached,
+            "output_tokens": self.counts.output,
+        }
+
+    def _index(self) -> dict[str, object]:
+        return {"index": len(self.blocks) - 1}
 
 
-class MessageUsage(TypedDict):
-    input_tokens: Annotated[int, Field(description="without cached tokens")]
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
+def _event(kind: str, fields: Mapping[str, object]) -> Event:
+    return kind, {"type": kind, **fields}
 
 
-class AnsweredMessage(TypedDict):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: Annotated[list[Object], Field(description="blocks: thinking, text, tool_use")]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: MessageUsage
-    metrics: Metrics
-    seed: int
+def _stop(entry: Entry) -> dict[str, object]:
+    cause, reason = entry.get("stop_reason"), entry.get("finish_reason")
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+    found = reasons.get(str(reason), "stop_sequence" if isinstance(cause, str) else "end_turn")
+    return {"stop_reason": found, "stop_sequence": cause if found == "stop_sequence" else None}
 
 
-class MessageEvent(TypedDict, total=False):
-    """An event of the stream; its `type` is one of Anthropic's."""
-
-    type: str
-    message: Object
-    index: int
-    content_block: Object
-    delta: Object
-    usage: MessageUsage
-    error: Object
-
-
-class CountedTokens(TypedDict):
-    """Response of `/v1/messages/count_tokens`."""
-
-    input_tokens: int
+def _object(text: str) -> object:
+    """Return the arguments of a call; a text that is no JSON object becomes its `arguments`."""
+    try:
+        found: object = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}

@@ -1,1 +1,0 @@
-"""`/v1/responses`: OpenAI's newer API, without anything kept between requests."""
