@@ -27,11 +27,10 @@ from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.assembly import EngineParts, build_engine
 from ssd_serve.verifier.control.budget import CostBasedWait, WaitPolicy
-from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.execution import Cores
-from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
 
 VOCABULARY = 40

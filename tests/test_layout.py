@@ -9,10 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOORS = {
-    "ssd_serve.verifier.engine": ("Engine", "src/ssd_serve/verifier/build.py"),
-    "ssd_serve.verifier.control.round_planner": ("RoundPlanner", "src/ssd_serve/verifier/build.py"),
-    "ssd_serve.verifier.scheduler": ("Scheduler", "src/ssd_serve/verifier/build.py"),
-    "ssd_serve.verifier.round": ("Rounds", "src/ssd_serve/verifier/build.py"),
+    "ssd_serve.verifier.engine": ("Engine", "src/ssd_serve/verifier/assembly.py"),
+    "ssd_serve.verifier.control.round_planner": ("RoundPlanner", "src/ssd_serve/verifier/assembly.py"),
+    "ssd_serve.verifier.scheduler": ("Scheduler", "src/ssd_serve/verifier/assembly.py"),
+    "ssd_serve.verifier.round": ("Rounds", "src/ssd_serve/verifier/assembly.py"),
 }
 """Module of each class that is built in one place, and that place."""
 TESTS_OF_ONE_CLASS = {

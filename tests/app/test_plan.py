@@ -10,7 +10,7 @@ from ssd_serve.app.plan.devices import MeasuredRoofs, Sheets
 from ssd_serve.app.plan.page import as_json, page
 from ssd_serve.app.plan.plan import PlanEstimate, PlanOptions, make_plan
 from ssd_serve.app.plan.roof import Roof
-from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.drafters.pool import SpeculationMode
 from tests.app.plan_parts import known, small_model
 
 Captured = pytest.CaptureFixture[str]

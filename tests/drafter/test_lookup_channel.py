@@ -18,7 +18,7 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
 from ssd_serve.drafter.inline import InlineChannel, LookupChannel, lookup_channel
-from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.drafters.pool import SpeculationMode
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
 
 PROMPT = (5, 6, 7, 8, 5, 6)

@@ -2,15 +2,46 @@
 
 from msgspec.structs import replace
 
-from ssd_serve.base.draft_messages import Growth, Hello, Message
+from ssd_serve.base.draft_messages import DrafterMessage, Growth, Heartbeat, Hello, Message
 from ssd_serve.base.messages import SamplingParameters, Submit
-from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
+from ssd_serve.bench.memory_channel import MemoryChannel, Schedule, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.verifier.request import Request, create_request, shared_state
-from tests.fakes import HELLO, VOCABULARY, FakeClock
+from ssd_serve.verifier.engine import Engine
+from ssd_serve.verifier.request import Request
+from tests.fakes import HELLO, VOCABULARY, Case, FakeClock, make_core
+from tests.verifier.scheduler_factory import request_of
 
 OTHER = replace(HELLO, name="d1")
+
+
+def connect_inline(engine: Engine, case: Case) -> None:
+    """Connect a synchronous drafter in this process."""
+    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+
+
+class CoreDrafter:
+    """Drafter at the other end of a memory channel, which works while the engine waits for it."""
+
+    def __init__(self, engine: Engine, core: DrafterCore, *schedules: Schedule) -> None:
+        mine, self.its = memory_pair(*schedules)
+        self._core = core
+        self.its.send(HELLO)
+        mine.on_wait = self.work
+        engine.drafters.connect(mine)
+
+    def work(self) -> None:
+        """Handle received messages, send the replies, and run one draft step."""
+        if self.its.closed:
+            return
+        for message in self.its.receive():
+            if isinstance(message, DrafterMessage) and not isinstance(message, Hello | Heartbeat):
+                for reply in self._core.handle(message):
+                    self.its.send(reply)
+        for growth in self._core.step():
+            self.its.send(growth)
 
 
 class DrafterHarness:
@@ -45,7 +76,7 @@ class DrafterHarness:
 
 def make_request(number: int) -> Request:
     submit = Submit(number, (1, 2, 3), SamplingParameters(max_tokens=50), 7)
-    return create_request(submit, shared_state(submit, (0,)), 64, VOCABULARY)
+    return request_of(submit, (0,), vocabulary=VOCABULARY)
 
 
 def of(kind: type[Message], messages: list[Message]) -> list[Message]:

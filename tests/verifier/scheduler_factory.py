@@ -3,17 +3,23 @@
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
-from ssd_serve.verifier.request import Request, create_request, shared_state
+from ssd_serve.verifier.request import Request, RequestLimits, create_request, shared_state
 from ssd_serve.verifier.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 
 SLOTS = 64
 VOCABULARY = 50
 
 
+def request_of(
+    submit: Submit, eos: tuple[int, ...] = (), tree_nodes: int = 64, vocabulary: int = VOCABULARY
+) -> Request:
+    """Return the request of a message."""
+    return create_request(submit, shared_state(submit, eos), RequestLimits(4096, vocabulary, eos, tree_nodes))
+
+
 def make_request(number: int, prompt: list[int], max_tokens: int, salt: bytes = b"") -> Request:
     parameters = SamplingParameters(max_tokens=max_tokens)
-    submit = Submit(number, tuple(prompt), parameters, number, options=RequestOptions(salt=salt))
-    return create_request(submit, shared_state(submit, ()), 64, VOCABULARY)
+    return request_of(Submit(number, tuple(prompt), parameters, number, options=RequestOptions(salt=salt)))
 
 
 def make_scheduler(
@@ -37,8 +43,8 @@ def commit(scheduler: Scheduler, chunk: ScheduledChunk, tree: list[int], accepte
         request.tokens.extend([token] * (accepted + 1))
 
 
-def read_and_remove(scheduler: Scheduler, request: Request) -> None:
-    """A request of one chunk comes and goes; where there is a cache, its text stays there."""
+def prefill_and_remove(scheduler: Scheduler, request: Request) -> None:
+    """Prefill a request of one chunk, and remove it."""
     scheduler.submit(request)
     scheduler.admit()
     (chunk,) = scheduler.plan()[0]
@@ -46,7 +52,7 @@ def read_and_remove(scheduler: Scheduler, request: Request) -> None:
     scheduler.remove(request)
 
 
-def until_memory_is_short(scheduler: Scheduler) -> list[Request]:
+def run_until_preemption(scheduler: Scheduler) -> list[Request]:
     preempted: list[Request] = []
     while not preempted:
         chunks, preempted = scheduler.plan()
@@ -55,8 +61,8 @@ def until_memory_is_short(scheduler: Scheduler) -> list[Request]:
     return preempted
 
 
-def read_all(scheduler: Scheduler, rounds: int = 100) -> int:
-    """Rounds until all are decoding; how many prompt tokens were computed, roots included."""
+def prefill_all(scheduler: Scheduler, rounds: int = 100) -> int:
+    """Run until all decode, and return the number of computed prompt tokens, roots included."""
     computed = 0
     for _ in range(rounds):
         scheduler.admit()
@@ -66,4 +72,4 @@ def read_all(scheduler: Scheduler, rounds: int = 100) -> int:
         for chunk in chunks:
             computed += 0 if chunk.request.decoding else len(chunk.slots)
             commit(scheduler, chunk, [], 0, 1)
-    raise AssertionError("a prompt is never read")
+    raise AssertionError("a prompt is never prefilled")

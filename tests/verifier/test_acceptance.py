@@ -1,16 +1,17 @@
-"""Tests of acceptance figures by depth and by draft source."""
+"""Tests of acceptance figures by depth and draft source, and of the monitor of acceptance."""
 
+import random
 from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 
 from ssd_serve.base.depths import added, by_position
-from ssd_serve.base.messages import Figures, SourceFigures
+from ssd_serve.base.messages import AcceptanceHealth, Figures, SourceFigures
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.replica import Replica
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.verifier.acceptance import Acceptance
+from ssd_serve.verifier.acceptance import Acceptance, AcceptanceMonitor
 from ssd_serve.verifier.control.budget import FixedSteps
 from tests.cache.tree_access import candidates
 from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
@@ -20,10 +21,10 @@ NAMES = ("others", "model", "ngram")
 MODEL, NGRAM = 2, 4
 
 
-def grown(*guesses: tuple[int, Sequence[Expansion]]) -> Replica:
+def grown(*proposals: tuple[int, Sequence[Expansion]]) -> Replica:
     """Return a replica with the expansions of each source applied."""
     replica = Replica(1, 1, ROOT, limit=100, vocabulary=50)
-    for source, expansions in guesses:
+    for source, expansions in proposals:
         replica.apply(pack(1, 1, 0, expansions, "d", snapshot=True), source, source)
     return replica
 
@@ -36,21 +37,21 @@ def below(token: int, *tokens: int) -> Expansion:
     return Expansion(ROOT, token, list(tokens), [-1.0] * len(tokens))
 
 
-def test_a_sequence_of_rounds() -> None:
+def test_acceptance_of_several_rounds() -> None:
     rounds = Acceptance()
     both = grown((MODEL, [root(1, 9), below(1, 3)]), (NGRAM, [root(7, 1)]))
     candidates(both.tree)
     rounds.count(both, [1, 9, 7, 3], [-1, -1, -1, 0], [1, 1, 1, 2], accepted=(0, 3))
     rounds.count(grown((MODEL, [root(5)])), [5], [-1], [1], accepted=())
     rounds.count(grown(), [], [], [], accepted=())
-    told = rounds.add_to(Figures(rounds=3), NAMES)
-    assert told.rounds == 3
-    assert told.verified_depths == [1, 1, 1]
-    assert told.accepted_depths == [2, 0, 1]
-    assert told.sources == {"model": SourceFigures(4, 2), "ngram": SourceFigures(2, 1)}
+    figures = rounds.add_to(Figures(rounds=3), NAMES)
+    assert figures.rounds == 3
+    assert figures.verified_depths == [1, 1, 1]
+    assert figures.accepted_depths == [2, 0, 1]
+    assert figures.sources == {"model": SourceFigures(4, 2), "ngram": SourceFigures(2, 1)}
 
 
-def test_what_is_named_while_it_is_verified_was_proposed_too() -> None:
+def test_source_that_proposes_during_verification_counts() -> None:
     replica = grown((MODEL, [root(1, 2)]))
     replica.apply(pack(1, 1, 0, [root(2)], "d", snapshot=False), NGRAM, NGRAM)
     rounds = Acceptance()
@@ -80,8 +81,8 @@ def check(figures: Figures) -> None:
     assert sum(each.accepted for each in figures.sources.values()) >= figures.accepted
 
 
-@pytest.mark.parametrize("blurs", [{}, {"one": 0.0}, {"one": 0.6}, {"one": 0.6, "two": 0.3}])
-def test_an_engines_rounds_add_up(blurs: dict[str, float]) -> None:
+@pytest.mark.parametrize("blurs", [{}, {"one": 0.6}, {"one": 0.6, "two": 0.3}])
+def test_acceptance_figures_of_an_engine_add_up(blurs: dict[str, float]) -> None:
     engine, _ = make_engine(Case(slots=4096, policy=lambda: FixedSteps(2)))
     for name, blur in blurs.items():
         hello = replace(HELLO, name=name, source=name)
@@ -89,18 +90,75 @@ def test_an_engines_rounds_add_up(blurs: dict[str, float]) -> None:
             InlineChannel(make_core(Case(slots=4096, blur=blur)), hello), synchronous=True
         )
     outputs = run(engine, mixed_requests(6), lambda _: check(engine.figures))
-    told = [output.figures for output in outputs.values()]
-    for figures in told:
+    outputs_figures = [output.figures for output in outputs.values()]
+    for figures in outputs_figures:
         check(figures)
     last = engine.figures
     assert set(last.sources) == set(blurs)
-    assert last.verified_depths == added([figures.verified_depths for figures in told])
-    assert last.accepted_depths == added([figures.accepted_depths for figures in told])
+    assert last.verified_depths == added([figures.verified_depths for figures in outputs_figures])
+    assert last.accepted_depths == added([figures.accepted_depths for figures in outputs_figures])
     for name in blurs:
-        assert last.sources[name].verified == sum(one.sources[name].verified for one in told)
-        assert last.sources[name].accepted == sum(one.sources[name].accepted for one in told) > 0
+        assert last.sources[name].verified == sum(one.sources[name].verified for one in outputs_figures)
+        assert last.sources[name].accepted == sum(one.sources[name].accepted for one in outputs_figures) > 0
     if len(blurs) == 1:
         assert last.sources["one"] == SourceFigures(last.drafted, last.accepted)
     if len(blurs) == 2:
         both = sum(each.accepted for each in last.sources.values())
         assert last.accepted < both < 2 * last.accepted
+
+
+def observe(monitor: AcceptanceMonitor, rounds: int, rate: float, seed: int = 0) -> list[AcceptanceHealth]:
+    """Observe rounds with this acceptance rate, and return the changes of health."""
+    chance, changes = random.Random(seed), [monitor.health]
+    for _ in range(rounds):
+        monitor.observe(chance.random() < rate, hit=chance.random() < rate)
+        monitor.judge(drafting=True)
+        if monitor.health is not changes[-1]:
+            changes.append(monitor.health)
+    return changes[1:]
+
+
+@pytest.mark.parametrize(("rate", "seed"), [(0.2, 0), (0.5, 1), (0.8, 2)])
+def test_random_acceptance_is_no_collapse(rate: float, seed: int) -> None:
+    assert observe(AcceptanceMonitor(), 10_000, rate, seed) == []
+
+
+def test_acceptance_collapse_lasts_until_recovery() -> None:
+    monitor = AcceptanceMonitor()
+    observe(monitor, 3000, 0.65)
+    assert observe(monitor, 400, 0.1) == [AcceptanceHealth.COLLAPSED]
+    assert observe(monitor, 8000, 0.1) == []
+    assert observe(monitor, 2000, 0.65) == [AcceptanceHealth.GOOD]
+
+
+def test_lower_acceptance_or_rounds_without_nodes_are_no_collapse() -> None:
+    monitor = AcceptanceMonitor()
+    observe(monitor, 3000, 0.65)
+    assert observe(monitor, 3000, 0.4) == []
+    for _ in range(3000):
+        monitor.observe(None, hit=True)
+        monitor.judge(drafting=True)
+    assert monitor.health is AcceptanceHealth.GOOD
+
+
+def without_hits(
+    monitor: AcceptanceMonitor, rounds: int, right: bool | None = None, requests: int = 1
+) -> str:
+    for _ in range(rounds):
+        for _ in range(requests):
+            monitor.observe(right, hit=False)
+        monitor.judge(drafting=True)
+    return monitor.health.value
+
+
+def test_drafts_without_hits_are_reported_until_one_hits() -> None:
+    monitor = AcceptanceMonitor()
+    assert without_hits(monitor, 30, requests=64) == "good"
+    assert without_hits(monitor, 300) == "never hits"
+    monitor.observe(None, hit=True)
+    monitor.judge(drafting=True)
+    assert monitor.health is AcceptanceHealth.GOOD
+    assert without_hits(monitor, 300) == "never hits"
+    monitor.judge(drafting=False)
+    assert monitor.health is AcceptanceHealth.GOOD
+    assert without_hits(AcceptanceMonitor(), 1000, right=True) == "good"

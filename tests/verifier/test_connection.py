@@ -20,18 +20,18 @@ from ssd_serve.base.draft_messages import (
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.drafters.connection import DrafterConnection, SyncState
-from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.verifier.request import Request, create_request, shared_state
+from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
+from ssd_serve.verifier.request import Request
 from tests.examples import examples
 from tests.fakes import GROWTH, HELLO, VOCABULARY, ScriptedSource, core_of
 from tests.verifier.drafter_factory import make_request
+from tests.verifier.scheduler_factory import request_of
 
 NUMBERS = range(3)
 
 
-class Far:
+class RemoteDrafter:
     """Drafter behind a channel that holds at most `capacity` messages."""
 
     def __init__(self, drafters: DrafterPool, capacity: int, name: str, synchronous: bool = False) -> None:
@@ -55,14 +55,16 @@ class Far:
             self._its.send(each)
 
 
-class World:
-    def __init__(self, capacity: int, beside: int = 1) -> None:
+class PoolHarness:
+    def __init__(self, capacity: int, concurrent: int = 1) -> None:
         self.drafters = DrafterPool(HELLO, clock=lambda: 0.0)
         self.open: dict[int, Request] = {}
         self.begun = 0
         self.capacity = capacity
-        self.far = {
-            SpeculationMode.ASYNC: [Far(self.drafters, capacity, f"d{place}") for place in range(beside)]
+        self.remote = {
+            SpeculationMode.ASYNC: [
+                RemoteDrafter(self.drafters, capacity, f"d{place}") for place in range(concurrent)
+            ]
         }
 
     def act(self, action: str, number: int, count: int) -> None:
@@ -70,7 +72,7 @@ class World:
         if action == "begin" and request is None:
             self.begun += 1
             submit = Submit(number, (1, 2, number), SamplingParameters(max_tokens=4000, ignore_eos=True), 7)
-            self.open[number] = create_request(submit, shared_state(submit, ()), GROWTH.nodes, VOCABULARY)
+            self.open[number] = request_of(submit, tree_nodes=GROWTH.nodes, vocabulary=VOCABULARY)
             self.drafters.open(self.open[number])
         elif action == "commit" and request is not None and request.replica is not None:
             for token in range(count):  # rounds of two tokens; the first follows the tree where it has one
@@ -81,22 +83,24 @@ class World:
                 self.drafters.send_outcome(request)
         elif action == "end" and request is not None:
             self.drafters.close(self.open.pop(number))
-        elif action == "set aside" and request is not None:  # as for a preempted request
+        elif action == "preempt" and request is not None:  # as for a preempted request
             self.drafters.close(request)
             request.replica = None
             self.drafters.open(request)
-        elif action == "use":
+        elif action == "set mode":
             self.drafters.set_mode(tuple(SpeculationMode)[number])
-        elif action == "join" and SpeculationMode.SYNC not in self.far:
-            self.far[SpeculationMode.SYNC] = [Far(self.drafters, self.capacity, "inline", synchronous=True)]
+        elif action == "join" and SpeculationMode.SYNC not in self.remote:
+            self.remote[SpeculationMode.SYNC] = [
+                RemoteDrafter(self.drafters, self.capacity, "inline", synchronous=True)
+            ]
         elif action == "die":
-            beside = self.far[SpeculationMode.ASYNC]
-            place = number % len(beside)
-            beside[place].die()
-            beside[place] = Far(self.drafters, self.capacity, f"d{place}")
+            concurrent = self.remote[SpeculationMode.ASYNC]
+            place = number % len(concurrent)
+            concurrent[place].die()
+            concurrent[place] = RemoteDrafter(self.drafters, self.capacity, f"d{place}")
         elif action == "work":
-            for far in [each for several in self.far.values() for each in several]:
-                far.work()
+            for remote in [each for several in self.remote.values() for each in several]:
+                remote.work()
         elif action == "drain":
             self.drafters.flush()
             self.drafters.drain(self.open)
@@ -108,7 +112,7 @@ class World:
             self.act("work", 0, 0)
 
 
-ACTIONS = ("begin", "commit", "commit", "end", "set aside", "use", "join", "die", "work", "drain")
+ACTIONS = ("begin", "commit", "commit", "end", "preempt", "set mode", "join", "die", "work", "drain")
 
 
 @settings(max_examples=examples(250))
@@ -117,20 +121,20 @@ ACTIONS = ("begin", "commit", "commit", "end", "set aside", "use", "join", "die"
         st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2), st.sampled_from((1, 2, 40))), max_size=40
     ),
     capacity=st.sampled_from((3, 4, 1000)),
-    beside=st.integers(1, 3),
+    concurrent=st.integers(1, 3),
 )
-def test_one_working_drafter_has_each_open_request_in_the_end(
-    actions: list[tuple[str, int, int]], capacity: int, beside: int
+def test_each_open_request_has_one_working_drafter(
+    actions: list[tuple[str, int, int]], capacity: int, concurrent: int
 ) -> None:
-    world = World(capacity, beside)
+    harness = PoolHarness(capacity, concurrent)
     for action, number, count in [*actions, ("join", 0, 0)]:
-        world.act(action, number, count)
+        harness.act(action, number, count)
     for mode in (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.ASYNC):
-        world.settle(mode)
-        known = [each for far in world.far[mode] for each in far.source.committed.items()]
-        assert sorted(number for number, _ in known) == sorted(world.open)
+        harness.settle(mode)
+        known = [each for remote in harness.remote[mode] for each in remote.source.committed.items()]
+        assert sorted(number for number, _ in known) == sorted(harness.open)
         for number, tokens in known:
-            request = world.open[number]
+            request = harness.open[number]
             assert tokens == request.tokens
             assert request.replica is not None
             assert request.replica.tree.root.expanded
@@ -138,20 +142,20 @@ def test_one_working_drafter_has_each_open_request_in_the_end(
 
 @pytest.mark.parametrize("mode", list(SpeculationMode))
 def test_paused_drafter_closes_ended_requests(mode: SpeculationMode) -> None:
-    world = World(1000)
-    world.act("join", 0, 0)
+    harness = PoolHarness(1000)
+    harness.act("join", 0, 0)
     for number in NUMBERS:
-        world.act("begin", number, 0)
+        harness.act("begin", number, 0)
     for settled in (SpeculationMode.ASYNC, SpeculationMode.SYNC):
-        world.settle(settled)
-    world.drafters.set_mode(mode)
+        harness.settle(settled)
+    harness.drafters.set_mode(mode)
     for number in NUMBERS:
-        world.act("end", number, 0)
-    world.settle(mode)
-    assert [len(far.core.requests) for several in world.far.values() for far in several] == [0, 0]
+        harness.act("end", number, 0)
+    harness.settle(mode)
+    assert [len(remote.core.requests) for several in harness.remote.values() for remote in several] == [0, 0]
 
 
-class Ear:
+class RecordingChannel:
     closed, pending = False, 0
 
     def __init__(self) -> None:
@@ -194,47 +198,47 @@ class Ear:
         self.closed = True
 
 
-class Desk:
+class ConnectionHarness:
     def __init__(self) -> None:
-        self.ear = Ear()
-        self.link = DrafterConnection(self.ear, lambda: 0.0)
-        self.link.join(HELLO, HELLO, get_logger("verifier", "error"))
+        self.channel = RecordingChannel()
+        self.connection = DrafterConnection(self.channel, lambda: 0.0)
+        self.connection.join(HELLO, HELLO, None, get_logger("verifier", "error"))
         self.requests = [make_request(number) for number in NUMBERS]
-        self.given: dict[int, Request] = {}
+        self.assigned: dict[int, Request] = {}
         for request in self.requests:
             request.open()
 
     def act(self, event: str, number: int, count: int) -> None:
         request = self.requests[number]
-        given = number in self.given
-        if event == "give" and not given:
-            self.given[number] = request
-            self.link.open(request)
-        elif event == "take" and given:
-            self.link.close(self.given.pop(number))
-        elif event == "begin again":
+        assigned = number in self.assigned
+        if event == "assign" and not assigned:
+            self.assigned[number] = request
+            self.connection.open(request)
+        elif event == "remove" and assigned:
+            self.connection.close(self.assigned.pop(number))
+        elif event == "reopen":
             request.open()
-            if given:
-                self.link.open(request)
+            if assigned:
+                self.connection.open(request)
         elif event == "commit":
             assert request.replica is not None
             tokens = tuple(token % VOCABULARY for token in range(count))
             request.tokens.extend(tokens)
             request.replica.advance(tokens)
-            if given:
-                self.link.send_outcome(request)
-        elif event == "resync" and given:
-            self.link.resync(request)
+            if assigned:
+                self.connection.send_outcome(request)
+        elif event == "resync" and assigned:
+            self.connection.resync(request)
         elif event == "pause":
-            self.link.pause(number > 0)
-        elif event == "catch up":
-            self.link.send_pending()
-        elif event == "room":
-            self.ear.room += count
+            self.connection.pause(number > 0)
+        elif event == "send pending":
+            self.connection.send_pending()
+        elif event == "drain":
+            self.channel.room += count
 
     def check(self, number: int) -> None:
-        request, state = self.given.get(number), self.link.state_of(number)
-        known = self.ear.texts.get(number)
+        request, state = self.assigned.get(number), self.connection.state_of(number)
+        known = self.channel.texts.get(number)
         if request is None:
             assert state is SyncState.CLOSING or (state is None and known is None)
         elif state is SyncState.CURRENT:
@@ -243,15 +247,15 @@ class Desk:
             missing = len(request.tokens) - len(text)
             assert epoch == request.epoch
             assert text == request.tokens[: len(text)]
-            assert missing == 0 or (self.link.paused and missing < 64)
+            assert missing == 0 or (self.connection.paused and missing < 64)
         elif state is SyncState.UNKNOWN:
             assert known is None
-            assert self.link.paused
+            assert self.connection.paused
         else:
             assert state is SyncState.STALE
 
 
-EVENTS = ("give", "take", "begin again", "commit", "commit", "resync", "pause", "catch up", "room")
+EVENTS = ("assign", "remove", "reopen", "commit", "commit", "resync", "pause", "send pending", "drain")
 
 
 @settings(max_examples=examples(150))
@@ -260,19 +264,19 @@ EVENTS = ("give", "take", "begin again", "commit", "commit", "resync", "pause", 
         st.tuples(st.sampled_from(EVENTS), st.sampled_from(NUMBERS), st.sampled_from((1, 2, 70))), min_size=15
     )
 )
-def test_each_request_is_in_one_state_which_is_what_the_drafter_knows(
+def test_sync_state_equals_what_the_drafter_knows(
     events: list[tuple[str, int, int]],
 ) -> None:
-    desk = Desk()
+    harness = ConnectionHarness()
     for event in events:
-        desk.act(*event)
+        harness.act(*event)
         for number in NUMBERS:
-            desk.check(number)
-    desk.ear.room = 1000
-    desk.link.send_pending()
-    desk.link.pause(paused=False)
-    assert desk.ear.texts == {
-        number: (request.epoch, list(request.tokens)) for number, request in desk.given.items()
+            harness.check(number)
+    harness.channel.room = 1000
+    harness.connection.send_pending()
+    harness.connection.pause(paused=False)
+    assert harness.channel.texts == {
+        number: (request.epoch, list(request.tokens)) for number, request in harness.assigned.items()
     }
-    assert not desk.ear.paused
-    assert {desk.link.state_of(number) for number in desk.given} <= {SyncState.CURRENT}
+    assert not harness.channel.paused
+    assert {harness.connection.state_of(number) for number in harness.assigned} <= {SyncState.CURRENT}

@@ -10,22 +10,23 @@ from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.base.devices import Device
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.messages import (
-    CostEstimate,
+    DecisionMessage,
     DecisionReason,
     SamplingParameters,
     Submit,
 )
+from ssd_serve.bench.lossless.rig import FixedHost
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.assembly import EngineParts, build_engine
 from ssd_serve.verifier.control.budget import FixedSteps, NoWait, WaitPolicy
-from ssd_serve.verifier.control.decision import Decision, SpeculationMode
 from ssd_serve.verifier.control.execution import Cores, ModeConfig
 from ssd_serve.verifier.control.mode_controller import ModeController
-from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
-from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.control.round_planner import Round
+from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
-from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests
+from tests.examples import examples
+from tests.fakes import HELLO, Case, FakeModel, make_engine, mixed_requests
+from tests.verifier.drafter_factory import connect_inline
 
 WAYS: tuple[SpeculationMode, ...] = (SpeculationMode.SYNC, SpeculationMode.PLAIN)
 SPECULATING = {DecisionReason.PAYS, DecisionReason.TRYING}
@@ -57,16 +58,9 @@ class Fixed(ModeController[SpeculationMode]):
         return self._way
 
 
-class Unlearning(RoundPlanner):
-    """Round planner that ignores observations."""
-
-    def observe(self, round_: Round) -> None:
-        pass
-
-
 def inline(engine: Engine) -> Engine:
     case = Case(blur=0.0)
-    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+    connect_inline(engine, case)
     return engine
 
 
@@ -100,7 +94,7 @@ def governed(controller: ModeController[SpeculationMode]) -> Engine:
 
 
 def dear(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
-    chunks = EngineParts(
+    parts = EngineParts(
         model=FakeModel(4096),
         drafters=DrafterPool(HELLO, clock=lambda: 0.0),
         cost=DearRows(),
@@ -109,11 +103,12 @@ def dear(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
             max_running=16, max_waiting=1000, prefill_chunk=32, tpot_target_ms=tpot_target_ms
         ),
         policy=FixedSteps(2),
-        planner_kind=Unlearning,
+        host=FixedHost(),
+        clock=lambda: 0.0,  # the rate is not observed
     )
-    engine = inline(build_engine(chunks))
+    engine = inline(build_engine(parts))
     if rate:
-        RoundPlanner.observe(engine.planner, Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate, 0))
+        engine.planner.observe(Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate, 0))
     return engine
 
 
@@ -122,7 +117,7 @@ def submit(number: int, prompt: int, max_tokens: int) -> Submit:
     return Submit(number, tuple(1 + index % 30 for index in range(prompt)), parameters, number)
 
 
-def decisions(engine: Engine, *submits: Submit) -> Iterator[Decision]:
+def decisions(engine: Engine, *submits: Submit) -> Iterator[DecisionMessage]:
     for each in submits or (submit(1, 3, 30),):
         assert engine.submit(each) is None
     while engine.busy:
@@ -143,7 +138,7 @@ def short_of_memory() -> Engine:
     return engine
 
 
-def beside_a_long_prompt() -> Iterator[Decision]:
+def beside_a_long_prompt() -> Iterator[DecisionMessage]:
     engine = inline(engine_of(prefill_chunk=2048, slots=8192))
     first = decisions(engine)
     for _ in range(4):
@@ -151,7 +146,7 @@ def beside_a_long_prompt() -> Iterator[Decision]:
     yield from decisions(engine, submit(2, 1500, 4))
 
 
-SCENARIOS: dict[DecisionReason, Callable[[], Iterator[Decision]]] = {
+SCENARIOS: dict[DecisionReason, Callable[[], Iterator[DecisionMessage]]] = {
     DecisionReason.PAYS: lambda: decisions(inline(engine_of())),
     DecisionReason.TRYING: lambda: decisions(governed(Fixed(SpeculationMode.PLAIN, exploring=True))),
     DecisionReason.OFF: lambda: decisions(inline(engine_of(budget=0))),
@@ -195,10 +190,10 @@ def test_mode_on_trial_may_draft() -> None:
 
 
 def test_decision_has_the_mode_with_and_without_a_controller() -> None:
-    assert {each.mode for each in SCENARIOS[DecisionReason.PAYS]()} == {SpeculationMode.SYNC}
-    assert {each.mode for each in SCENARIOS[DecisionReason.NOTHING_DRAFTED]()} == {SpeculationMode.ASYNC}
-    assert {each.mode for each in SCENARIOS[DecisionReason.NO_DRAFTER]()} == {SpeculationMode.PLAIN}
-    assert {each.mode for each in SCENARIOS[DecisionReason.SLOWER]()} == {SpeculationMode.PLAIN}
+    assert {each.layout for each in SCENARIOS[DecisionReason.PAYS]()} == {"sync"}
+    assert {each.layout for each in SCENARIOS[DecisionReason.NOTHING_DRAFTED]()} == {"async"}
+    assert {each.layout for each in SCENARIOS[DecisionReason.NO_DRAFTER]()} == {"off"}
+    assert {each.layout for each in SCENARIOS[DecisionReason.SLOWER]()} == {"off"}
 
 
 def test_decision_compares_nodes_with_no_nodes() -> None:
@@ -243,7 +238,7 @@ class Restless(ModeController[SpeculationMode]):
         return self.chosen[-1]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=5),
     budget=st.sampled_from([None, 0, 3]),
@@ -270,27 +265,8 @@ def test_decision_equals_the_launched_round(
         decision = engine.decision
         assert decision is not None
         assert decision.nodes == engine.totals.figures.drafted - drafted
-        assert decision.mode is controller.chosen[-1]
+        assert decision.layout == controller.chosen[-1].value
         assert decision.waited_s == pytest.approx(engine.times.wait_s - waited_s)
-        assert bool(decision.nodes) == (
-            decision.why in SPECULATING and decision.mode is not SpeculationMode.PLAIN
-        )
+        assert bool(decision.nodes) == (decision.why in SPECULATING and decision.layout != "off")
         assert decision.chosen is None or decision.nodes <= (decision.chosen.nodes or 0)
     assert model.forwards == engine.times.rounds
-
-
-def test_a_decision_travels() -> None:
-    decision = Decision(
-        SpeculationMode.ASYNC,
-        DecisionReason.PAYS,
-        4,
-        0.001,
-        CostEstimate(4, 3.5, 0.02),
-        CostEstimate(0, 1.0, 0.018),
-    )
-    told = decision.to_message()
-    assert (told.layout, told.why, told.nodes, told.waited_s) == ("async", DecisionReason.PAYS, 4, 0.001)
-    assert (told.chosen, told.other) == (decision.chosen, decision.other)
-    assert decision.launched(4, DecisionReason.MEMORY) is decision
-    assert decision.launched(2, DecisionReason.MEMORY).why is DecisionReason.PAYS
-    assert decision.launched(0, DecisionReason.SLOTS).why is DecisionReason.SLOTS

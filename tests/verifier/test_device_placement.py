@@ -72,7 +72,9 @@ def outputs(
 
 
 @pytest.mark.slow
-def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_device_gives_the_tokens_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backends, "failure_of", lambda *_: "")  # tested elsewhere
     write_pair(tmp_path)
     expected, found = outputs("cpu", nullcontext, tmp_path), outputs(DEVICE, pretended_device, tmp_path)
@@ -81,14 +83,12 @@ def test_target_and_draft_give_the_tokens_of_the_cpu(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_out_of_memory_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "failure_of", lambda *_: "")
     emptied: list[bool] = []
     forwards, run_decoder, short = 0, DenseDecoder.run, 0
 
-    def scarce(decoder: DenseDecoder, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def limited(decoder: DenseDecoder, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         nonlocal forwards, short
         forwards += 1
         if forwards % 9 == 4:
@@ -98,7 +98,7 @@ def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
 
     def run_out() -> None:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-        monkeypatch.setattr(DenseDecoder, "run", scarce)
+        monkeypatch.setattr(DenseDecoder, "run", limited)
 
     write_pair(tmp_path)
     expected = outputs("cpu", nullcontext, tmp_path)
@@ -109,9 +109,7 @@ def test_a_device_that_runs_out_of_memory_now_and_then_gives_them_too(
 
 
 @pytest.mark.slow
-def test_recorded_forwards_of_both_models_give_them_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_forwards_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards of target and draft model are captured once for each shape, and replayed after that."""
     monkeypatch.setattr(backends, "failure_of", lambda *_: "")
     tape = Tape()
@@ -137,25 +135,25 @@ class OnDevice(FakeModel):
         return replace(super().facts, device=DEVICE)
 
 
-class Watched(NoiseRows):
+class RecordingNoise(NoiseRows):
     """Noise source that records the requested spans."""
 
     def __init__(self) -> None:
         super().__init__(VOCABULARY, 64)
-        self.asked: list[tuple[int, int, int]] = []
+        self.spans: list[tuple[int, int, int]] = []
 
     def lines(self, spans: Sequence[tuple[int, int, int]]) -> list[list[int]] | None:
-        self.asked += spans
+        self.spans += spans
         return super().lines(spans)
 
 
-def test_a_device_gets_its_noise_with_its_forward_whatever_the_cpu_has(native: NativeLibrary) -> None:
+def test_noise_is_requested_with_the_forward_of_a_device(native: NativeLibrary) -> None:
     request = Request(
         0, SamplingParameters(), 9, 3, TokenSequence((1, 2, 3)), frozenset(), None, 64, VOCABULARY
     )
-    noise = Watched()
+    noise = RecordingNoise()
     flight = Rounds(OnDevice(8), noise, (EOS,), native).launch(
         [RequestStep(ScheduledChunk(request, (0, 1, 2), final=True))]
     )
-    assert noise.asked == [(9, 3, 1)]
+    assert noise.spans == [(9, 3, 1)]
     assert flight.rows == 3

@@ -26,36 +26,37 @@ from ssd_serve.bench.lossless.rig import FixedCost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.slots import SlotTable
 from ssd_serve.cache.vectors import from_bytes
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, feature_name
-from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.assembly import EngineParts, build_engine
 from ssd_serve.verifier.control.budget import FixedSteps
 from ssd_serve.verifier.drafters.admission import DrafterAuthorizer
+from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.features import FeatureStore
-from tests.fakes import HELLO, Case, FakeModel, make_core
+from tests.examples import examples
+from tests.fakes import HELLO, Case, FakeModel
+from tests.verifier.drafter_factory import connect_inline
 
 LAYERS = (0, 2, FINAL)
 READS = replace(HELLO, features=LAYERS, name="reader", source="reader")
 PROMPT = tuple(1 + 7 * place % 30 for place in range(40))
 
 
-class TellingModel(FakeModel):
+class PositionModel(FakeModel):
     """Model with features that contain token, position and layer of each row."""
 
     def forward(self, batch: Batch) -> ForwardResult:
         result = super().forward(batch)
         rows = torch.stack((torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)), dim=1)
-        told = {feature_name(layer): torch.cat((rows, rows * 0 + layer), dim=1) for layer in LAYERS}
-        return changed(result, features=told)
+        features = {feature_name(layer): torch.cat((rows, rows * 0 + layer), dim=1) for layer in LAYERS}
+        return changed(result, features=features)
 
 
 def make(limit: int = 1 << 20, chunk: int = 16, slots: int = 512) -> Engine:
     return build_engine(
         EngineParts(
-            model=TellingModel(slots),
+            model=PositionModel(slots),
             drafters=DrafterPool(HELLO, clock=lambda: 0.0),
             cost=FixedCost(),
             slots=slots,
@@ -72,14 +73,14 @@ class Reader:
         engine.drafters.connect(mine)
         self.its.send(replace(READS, features=layers, name=str(layers), source=str(layers)))
         engine.drain()
-        self.told: list[Message] = []
+        self.messages: list[Message] = []
 
-    def hear(self) -> None:
-        self.told += self.its.receive()
+    def receive(self) -> None:
+        self.messages += self.its.receive()
 
     def rows(self, request: int = 1) -> dict[int, list[float]]:
         found: dict[int, list[float]] = {}
-        for message in self.told:
+        for message in self.messages:
             if isinstance(message, Open) and message.request == request:
                 found.clear()
             if isinstance(message, Features) and message.request == request:
@@ -104,15 +105,15 @@ def expected(tokens: list[int]) -> dict[int, list[float]]:
 def test_features_of_each_token_are_sent_once_before_its_outcome() -> None:
     engine = make()
     reader = Reader(engine)
-    engine.drafters.connect(InlineChannel(make_core(Case()), HELLO), synchronous=True)
+    connect_inline(engine, Case())
     submitted(engine)
     known, committed = 0, len(PROMPT)
     text = list(PROMPT)
     while engine.busy:
         engine.step()
-        before = len(reader.told)
-        reader.hear()
-        for message in reader.told[before:]:
+        before = len(reader.messages)
+        reader.receive()
+        for message in reader.messages[before:]:
             if isinstance(message, Features):
                 assert message.position == known
                 known += len(message.data) // (2 * message.width)
@@ -121,50 +122,41 @@ def test_features_of_each_token_are_sent_once_before_its_outcome() -> None:
                 text += message.tokens
                 committed = len(text)
     assert committed > len(PROMPT) + 10
-    assert any(isinstance(message, Open) for message in reader.told)
+    assert any(isinstance(message, Open) for message in reader.messages)
     read = reader.rows()
     assert read == {position: row for position, row in expected(text).items() if position < len(read)}
 
 
-def test_a_prompt_is_read_while_it_is_computed() -> None:
+def test_features_of_a_prompt_are_sent_chunk_by_chunk() -> None:
     engine = make(chunk=16)
     reader = Reader(engine)
     submitted(engine)
     for rows in (16, 32):
         engine.step()
-        reader.hear()
+        reader.receive()
         assert len(reader.rows()) == rows
 
 
-def test_late_drafter_receives_features_from_the_beginning() -> None:
+def test_late_drafter_receives_features_from_the_beginning_and_again_after_resync() -> None:
     engine = make()
     submitted(engine)
     for _ in range(12):
         engine.step()
     reader = Reader(engine)
     engine.step()
-    reader.hear()
-    opened = next(message for message in reader.told if isinstance(message, Open))
-    assert list(reader.rows()) == list(range(len(reader.rows())))
-    assert len(reader.rows()) >= len(opened.prompt) + len(opened.output) - 1
-
-
-def test_resync_sends_features_again() -> None:
-    engine = make()
-    reader = Reader(engine)
-    submitted(engine)
-    for _ in range(6):
-        engine.step()
-    reader.hear()
-    opened = next(message for message in reader.told if isinstance(message, Open))
-    reader.told.clear()
+    reader.receive()
+    opened = next(message for message in reader.messages if isinstance(message, Open))
+    count = len(reader.rows())
+    assert count >= len(opened.prompt) + len(opened.output) - 1
+    assert list(reader.rows()) == list(range(count))
+    reader.messages.clear()
     reader.its.send(Resync(1, opened.epoch))
     engine.step()
-    reader.hear()
-    assert min(reader.rows()) == 0
+    reader.receive()
+    assert list(reader.rows())[:count] == list(range(count))
 
 
-def test_beyond_the_limit_the_beginning_is_missing() -> None:
+def test_features_beyond_the_limit_lack_the_beginning() -> None:
     width = len(LAYERS) * 4 * 2
     engine = make(limit=45 * width)
     submitted(engine)
@@ -172,14 +164,14 @@ def test_beyond_the_limit_the_beginning_is_missing() -> None:
         engine.step()
     reader = Reader(engine)
     engine.step()
-    reader.hear()
+    reader.receive()
     rows = reader.rows()
     assert min(rows) > 0
     assert list(rows) == list(range(min(rows), max(rows) + 1))
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_the_prefix_cache_has_is_read_too(late: bool) -> None:
+def test_features_of_cached_prefixes_are_sent(late: bool) -> None:
     engine = make()
     reader = None if late else Reader(engine)
     submitted(engine, 1)
@@ -190,14 +182,14 @@ def test_what_the_prefix_cache_has_is_read_too(late: bool) -> None:
     while engine.busy and not engine.totals.figures.rounds:
         engine.step()
     engine.step()
-    reader.hear()
+    reader.receive()
     rows = reader.rows(2)
     assert list(rows) == list(range(len(rows)))
     assert len(rows) >= len(PROMPT)
     assert {place: row for place, row in rows.items() if place < len(PROMPT)} == expected([*PROMPT])
 
 
-@pytest.mark.parametrize("limit", [0, 24, 200])
+@pytest.mark.parametrize("limit", [0, 200])
 def test_small_feature_store_keeps_the_current_round(limit: int) -> None:
     engine = make(limit=limit, chunk=16)
     reader = Reader(engine)
@@ -205,35 +197,16 @@ def test_small_feature_store_keeps_the_current_round(limit: int) -> None:
     submitted(engine)
     while engine.busy:
         text += [token for each in engine.step() if isinstance(each, Committed) for token in each.tokens]
-        reader.hear()
+        reader.receive()
     rows = reader.rows()
     assert list(rows) == list(range(len(rows)))
     assert len(rows) > len(PROMPT)
     assert rows == {position: row for position, row in expected(text).items() if position < len(rows)}
 
 
-def test_reused_slot_has_the_features_of_its_new_token() -> None:
-    engine = make(slots=128)
-    reader = Reader(engine)
-    texts: dict[int, list[int]] = {}
-    for number in range(1, 9):
-        prompt = tuple(1 + (7 + number) * place % 30 for place in range(40))
-        parameters = SamplingParameters(temperature=0.7, max_tokens=12, ignore_eos=True)
-        assert engine.submit(Submit(number, prompt, parameters, 7)) is None
-        texts[number] = [*prompt]
-    while engine.busy:
-        for report in engine.step():
-            if isinstance(report, Committed):
-                texts[report.request] += report.tokens
-        reader.hear()
-    for number, text in texts.items():
-        rows = reader.rows(number)
-        assert {place: expected(text)[place] for place in rows} == rows
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 40), st.lists(st.lists(st.integers(0, 30), unique=True, max_size=12), max_size=12))
-def test_a_slot_has_its_last_row_or_none(room: int, rounds: list[list[int]]) -> None:
+def test_feature_store_has_the_last_row_of_a_slot_or_none(room: int, rounds: list[list[int]]) -> None:
     store, last = FeatureStore((0,), 2 * room, 31), dict[int, int]()
     for number, slots in enumerate(rounds, 1):
         rows = torch.full((len(slots), 1), number, dtype=torch.bfloat16)
@@ -242,34 +215,34 @@ def test_a_slot_has_its_last_row_or_none(room: int, rounds: list[list[int]]) -> 
     table = SlotTable(range(31))
     found = store.first(table, 0)
     assert store.first(table, found) == found
-    told = store.rows(table, found, 31 - found)[:, 0].tolist() if found < 31 else []
-    assert told == [last[slot] for slot in range(found, 31)]
+    kept = store.rows(table.view()[found:], (0,))[:, 0].tolist() if found < 31 else []
+    assert kept == [last[slot] for slot in range(found, 31)]
     newest = rounds[-1] if rounds else []  # rows of the newest round are always kept
     for slot in newest:
         one = SlotTable([slot])
         assert store.first(one, 0) == 0
-        assert store.rows(one, 0, 1).item() == last[slot]
+        assert store.rows(one.view(), (0,)).item() == last[slot]
 
 
-def test_each_drafter_reads_the_layers_that_it_names_in_its_order() -> None:
+def test_each_drafter_receives_its_layers_in_its_order() -> None:
     engine = make()
     readers = {layers: Reader(engine, layers) for layers in ((FINAL,), (2, 0), LAYERS)}
     submitted(engine, most=4)
     while engine.busy:
         engine.step()
         for reader in readers.values():
-            reader.hear()
+            reader.receive()
     for layers, reader in readers.items():
         rows = reader.rows()
         assert len(rows) >= len(PROMPT)
         for position, token in enumerate(PROMPT):
-            told = (value for layer in layers for value in (token, position, layer, layer))
-            assert rows[position] == [float(value) for value in told]
+            values = (value for layer in layers for value in (token, position, layer, layer))
+            assert rows[position] == [float(value) for value in values]
 
 
 def test_drafter_of_other_layers_is_refused() -> None:
     admission = DrafterAuthorizer(HELLO, lambda: 0.0)
-    admission.offer(LAYERS)
+    admission.features = LAYERS
     admission.check(READS, remote=False, sources=())
     for layers, wanted in (((1, FINAL), "[1, final]"), ((2, 2), "[2, 2]")):
         message = re.escape(f"reads outputs of layers {wanted}, this server gives [0, 2, final]:")
@@ -281,10 +254,10 @@ def test_drafter_of_other_layers_is_refused() -> None:
     its.send(HELLO)
     engine.drafters.drain({})
     submitted(engine, most=3)
-    told: list[Message] = []
+    received: list[Message] = []
     while engine.busy:
         engine.step()
-        told += its.receive()
-    assert any(isinstance(message, Close) for message in told)
-    assert not any(isinstance(message, Features) for message in told)
+        received += its.receive()
+    assert any(isinstance(message, Close) for message in received)
+    assert not any(isinstance(message, Features) for message in received)
     assert isinstance(its, MemoryChannel)

@@ -1,25 +1,25 @@
-"""Outputs that must match something, in the engine: the same with any drafts, and where they go on."""
+"""Tests of grammars in the engine: the same output with any drafts, after preemption and after a resume."""
 
 import pytest
 from msgspec.structs import replace
 
 from ssd_serve.base.messages import Refused, RequestOptions, Submit, ThinkingBudget
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.engine import Engine
 from tests.counting_grammar import TIRED, Counting, CountingGrammars
-from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
+from tests.fakes import EOS, Case, make_engine, mixed_requests, run
+from tests.verifier.drafter_factory import connect_inline
 
 
 def harness(drafted: bool, case: Case | None = None) -> Engine:
     engine, _ = make_engine(case or Case())
     engine.grammars = CountingGrammars()
     if drafted:
-        engine.drafters.connect(InlineChannel(make_core(Case()), HELLO), synchronous=True)
+        connect_inline(engine, Case())
     return engine
 
 
-def asked(grammar: str = "any", count: int = 12) -> list[Submit]:
-    """Every other request must match it; none forbids its end."""
+def constrained(grammar: str = "any", count: int = 12) -> list[Submit]:
+    """Return requests, every other one with this grammar; none forbids its end."""
     return [
         replace(
             each,
@@ -36,25 +36,24 @@ def asked(grammar: str = "any", count: int = 12) -> list[Submit]:
     ]
 
 
-@pytest.mark.parametrize("case", [Case(), Case(slots=160)], ids=["roomy", "preempted"])
-def test_speculation_changes_nothing_and_every_output_matches(case: Case) -> None:
-    plain, drafted = run(harness(False), asked()), run(harness(True, case), asked())
+@pytest.mark.parametrize("case", [Case(), Case(slots=160)], ids=["enough memory", "preempted"])
+def test_grammar_output_is_lossless_and_matches(case: Case) -> None:
+    plain, drafted = run(harness(False), constrained()), run(harness(True, case), constrained())
     assert {number: each.tokens for number, each in drafted.items()} == {
         number: each.tokens for number, each in plain.items()
     }
     assert any(each.figures.accepted for each in drafted.values())
-    for submit in asked():
+    for submit in constrained():
         if submit.parameters.grammar:
             output = list(plain[submit.request].tokens)
             assert Counting((), 1000).consume(output) == len(output)
 
 
-def test_thoughts_end_in_time_with_any_drafts() -> None:
-    """The end of thoughts is forced in the middle of what a round walks."""
+def test_thinking_budget_is_lossless() -> None:
     end = 7, 9
     submits = [
         replace(each, parameters=replace(each.parameters, thinking_budget=ThinkingBudget(place % 9, (), end)))
-        for place, each in enumerate(asked(""))
+        for place, each in enumerate(constrained(""))
     ]
     plain, drafted = run(harness(False), submits), run(harness(True), submits)
     assert {number: each.tokens for number, each in drafted.items()} == {
@@ -71,12 +70,12 @@ def test_thoughts_end_in_time_with_any_drafts() -> None:
     assert bounded
 
 
-def test_for_a_request_without_drafts_nothing_is_verified() -> None:
+def test_request_with_max_nodes_zero_verifies_no_node() -> None:
     submits = [
         replace(each, options=RequestOptions(max_nodes=0 if place % 2 else None))
-        for place, each in enumerate(asked(""))
+        for place, each in enumerate(constrained(""))
     ]
-    plain, some = run(harness(False), asked("")), run(harness(True), submits)
+    plain, some = run(harness(False), constrained("")), run(harness(True), submits)
     for submit in submits:
         assert some[submit.request].tokens == plain[submit.request].tokens
         assert not (submit.options.max_nodes == 0 and some[submit.request].figures.drafted)
@@ -84,15 +83,15 @@ def test_for_a_request_without_drafts_nothing_is_verified() -> None:
     assert all(each.figures.prompt_s > 0 for each in some.values())
 
 
-def test_an_output_goes_on_in_its_grammar() -> None:
-    submit = asked()[1]
+def test_resumed_output_continues_its_grammar() -> None:
+    submit = constrained()[1]
     whole = run(harness(False), [submit])[submit.request].tokens
     rest = run(harness(True), [replace(submit, output=whole[:4])])[submit.request].tokens
     assert (*whole[:4], *rest) == whole
 
 
-def test_what_cannot_be_followed_is_refused() -> None:
-    submit = asked()[1]
+def test_impossible_grammars_are_refused() -> None:
+    submit = constrained()[1]
     engine = harness(False)
     wrong = replace(submit, parameters=replace(submit.parameters, grammar="wrong"))
     assert engine.submit(wrong) == Refused(submit.request, "structured output: this is no grammar", "grammar")
@@ -103,9 +102,8 @@ def test_what_cannot_be_followed_is_refused() -> None:
     assert not engine.busy
 
 
-def test_a_grammar_that_becomes_too_much_work_ends_its_text_alone() -> None:
-    """The others go on; nothing is left of it."""
-    submits = [each for each in asked(TIRED) if each.parameters.max_tokens > 20]
+def test_grammar_that_becomes_too_complex_ends_its_request_alone() -> None:
+    submits = [each for each in constrained(TIRED) if each.parameters.max_tokens > 20]
     engine = harness(True)
     outputs = run(engine, submits)
     plain = run(harness(False), submits)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.base.errors import DeviceMemoryError
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.models.memory import within_memory
@@ -18,12 +17,13 @@ from ssd_serve.verifier import round as round_module
 from ssd_serve.verifier.control.budget import FixedSteps
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.scheduler import OomBackoff
-from tests.fakes import HELLO, Case, FakeModel, Output, make_core, make_engine, mixed_requests, run
+from tests.fakes import Case, FakeModel, Output, make_engine, mixed_requests, run
+from tests.verifier.drafter_factory import connect_inline
 
 CHUNK = 32
 
 
-class Scarce(FakeModel):
+class LimitedModel(FakeModel):
     """Model that runs out of memory in batches of more than `max_rows` rows."""
 
     max_rows = 1_000_000
@@ -36,11 +36,11 @@ class Scarce(FakeModel):
 
 def harness(monkeypatch: pytest.MonkeyPatch, max_rows: int = 1_000_000) -> Engine:
     with monkeypatch.context() as patch:
-        patch.setattr("tests.fakes.FakeModel", Scarce)
+        patch.setattr("tests.fakes.FakeModel", LimitedModel)
         engine, model = make_engine(Case(prefill_chunk=CHUNK, slots=1024, policy=lambda: FixedSteps(3)))
-    assert isinstance(model, Scarce)
+    assert isinstance(model, LimitedModel)
     model.max_rows = max_rows
-    engine.drafters.connect(InlineChannel(make_core(Case()), HELLO), synchronous=True)
+    connect_inline(engine, Case())
     return engine
 
 
@@ -48,7 +48,7 @@ def tokens(outputs: dict[int, Output]) -> dict[int, tuple[int, ...]]:
     return {number: output.tokens for number, output in outputs.items()}
 
 
-def test_a_round_that_finds_no_memory_is_run_again_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_without_memory_is_run_again_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[bool] = []
     monkeypatch.setattr(engine_module, "release_memory", lambda: released.append(True))
     submits = mixed_requests(8)
@@ -62,7 +62,7 @@ def test_a_round_that_finds_no_memory_is_run_again_smaller(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_it_may_also_run_out_while_tokens_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_during_sampling_is_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     submits = mixed_requests(6)
     expected = tokens(run(harness(monkeypatch), submits))
     engine, sample, calls = harness(monkeypatch), sampling.sample, 0
@@ -85,7 +85,7 @@ def test_oom_with_smaller_rounds_raises(monkeypatch: pytest.MonkeyPatch) -> None
         run(engine, mixed_requests(1))
 
 
-def test_bounds_are_halved_and_come_back() -> None:
+def test_backoff_halves_limits_and_restores_them() -> None:
     oom_backoff = OomBackoff(CHUNK)
     assert (oom_backoff.chunk, oom_backoff.nodes) == (CHUNK, None)
     oom_backoff.on_oom(30, "too little")
@@ -103,7 +103,7 @@ def test_bounds_are_halved_and_come_back() -> None:
 
 
 @given(st.lists(st.none() | st.integers(0, 50), max_size=30))
-def test_a_chunk_is_never_empty_and_never_too_large(events: list[int | None]) -> None:
+def test_backoff_chunk_stays_within_bounds(events: list[int | None]) -> None:
     oom_backoff = OomBackoff(CHUNK)
     for rows in events:
         if rows is None:
@@ -115,12 +115,12 @@ def test_a_chunk_is_never_empty_and_never_too_large(events: list[int | None]) ->
         assert 1 <= oom_backoff.chunk <= CHUNK
 
 
-def test_what_was_made_before_memory_ran_out_is_gone_when_the_error_comes() -> None:
-    made: list[int] = []
+def test_memory_of_a_failed_computation_is_freed() -> None:
+    freed: list[int] = []
 
     class Activation:
         def __del__(self) -> None:
-            made.append(1)
+            freed.append(1)
 
     def compute() -> None:
         activation = Activation()
@@ -129,5 +129,5 @@ def test_what_was_made_before_memory_ran_out_is_gone_when_the_error_comes() -> N
 
     with pytest.raises(DeviceMemoryError, match="CUDA out of memory") as caught:
         within_memory(compute)
-    assert made == [1]
+    assert freed == [1]
     assert caught.value.__context__ is None

@@ -1,36 +1,36 @@
-"""The verifier's side of its drafters: joins, queues, epochs, silence."""
+"""Tests of the drafter pool: joins, epochs, pauses, silence, and requests that move between drafters."""
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from ssd_serve.base.draft_messages import (
-    Close,
     Heartbeat,
     Hello,
     Open,
     Outcome,
+    Pause,
     Refusal,
     Resync,
 )
 from ssd_serve.base.errors import PairMismatchError
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.drafters.admission import check_hello
+from ssd_serve.verifier.drafters.pool import SpeculationMode
 from tests.fakes import HELLO
-from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, of
+from tests.verifier.drafter_factory import OTHER, DrafterHarness, growth, make_request, of
 
 
 def test_joining_drafter_receives_every_running_request() -> None:
     harness = DrafterHarness()
-    its = harness.join()
-    heard = its.receive()
-    assert heard[0] == HELLO
-    assert [message.request for message in heard[1:] if isinstance(message, Open)] == [0, 1]
+    received = harness.join().receive()
+    assert received[0] == HELLO
+    assert [message.request for message in received[1:] if isinstance(message, Open)] == [0, 1]
     assert harness.drafters.num_joined == 1
     assert harness.drafters.step_s == pytest.approx(HELLO.step_ms / 1e3)
 
 
-def test_a_drafter_inline_does_not_hide_that_the_other_has_left() -> None:
+def test_synchronous_drafter_does_not_count_as_process() -> None:
     harness = DrafterHarness()
     harness.join(synchronous=True)
     its = harness.join()
@@ -50,27 +50,23 @@ def test_a_drafter_inline_does_not_hide_that_the_other_has_left() -> None:
         ({"tokenizer": "other"}, "tokenizer differs"),
     ],
 )
-def test_a_mismatch_is_refused_clearly(change: dict[str, object], word: str) -> None:
+def test_mismatched_hello_is_refused_with_the_difference(change: dict[str, object], word: str) -> None:
     theirs = replace(HELLO, **change)
     with pytest.raises(PairMismatchError, match=word):
         check_hello(HELLO, theirs)
     harness = DrafterHarness()
     its = harness.join(theirs)
-    refusals = of(Refusal, its.receive())
-    assert len(refusals) == 1
-    assert isinstance(refusals[0], Refusal)
-    assert word in refusals[0].message
+    (refusal,) = of(Refusal, its.receive())
+    assert isinstance(refusal, Refusal)
+    assert word in refusal.message
     assert its.closed
-    assert harness.drafters.num_joined == 0
     assert harness.drafters.channels == []
 
 
-def test_a_hello_of_another_version_is_read_far_enough_to_be_refused() -> None:
-    """Another version may lack fields that this one has, and have others."""
+def test_hello_with_fields_of_another_version_is_refused() -> None:
     harness = DrafterHarness()
     body = msgspec.msgpack.encode({"type": "Hello", "protocol": 999, "colour": "red"})
-    its = harness.join(msgspec.msgpack.decode(body, type=Hello))
-    (refusal,) = of(Refusal, its.receive())
+    (refusal,) = of(Refusal, harness.join(msgspec.msgpack.decode(body, type=Hello)).receive())
     assert isinstance(refusal, Refusal)
     assert f"verifier {HELLO.protocol}, drafter 999" in refusal.message
     assert "install the same version" in refusal.message
@@ -105,7 +101,7 @@ def test_messages_before_hello_are_ignored() -> None:
     assert its.receive() == []
 
 
-def test_a_gap_in_growth_is_answered_by_asking_for_a_snapshot() -> None:
+def test_gap_in_growth_is_answered_by_resync() -> None:
     harness = DrafterHarness()
     its = harness.join()
     its.receive()
@@ -117,83 +113,49 @@ def test_a_gap_in_growth_is_answered_by_asking_for_a_snapshot() -> None:
 def test_resync_is_answered_up_to_a_rate() -> None:
     harness = DrafterHarness()
     its = harness.join()
-    its.receive()
     harness.commit(0, 8, 9)
     epoch = harness.requests[0].epoch
-    its.receive()
     other = harness.join(replace(OTHER, source="another model"))
+    its.receive()
     other.receive()
-    for _ in range(3):
+    for _ in range(2):
         for _ in range(50):
             its.send(Resync(0, epoch))
         harness.drain()
-        heard = its.receive()
-        assert len(heard) == 8
-        for opened in heard:
+        received = its.receive()
+        assert len(received) == 8
+        for opened in received:
             assert isinstance(opened, Open)
             assert (opened.epoch, opened.prompt, opened.output) == (epoch, (1, 2, 3), (8, 9))
         harness.clock.now += 8.0
     assert other.receive() == [], "other drafters keep their trees"
 
 
-def test_outcome_has_position_tokens_and_root() -> None:
+def test_full_queue_is_replaced_by_one_open() -> None:
     harness = DrafterHarness()
-    its = harness.join()
-    its.receive()
-    harness.commit(1, 8, 9)
-    (outcome,) = its.receive()
-    replica = harness.requests[1].replica
-    assert replica is not None
-    assert outcome == Outcome(1, harness.requests[1].epoch, 3, (8, 9), replica.tree.root.name)
-
-
-def test_behind_a_full_queue_waits_one_open() -> None:
-    harness = DrafterHarness()
-    its = harness.join(capacity=4)  # its hello's answer and two openings stand in it
+    its = harness.join(capacity=4)  # the reply to its Hello and two Open messages are in the queue
     for token in range(1, 9):
         harness.commit(0, token)
     assert len(of(Outcome, its.receive())) == 1
-    harness.commit(0, 9)  # there is room again, but what came before is missing
+    harness.commit(0, 9)
     assert its.receive() == []
     harness.drain()
-    opened = of(Open, its.receive())
-    assert len(opened) == 1
-    assert isinstance(opened[0], Open)
-    assert opened[0].output == tuple(range(1, 10))
-    assert opened[0].epoch == harness.requests[0].epoch
+    (opened,) = of(Open, its.receive())
+    assert isinstance(opened, Open)
+    assert (opened.output, opened.epoch) == (tuple(range(1, 10)), harness.requests[0].epoch)
     harness.commit(0, 20)
     assert len(of(Outcome, its.receive())) == 1
 
 
-def test_a_full_queue_of_one_drafter_does_not_reach_the_other() -> None:
+def test_silent_drafter_is_not_waited_for() -> None:
     harness = DrafterHarness()
-    stuck, well = harness.join(capacity=3), harness.join(replace(OTHER, source="another model"))
-    well.receive()
-    harness.commit(0, 5)
-    assert len(of(Outcome, well.receive())) == 1
-    assert of(Outcome, stuck.receive()) == []
-
-
-def test_a_close_that_did_not_fit_is_said_later() -> None:
-    harness = DrafterHarness()
-    its = harness.join(capacity=3)
-    request = harness.requests.pop(0)
-    harness.drafters.close(request)
-    assert of(Close, its.receive()) == []
-    harness.drain()
-    assert its.receive() == [Close(0, request.epoch)]
-    harness.drain()
-    assert its.receive() == []
-
-
-def test_a_silent_drafter_is_not_waited_for() -> None:
-    harness = DrafterHarness()
+    assert not harness.drafters.worth_waiting()
     its = harness.join()
     harness.clock.now += 1.0
     harness.commit(0, 5)
-    assert harness.drafters.worth_waiting()
     harness.clock.now += 0.022
     assert harness.drafters.worth_waiting()
+    harness.commit(0, 5)  # a later outcome does not extend the time
     harness.clock.now += 0.002  # 3 of its steps of 1 ms + 20 ms
     assert not harness.drafters.worth_waiting()
     its.send(Heartbeat(step_ms=5.0))
@@ -202,18 +164,8 @@ def test_a_silent_drafter_is_not_waited_for() -> None:
     assert harness.drafters.step_s == pytest.approx(0.005)
 
 
-def test_asking_again_does_not_excuse_silence() -> None:
-    harness = DrafterHarness()
-    harness.join()
-    for token in range(1, 5):
-        harness.clock.now += 0.01
-        harness.commit(0, token)
-    assert not harness.drafters.worth_waiting()
-
-
 def test_synchronous_drafter_is_always_responsive() -> None:
     harness = DrafterHarness()
-    assert not harness.drafters.worth_waiting()
     harness.join(synchronous=True)
     harness.commit(0, 5)
     harness.clock.now += 1000.0
@@ -232,7 +184,7 @@ def test_malformed_message_or_disconnect_removes_the_drafter() -> None:
     harness.commit(0, 5)
 
 
-def test_heartbeats_come_when_due() -> None:
+def test_heartbeats_are_sent_every_two_seconds() -> None:
     harness = DrafterHarness()
     its = harness.join()
     its.receive()
@@ -240,3 +192,132 @@ def test_heartbeats_come_when_due() -> None:
         harness.drafters.heartbeat()
         harness.clock.now += 1.0
     assert its.receive() == [Heartbeat()] * 3
+
+
+def test_drafter_without_messages_for_ten_seconds_is_not_responsive() -> None:
+    harness = DrafterHarness()
+    its = harness.join()
+    for seconds, responsive in ((9.0, 1), (2.0, 0)):
+        harness.clock.now += seconds
+        harness.drafters.heartbeat()
+        assert (harness.drafters.num_async, harness.drafters.num_responsive) == (1, responsive)
+    its.send(Heartbeat(step_ms=1.0))
+    harness.drain()
+    harness.drafters.heartbeat()
+    assert harness.drafters.num_responsive == 1
+
+
+def test_requests_of_a_drafter_that_leaves_keep_tree_and_epoch() -> None:
+    harness = DrafterHarness()
+    first, second = harness.join(), harness.join(OTHER)
+    assert harness.drafters.num_requests == {"d0": 2, "d1": 0}
+    harness.end_round()
+    assert (harness.drafters.num_requests, harness.drafters.moves) == ({"d0": 1, "d1": 1}, 1)
+    second.receive()
+    request = harness.requests[0]
+    assert request.replica is not None
+    first.send(growth(request))
+    first.close()
+    harness.drain()
+    assert [message.request for message in second.receive() if isinstance(message, Open)] == [0]
+    assert harness.drafters.num_requests == {"d1": 2}
+    assert (request.epoch, len(request.replica.tree)) == (1, 2)
+
+
+def test_requests_of_a_lagging_drafter_move_until_it_has_recovered() -> None:
+    harness = DrafterHarness()
+    first, second = harness.join(), harness.join(OTHER)
+    harness.end_round()
+    harness.clock.now += 1.0
+    for number in (0, 1):
+        harness.commit(number, 4)
+    harness.clock.now += 1.1
+    second.send(Heartbeat(step_ms=1.0))
+    harness.end_round()
+    assert harness.drafters.num_requests == {"d0": 0, "d1": 2}
+    first.send(Heartbeat(step_ms=1.0))
+    harness.clock.now += 0.5
+    harness.end_round()
+    assert harness.drafters.num_requests == {"d0": 0, "d1": 2}
+    harness.clock.now += 2.1
+    second.send(Heartbeat(step_ms=1.0))
+    harness.end_round()
+    assert harness.drafters.num_requests == {"d0": 1, "d1": 1}
+
+
+def test_second_drafter_of_a_name_is_refused_until_the_first_is_silent() -> None:
+    harness = DrafterHarness()
+    lost = harness.join()
+    first = harness.join()  # the same drafter replaces its old connection
+    harness.drain()
+    assert lost.closed
+    assert (harness.drafters.num_joined, harness.drafters.rejoins) == (1, 1)
+    other = replace(HELLO, instance=HELLO.instance + 1)
+    (refusal,) = of(Refusal, harness.join(other).receive())
+    assert isinstance(refusal, Refusal)
+    assert "joined as d0: give each a name of its own" in refusal.message
+    assert not first.closed
+    harness.clock.now += 2.1
+    harness.join(other)
+    harness.drain()
+    assert first.closed
+    assert (harness.drafters.num_joined, harness.drafters.num_requests) == (1, {"d0": 2})
+
+
+def test_paused_drafter_receives_batched_outcomes_when_it_continues() -> None:
+    harness = DrafterHarness()
+    concurrent, inline = harness.join(), harness.join(synchronous=True)
+    for its in (concurrent, inline):
+        its.receive()
+    harness.drafters.set_mode(SpeculationMode.SYNC)
+    assert concurrent.receive() == [Pause(paused=True)]
+    assert harness.drafters.working
+    for token in (4, 5, 6):
+        harness.commit(0, token)
+    assert [each.tokens for each in inline.receive() if isinstance(each, Outcome)] == [(4,), (5,), (6,)]
+    assert concurrent.receive() == []
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
+    request = harness.requests[0]
+    assert request.replica is not None
+    assert concurrent.receive() == [
+        Outcome(0, request.epoch, 3, (4, 5, 6), request.replica.tree.root.name),
+        Pause(paused=False),
+    ]
+    assert of(Pause, inline.receive()) == [Pause(paused=True)]
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
+    assert not harness.drafters.working
+    assert not harness.drafters.worth_waiting()
+    assert harness.drafters.step_s == 0.0
+    assert Pause(paused=True) in harness.join(OTHER).receive()
+
+
+def test_pending_prefill_counts_unsent_tokens() -> None:
+    harness = DrafterHarness()
+    harness.join(replace(HELLO, prefill_ms=2.0))
+    assert harness.drafters.pending_prefill_s(SpeculationMode.ASYNC) == 0.0
+    assert harness.drafters.prefill_s_per_token(SpeculationMode.ASYNC) == pytest.approx(0.002)
+    assert harness.drafters.prefill_s_per_token(SpeculationMode.SYNC) == 0.0
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
+    late = harness.requests[2] = make_request(2)
+    harness.drafters.open(late)
+    harness.commit(0, 5, 6)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.ASYNC) == pytest.approx((3 + 2) * 0.002)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.SYNC) == 0.0
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.ASYNC) == 0.0
+    harness.join(replace(HELLO, name="d1", instance=HELLO.instance + 1, prefill_ms=2.0))
+    shared = harness.drafters.prefill_s_per_token(SpeculationMode.ASYNC)
+    assert shared == pytest.approx(0.001), "each prefills half of the requests"
+
+
+def test_synchronous_drafter_has_prefilled_the_tokens_above_its_tree() -> None:
+    harness = DrafterHarness()
+    its = harness.join(replace(HELLO, prefill_ms=2.0), synchronous=True)
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.SYNC) == pytest.approx((3 + 3) * 0.002)
+    harness.drafters.set_mode(SpeculationMode.SYNC)
+    its.send(growth(harness.requests[0]))
+    harness.drain()
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
+    harness.commit(0, 5, 6)
+    assert harness.drafters.pending_prefill_s(SpeculationMode.SYNC) == pytest.approx((2 + 3) * 0.002)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt: every token of it, once, as the model alone would give them."""
+"""Tests of prompt log-probabilities: each token once, as the model alone gives them."""
 
 import math
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.verifier.control.budget import FixedSteps
 from ssd_serve.verifier.engine import Engine
-from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, mixed_requests, run
+from tests.fakes import Case, FakeModel, make_engine, mixed_requests, run
+from tests.verifier.drafter_factory import connect_inline
 
 PROMPT = tuple(1 + (5 * place * place + place) % 39 for place in range(60))
 
@@ -18,7 +18,7 @@ PROMPT = tuple(1 + (5 * place * place + place) % 39 for place in range(60))
 def engine_of(slots: int = 4096, chunk: int = 32) -> Engine:
     case = Case(slots=slots, prefill_chunk=chunk, policy=lambda: FixedSteps(3))
     engine, _ = make_engine(case)
-    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+    connect_inline(engine, case)
     return engine
 
 
@@ -37,7 +37,7 @@ def expected(prompt: tuple[int, ...]) -> list[float]:
     return [float(values[place, token]) for place, token in enumerate(prompt[1:])]
 
 
-def told(engine: Engine, submits: list[Submit]) -> dict[int, list[Committed]]:
+def committed(engine: Engine, submits: list[Submit]) -> dict[int, list[Committed]]:
     found: dict[int, list[Committed]] = {submit.request: [] for submit in submits}
     for submit in submits:
         assert engine.submit(submit) is None
@@ -48,10 +48,10 @@ def told(engine: Engine, submits: list[Submit]) -> dict[int, list[Committed]]:
     return found
 
 
-@pytest.mark.parametrize("chunk", [16, 32, 1000])
+@pytest.mark.parametrize("chunk", [16, 1000])
 def test_prompt_logprobs_of_each_token_are_reported_once(chunk: int) -> None:
     submits = [scored(0), scored(1, top=0, temperature=0.3, repetition_penalty=1.4), *mixed_requests(6)[2:]]
-    found = told(engine_of(chunk=chunk), submits)
+    found = committed(engine_of(chunk=chunk), submits)
     for number, top in ((0, 2), (1, 0)):
         entries = [entry for report in found[number] for entry in report.prompt_logprobs]
         assert [entry.chosen for entry in entries] == pytest.approx(expected(PROMPT), abs=1e-5)
@@ -60,30 +60,28 @@ def test_prompt_logprobs_of_each_token_are_reported_once(chunk: int) -> None:
     assert not [report for number in range(2, 6) for report in found[number] if report.prompt_logprobs]
 
 
-def test_the_text_is_the_same_with_them() -> None:
-    plain = [Submit(0, PROMPT, SamplingParameters(max_tokens=9, ignore_eos=True), 0)]
-    assert run(engine_of(), [scored(0)])[0].tokens == run(engine_of(), plain)[0].tokens
-
-
-def test_a_cached_prompt_is_scored_all_the_same() -> None:
+def test_cached_prompt_has_prompt_logprobs() -> None:
     engine = engine_of()
+    output: tuple[int, ...] = ()
     for submits in ([scored(0)], [scored(1), scored(2)]):
-        for reports in told(engine, submits).values():
+        for reports in committed(engine, submits).values():
+            output = tuple(token for report in reports for token in report.tokens)
             entries = [entry.chosen for report in reports for entry in report.prompt_logprobs]
             assert entries == pytest.approx(expected(PROMPT), abs=1e-5)
-    plain = run(engine, [Submit(3, PROMPT, SamplingParameters(max_tokens=9), 3)])
-    assert plain[3].figures.cached_prompt_tokens == len(PROMPT) - 1  # others may still use what they read
+    plain = run(engine, [Submit(2, PROMPT, SamplingParameters(max_tokens=9, ignore_eos=True), 2)])
+    assert plain[2].tokens == output
+    assert plain[2].figures.cached_prompt_tokens == len(PROMPT) - 1
 
 
-def test_a_request_that_is_preempted_while_it_reads_tells_nothing_twice() -> None:
+def test_preempted_prefill_reports_prompt_logprobs_once() -> None:
     engine = engine_of(slots=90, chunk=1)
     older = Submit(0, PROMPT[:5], SamplingParameters(max_tokens=80, ignore_eos=True), 0)
-    reports = told(engine, [older, scored(1)])[1]
+    reports = committed(engine, [older, scored(1)])[1]
     assert engine.scheduler.preemptions > 0
     entries = [entry.chosen for report in reports for entry in report.prompt_logprobs]
     assert entries == pytest.approx(expected(PROMPT), abs=1e-5)
 
 
-def test_a_single_token_has_none() -> None:
-    reports = told(engine_of(), [scored(0, (7,))])[0]
+def test_prompt_of_one_token_has_no_logprobs() -> None:
+    reports = committed(engine_of(), [scored(0, (7,))])[0]
     assert all(report.tokens and not report.prompt_logprobs for report in reports)

@@ -7,8 +7,8 @@ import pytest
 
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.verifier.control.ranking import Ranking, rank
-from ssd_serve.verifier.request import Request, create_request, shared_state
 from ssd_serve.verifier.scheduler import ScheduledChunk
+from tests.verifier.scheduler_factory import request_of
 
 MODEL, LOOKUP = 2, 4
 Expansion = tuple[Sequence[int], Sequence[int], Sequence[float], int]
@@ -17,7 +17,7 @@ Expansion = tuple[Sequence[int], Sequence[int], Sequence[float], int]
 
 def ranked(*expansions: Expansion, instant: int = 0, most: int | None = None) -> Ranking:
     submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1, options=RequestOptions(max_nodes=most))
-    request: Request = create_request(submit, shared_state(submit, ()), 64, 50)
+    request = request_of(submit)
     request.slots.extend([0])
     tree = request.open().tree
     for path, tokens, shares, source in expansions:
@@ -30,7 +30,7 @@ def ranked(*expansions: Expansion, instant: int = 0, most: int | None = None) ->
     return rank([ScheduledChunk(request, (1,), True)], 64, 64, 8, instant=instant)
 
 
-def test_nodes_come_by_falling_reach_with_their_parents_first() -> None:
+def test_nodes_are_ranked_by_reach_with_parents_first() -> None:
     found = ranked(((), [1, 2], [0.6, 0.3], MODEL), ((1,), [3], [0.9], MODEL))
     assert [(token, above) for _, _, token, above in found.nodes] == [(1, -1), (3, 0), (2, -1)]
     assert [reach for reach, *_ in found.nodes] == pytest.approx([0.6, 0.54, 0.3])
@@ -38,18 +38,18 @@ def test_nodes_come_by_falling_reach_with_their_parents_first() -> None:
     assert (found.missed, found.trees) == (0, 1)
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
-def test_a_request_has_no_more_nodes_than_it_wants(most: int) -> None:
+@pytest.mark.parametrize("most", [1, 5])
+def test_max_nodes_of_a_request_limits_its_ranking(most: int) -> None:
     grown: list[Expansion] = [((), [1, 2], [0.6, 0.3], MODEL), ((1,), [3], [0.9], MODEL)]
     assert ranked(*grown, most=most).nodes == ranked(*grown).nodes[:most]
 
 
-def test_for_a_request_without_drafts_nothing_is_ranked_nor_awaited() -> None:
+def test_request_without_drafts_has_no_nodes_or_leaves() -> None:
     found = ranked(((), [1, 2], [0.6, 0.3], MODEL), most=0)
     assert (found.nodes, len(found.leaves), found.missed, found.trees) == ([], 0, 0, 0)
 
 
-def test_a_root_below_which_nothing_grew_is_the_best_leaf() -> None:
+def test_root_without_growth_is_the_best_leaf() -> None:
     found = ranked()
     assert (list(found.leaves), found.missed) == ([1.0], 1)
 

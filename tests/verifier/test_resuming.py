@@ -9,23 +9,23 @@ from ssd_serve.base.messages import (
     SamplingParameters,
     Submit,
 )
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.control.budget import FixedSteps
 from ssd_serve.verifier.engine import Engine
-from tests.fakes import EOS, HELLO, VOCABULARY, Case, make_core, make_engine, mixed_requests, run
+from tests.fakes import EOS, VOCABULARY, Case, make_engine, mixed_requests, run
+from tests.verifier.drafter_factory import connect_inline
 
 
 def engine_of(drafter: str = "inline", **fields: int) -> Engine:
     case = Case(**{"slots": 4096, **fields}, policy=lambda: FixedSteps(3))  # type: ignore[arg-type]
     engine, _ = make_engine(case)
     if drafter == "inline":
-        engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+        connect_inline(engine, case)
     return engine
 
 
 @pytest.mark.parametrize("drafter", ["none", "inline"])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95])
-def test_wherever_it_was_cut_the_rest_is_the_same(drafter: str, share: float) -> None:
+@pytest.mark.parametrize("share", [0.3, 0.95])
+def test_resumed_output_equals_the_whole(drafter: str, share: float) -> None:
     submits = mixed_requests(16)
     whole = run(engine_of("none"), submits)
     cuts = {each.request: int(share * len(whole[each.request].tokens)) for each in submits}
@@ -36,7 +36,7 @@ def test_wherever_it_was_cut_the_rest_is_the_same(drafter: str, share: float) ->
         assert rest[number].reason == whole[number].reason
 
 
-def test_an_output_that_had_ended_is_answered_with_its_end() -> None:
+def test_resume_of_a_complete_output_is_finished_at_once() -> None:
     engine = engine_of()
     parameters = SamplingParameters(max_tokens=3, stop_token_ids=(9,))
     for number, (output, reason, stop) in enumerate(
@@ -48,7 +48,7 @@ def test_an_output_that_had_ended_is_answered_with_its_end() -> None:
     assert not engine.busy
 
 
-def test_what_was_begun_is_never_refused_for_a_full_queue() -> None:
+def test_resumed_request_is_not_refused_by_a_full_queue() -> None:
     engine = engine_of(max_running=1, max_waiting=1)
     for number in range(6):
         engine.submit(Submit(number, (1, 2), SamplingParameters(max_tokens=100, ignore_eos=True), 7, (3,)))
@@ -59,7 +59,7 @@ def test_what_was_begun_is_never_refused_for_a_full_queue() -> None:
     assert "token ids" in refused.message
 
 
-def test_the_prompt_is_not_scored_twice() -> None:
+def test_resume_does_not_repeat_prompt_logprobs() -> None:
     parameters = SamplingParameters(max_tokens=4, prompt_logprobs=0, logprobs=0, ignore_eos=True)
     prompt = tuple(range(1, 31))
     whole = reports(engine_of(prefill_chunk=8), Submit(0, prompt, parameters, 5))

@@ -12,7 +12,7 @@ from tests.verifier.scheduler_factory import (
     commit,
     make_request,
     make_scheduler,
-    until_memory_is_short,
+    run_until_preemption,
 )
 
 PROMPT = st.lists(st.integers(1, 3), min_size=1, max_size=30)
@@ -152,7 +152,7 @@ def test_no_more_than_max_running_are_admitted() -> None:
     assert scheduler.full()
 
 
-def test_request_without_room_for_its_kv_waits() -> None:
+def test_request_without_memory_waits() -> None:
     scheduler = make_scheduler(slots=20)
     for number in range(2):
         scheduler.submit(make_request(number, [1] * 10, 4))
@@ -166,7 +166,7 @@ def test_preemption_takes_the_youngest_which_is_scheduled_next() -> None:
     for number in range(3):
         scheduler.submit(make_request(number, [1, 2], 8))
     scheduler.admit()
-    preempted = until_memory_is_short(scheduler)
+    preempted = run_until_preemption(scheduler)
     assert [request.number for request in preempted] == [2]
     assert scheduler.waiting[0].number == 2
     assert scheduler.preemptions == preempted[0].figures.preemptions == 1
@@ -186,20 +186,20 @@ def test_tree_rows_take_only_what_no_running_request_needs() -> None:
     assert scheduler.pool.available == 2
 
 
-def test_the_urgent_go_first_and_make_room_last() -> None:
+def test_priority_orders_admission_and_preemption() -> None:
     scheduler = make_scheduler(slots=16, prefix=False, max_running=3, max_waiting=9, chunk=64)
-    asked = [make_request(number, [number] * 3, 20) for number in range(1, 6)]
-    for request, priority in zip(asked, (1, 0, 1, 0, -1), strict=True):
+    requests = [make_request(number, [number] * 3, 20) for number in range(1, 6)]
+    for request, priority in zip(requests, (1, 0, 1, 0, -1), strict=True):
         request.options = RequestOptions(priority=priority)
         scheduler.submit(request)
     assert [each.number for each in scheduler.waiting] == [5, 2, 4, 1, 3]
     assert [each.number for each in scheduler.admit()] == [5, 2, 4]
     late = make_request(6, [6], 20)
     late.options = RequestOptions(priority=-2)
-    scheduler.remove(asked[3])
+    scheduler.remove(requests[3])
     scheduler.submit(late)
     scheduler.admit()
     assert [each.number for each in scheduler.running] == [6, 5, 2]
-    preempted = until_memory_is_short(scheduler)
+    preempted = run_until_preemption(scheduler)
     assert [each.number for each in preempted] == [2]
     assert [each.number for each in scheduler.waiting] == [2, 1, 3]

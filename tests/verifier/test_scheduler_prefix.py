@@ -6,14 +6,20 @@ import pytest
 
 from ssd_serve.cache.prefix import PrefixCache, PrefixHandle
 from ssd_serve.cache.slots import SlotPool
-from tests.verifier.scheduler_factory import commit, make_request, make_scheduler, read_all, read_and_remove
+from tests.verifier.scheduler_factory import (
+    commit,
+    make_request,
+    make_scheduler,
+    prefill_all,
+    prefill_and_remove,
+)
 
 
-def test_cached_texts_make_room_for_tree_rows() -> None:
+def test_cached_prefixes_are_evicted_for_tree_rows() -> None:
     """Even a full cache evicts only as many slots as there are rows."""
     scheduler = make_scheduler(slots=24)
     for number in range(4):
-        read_and_remove(scheduler, make_request(number, [number, 2, 3, 4, 5, 6], 4))
+        prefill_and_remove(scheduler, make_request(number, [number, 2, 3, 4, 5, 6], 4))
     assert scheduler.pool.available == 0
     request = make_request(9, [9, 9], 8)
     scheduler.submit(request)
@@ -30,7 +36,7 @@ def test_cached_texts_make_room_for_tree_rows() -> None:
 @pytest.mark.parametrize("min_reused_tokens", [4, 5])
 def test_prefix_cache_hit_is_not_computed_again(min_reused_tokens: int) -> None:
     scheduler = make_scheduler(min_reused_tokens=min_reused_tokens)
-    read_and_remove(scheduler, make_request(0, [1, 2, 3, 4, 5], 4))
+    prefill_and_remove(scheduler, make_request(0, [1, 2, 3, 4, 5], 4))
     second = make_request(1, [1, 2, 3, 4, 9], 4)
     scheduler.submit(second)
     scheduler.admit()
@@ -38,15 +44,15 @@ def test_prefix_cache_hit_is_not_computed_again(min_reused_tokens: int) -> None:
     assert second.figures.cached_prompt_tokens == (4 if min_reused_tokens == 4 else 0)
 
 
-@pytest.mark.parametrize("chunk", [16, 40, 400])
+@pytest.mark.parametrize("chunk", [16, 400])
 @pytest.mark.parametrize("max_running", [2, 4])
-def test_choices_of_one_prompt_read_it_once(chunk: int, max_running: int) -> None:
+def test_choices_prefill_their_prompt_once(chunk: int, max_running: int) -> None:
     scheduler = make_scheduler(slots=1000, chunk=chunk, max_running=max_running)
     prompt = [1 + place % 7 for place in range(100)]
     choices = [make_request(number, prompt, 60 - 20 * number) for number in range(4)]
     for request in choices[:max_running]:
         scheduler.submit(request)
-    assert read_all(scheduler) <= 100 + 15 * max_running
+    assert prefill_all(scheduler) <= 100 + 15 * max_running
     assert [request.figures.cached_prompt_tokens > 80 for request in choices[:max_running]] == [
         False,
         *[True] * (max_running - 1),
@@ -55,7 +61,7 @@ def test_choices_of_one_prompt_read_it_once(chunk: int, max_running: int) -> Non
     assert scheduler.prefix.size == 100
 
 
-def test_later_requests_go_on_with_what_is_being_read() -> None:
+def test_request_joins_a_prefill_in_progress() -> None:
     """The second request starts in the middle of the prefill, and differs from the first after 70 tokens."""
     scheduler = make_scheduler(slots=1000, chunk=20)
     first = make_request(0, [1] * 100, 9)
@@ -68,17 +74,9 @@ def test_later_requests_go_on_with_what_is_being_read() -> None:
     scheduler.submit(second)
     assert [request.number for request in scheduler.admit()] == [1]
     assert (len(first.slots), len(second.slots)) == (40, 40)
-    assert read_all(scheduler) == 60 + 30
+    assert prefill_all(scheduler) == 60 + 30
     assert second.figures.cached_prompt_tokens == 70
     assert second.slots.view()[:70].tolist() == first.slots.view()[:70].tolist()
-
-
-def test_few_shared_tokens_are_not_waited_for() -> None:
-    scheduler = make_scheduler(slots=1000, chunk=100)
-    for number in range(2):
-        scheduler.submit(make_request(number, [5] * 10 + [number] * 20, 9))
-    scheduler.admit()
-    assert [len(chunk.slots) for chunk in scheduler.plan()[0]] == [30, 30]
 
 
 @pytest.mark.parametrize(("salt", "rows"), [(b"a", [100]), (b"b", [100, 100])])
@@ -91,15 +89,17 @@ def test_prefill_waits_only_for_a_prompt_of_the_same_salt(salt: bytes, rows: lis
     assert [len(chunk.slots) for chunk in scheduler.plan()[0]] == rows
 
 
-def test_without_prefix_cache_no_request_waits() -> None:
-    scheduler = make_scheduler(slots=1000, prefix=False, chunk=100)
-    for number in range(3):
-        scheduler.submit(make_request(number, [5] * 30, 9))
+@pytest.mark.parametrize("prefix", [True, False])
+def test_few_shared_tokens_or_no_cache_do_not_wait(prefix: bool) -> None:
+    scheduler = make_scheduler(slots=1000, prefix=prefix, chunk=100)
+    shared = 10 if prefix else 30
+    for number in range(2):
+        scheduler.submit(make_request(number, [5] * shared + [number] * (30 - shared), 9))
     scheduler.admit()
-    assert [len(chunk.slots) for chunk in scheduler.plan()[0]] == [30, 30, 30]
+    assert [len(chunk.slots) for chunk in scheduler.plan()[0]] == [30, 30]
 
 
-def test_a_reader_that_leaves_is_followed_by_the_next() -> None:
+def test_abort_of_a_shared_prefill_is_continued_by_another() -> None:
     scheduler = make_scheduler(slots=1000, chunk=20)
     choices = [make_request(number, [1] * 100, 9) for number in range(3)]
     for request in choices:
@@ -108,17 +108,17 @@ def test_a_reader_that_leaves_is_followed_by_the_next() -> None:
     (chunk,) = scheduler.plan()[0]
     commit(scheduler, chunk, [], 0, 1)
     scheduler.remove(choices[0])
-    assert read_all(scheduler) == 80
+    assert prefill_all(scheduler) == 80
     assert len(choices[0].slots) == 0
     assert choices[1].slots.view()[:99].tolist() == choices[2].slots.view()[:99].tolist()
 
 
-def test_choices_that_share_their_prompt_need_its_memory_once() -> None:
+def test_choices_need_the_memory_of_their_prompt_once() -> None:
     scheduler = make_scheduler(slots=150, chunk=20, max_running=8)
     for number in range(8):
         scheduler.submit(make_request(number, [1] * 100, 9))
     assert len(scheduler.admit()) == 1
-    read_all(scheduler)
+    prefill_all(scheduler)
     assert len(scheduler.running) == 8
     assert scheduler.preemptions == 0
 
@@ -135,7 +135,7 @@ class CountingPrefix(PrefixCache):
         return super().follow(handle, text, end, least)
 
 
-def test_a_long_request_that_finds_no_memory_is_not_looked_up_every_round() -> None:
+def test_long_request_without_memory_is_retried_seldom() -> None:
     scheduler = make_scheduler(slots=70_000, chunk=100)
     scheduler.prefix = prefix = CountingPrefix(scheduler.pool)
     first, second = (make_request(number, [1 + number] * 40_000, 9) for number in range(2))

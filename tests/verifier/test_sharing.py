@@ -1,4 +1,4 @@
-"""Prompts that are equal, or begin alike, and run at the same time: read once, and no text changes."""
+"""Tests of concurrent requests with a common prefix: it is computed once, and no output changes."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -16,10 +16,11 @@ from ssd_serve.base.messages import (
     Submit,
     SubmitChoices,
 )
-from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.verifier.control.budget import FixedSteps
 from ssd_serve.verifier.engine import Engine
-from tests.fakes import HELLO, Case, FakeModel, make_core, make_engine, run
+from tests.examples import examples
+from tests.fakes import Case, FakeModel, make_engine, run
+from tests.verifier.drafter_factory import connect_inline
 
 LENGTH = 120
 PROMPT = tuple(1 + (7 * place * place + place) % 39 for place in range(LENGTH))
@@ -40,7 +41,7 @@ def choices(count: int, common: int = LENGTH) -> list[Submit]:
 
 def speculating(case: Case) -> tuple[Engine, FakeModel]:
     engine, model = make_engine(case)
-    engine.drafters.connect(InlineChannel(make_core(case), HELLO), synchronous=True)
+    connect_inline(engine, case)
     return engine, model
 
 
@@ -49,10 +50,10 @@ def prefill_tokens(model: FakeModel) -> int:
     return sum(position < LENGTH - 1 for position in model.positions)
 
 
-@pytest.mark.parametrize("chunk", [16, 50, 1000])
-@pytest.mark.parametrize("common", [LENGTH, 80, 20])
-@pytest.mark.parametrize("slots", [4096, 300])
-def test_texts_are_those_of_requests_alone(chunk: int, common: int, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "common", "slots"), [(16, LENGTH, 4096), (50, 80, 300), (1000, LENGTH, 300), (50, 20, 4096)]
+)
+def test_output_equals_that_of_single_requests(chunk: int, common: int, slots: int) -> None:
     submits = choices(6, common)
     alone, _ = make_engine(Case(drafter="none", slots=4096, prefix=False, max_running=1))
     expected = run(alone, submits)
@@ -63,28 +64,24 @@ def test_texts_are_those_of_requests_alone(chunk: int, common: int, slots: int) 
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
 
 
-@pytest.mark.parametrize("chunk", [16, 50, 1000])
-def test_four_choices_compute_the_prompt_once(chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [16, 1000])
+def test_choices_compute_their_prompt_once(chunk: int) -> None:
     engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: FixedSteps(3)))
     outputs = run(engine, choices(4))
     assert LENGTH - 1 <= prefill_tokens(model) <= LENGTH + 3 * 15  # fewer than 16 tokens are not waited for
     cached = [outputs[number].figures.cached_prompt_tokens for number in range(4)]
     assert cached[0] == 0
     assert min(cached[1:]) > LENGTH - 17
-
-
-def test_a_common_beginning_is_computed_once() -> None:
     engine, model = speculating(Case(slots=4096, prefill_chunk=1000, policy=lambda: FixedSteps(3)))
     run(engine, choices(4, common=80))
     assert prefill_tokens(model) == 80 + 4 * 39
 
 
-@pytest.mark.parametrize("chunk", [16, 50, 1000])
-def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
-    """Two by two of one salt: side by side and afterwards."""
+@pytest.mark.parametrize("chunk", [16, 1000])
+def test_requests_of_other_salts_share_no_prefix(chunk: int) -> None:
     engine, model = speculating(Case(slots=4096, prefill_chunk=chunk, policy=lambda: FixedSteps(3)))
     salted = [
-        msgspec.structs.replace(submit, options=RequestOptions(salt=(b"anna", b"ben")[number % 2]))
+        msgspec.structs.replace(submit, options=RequestOptions(salt=(b"a", b"b")[number % 2]))
         for number, submit in enumerate(choices(4))
     ]
     outputs = run(engine, salted)
@@ -98,17 +95,14 @@ def test_requests_of_other_salts_read_nothing_of_each_other(chunk: int) -> None:
     later = run(engine, [msgspec.structs.replace(choices(1)[0], request=9)])
     assert later[9].figures.cached_prompt_tokens == 0
     again = run(
-        engine, [msgspec.structs.replace(choices(1)[0], request=10, options=RequestOptions(salt=b"anna"))]
+        engine, [msgspec.structs.replace(choices(1)[0], request=10, options=RequestOptions(salt=b"a"))]
     )
     assert again[10].figures.cached_prompt_tokens == LENGTH - 1
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from([b"", b"anna", b"ben"]), st.sampled_from([20, 50, 90])), max_size=6)
-)
-@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([b"", b"a", b"b"]), st.sampled_from([20, 50, 90])), max_size=6))
+@settings(max_examples=examples(20), deadline=None)
 def test_prefix_cache_reuse_is_bounded_by_the_salts_own_prompts(kinds: list[tuple[bytes, int]]) -> None:
-    """Requests side by side, then the same ones again: against all texts of each salt."""
     whole = choices(1)[0]
     submits = [
         msgspec.structs.replace(
@@ -124,7 +118,7 @@ def test_prefix_cache_reuse_is_bounded_by_the_salts_own_prompts(kinds: list[tupl
     first = run(engine, submits)
     for number, submit in enumerate(submits):
         others = [each.prompt for each in submits if each.options == submit.options and each is not submit]
-        most = max((shared_beginning(submit.prompt, each) for each in others), default=0)
+        most = max((common_prefix(submit.prompt, each) for each in others), default=0)
         assert first[number].figures.cached_prompt_tokens <= most
     again = run(engine, [msgspec.structs.replace(each, request=100 + each.request) for each in submits])
     for number, submit in enumerate(submits):
@@ -132,12 +126,11 @@ def test_prefix_cache_reuse_is_bounded_by_the_salts_own_prompts(kinds: list[tupl
         assert again[100 + number].tokens == first[number].tokens
 
 
-def shared_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Length of the common beginning."""
+def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
 
 
-def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:
+def test_abort_of_the_prefilling_request_keeps_the_others() -> None:
     engine, model = speculating(Case(slots=4096, prefill_chunk=50, policy=lambda: FixedSteps(3)))
     expected = run(make_engine(Case(drafter="none", slots=4096, prefix=False))[0], choices(4))
     found = run(engine, choices(4), lambda step: engine.abort(0) if step == 1 else None)
@@ -146,12 +139,12 @@ def test_an_abort_of_the_reader_is_no_loss_to_the_others() -> None:
     assert prefill_tokens(model) <= LENGTH + 2 * 15
 
 
-class Counted(tuple[int, ...]):
+class CountingPrompt(tuple[int, ...]):
     __slots__ = ()
-    looks: ClassVar[list[int]] = []
+    reads: ClassVar[list[int]] = []
 
     def __iter__(self) -> Iterator[int]:
-        self.looks.append(len(self))
+        self.reads.append(len(self))
         return super().__iter__()
 
 
@@ -162,18 +155,18 @@ def test_choices_share_their_prompt_and_equal_single_requests() -> None:
     singles = [Submit(number, PROMPT, parameters, 100 + number, (9,) * number) for number in range(20)]
     expected = run(make_engine(Case(slots=4096))[0], singles)
     engine, _ = speculating(Case(slots=4096, policy=lambda: FixedSteps(3)))
-    prompt = Counted(PROMPT)
-    Counted.looks.clear()
+    prompt = CountingPrompt(PROMPT)
+    CountingPrompt.reads.clear()
     choices = tuple(Choice(each.request, each.seed, each.output) for each in singles)
     assert engine.submit_all(SubmitChoices(prompt, parameters, choices)) == []
-    assert len(Counted.looks) <= 3, "its ids are checked, and counted for penalties, once"
+    assert len(CountingPrompt.reads) <= 3, "its ids are checked, and counted for penalties, once"
     assert all(request.tokens.prompt is prompt for request in engine.scheduler.waiting)
     assert len({id(request.overrides) for request in engine.scheduler.waiting}) == 1
     found = run(engine, [])
     assert {n: each.tokens for n, each in found.items()} == {n: each.tokens for n, each in expected.items()}
 
 
-def test_a_prompt_that_is_impossible_is_refused_for_each_of_its_choices() -> None:
+def test_impossible_prompt_is_refused_for_each_choice() -> None:
     engine, _ = speculating(Case(max_running=1, max_waiting=2))
     choices = tuple(Choice(number, number) for number in range(4))
     kinds = {

@@ -1,4 +1,4 @@
-"""A text in two parts is the list of both."""
+"""Tests of token sequences: prompt and output equal one list."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,9 @@ PLACE = st.none() | st.integers(-14, 14)
 
 
 @given(TOKENS, TOKENS, TOKENS, st.builds(slice, PLACE, PLACE, st.sampled_from([None, 1, 2, -1])))
-def test_equals_a_list(prompt: list[int], output: list[int], more: list[int], some: slice) -> None:
+def test_token_sequence_equals_a_list(
+    prompt: list[int], output: list[int], more: list[int], some: slice
+) -> None:
     text, expected = TokenSequence(tuple(prompt), output), [*prompt, *output]
     text.extend(more)
     expected.extend(more)
@@ -28,7 +30,7 @@ def test_equals_a_list(prompt: list[int], output: list[int], more: list[int], so
                 text[place]
 
 
-def test_texts_of_one_prompt_hold_it_once_and_parts_are_copies() -> None:
+def test_token_sequences_share_their_prompt() -> None:
     prompt = tuple(range(100))
     one, other = TokenSequence(prompt), TokenSequence(prompt)
     assert one.prompt is other.prompt

@@ -258,14 +258,19 @@ class CostEstimate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecisionMessage(msgspec.Struct, frozen=True, array_like=True):
-    """The decision of a round about draft tokens; see `verifier/control/decision.py`."""
+    """The decision of a round about draft tokens.
+
+    `layout`: the mode's name. `nodes`: verified nodes; fewer than `chosen` has if memory is short. `chosen` is
+    the estimate at the time of the choice. `other` is that of the alternative: no nodes for a round with nodes,
+    one node for a round in which none paid, and drafting for plain decoding. None: unknown.
+    """
 
     layout: str
     why: DecisionReason
     nodes: int
     waited_s: float
-    chosen: CostEstimate | None
-    other: CostEstimate | None
+    chosen: CostEstimate | None = None
+    other: CostEstimate | None = None
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -1,16 +1,16 @@
-"""Verified and accepted nodes by depth, and by the draft sources that had proposed them.
+"""Counters of an engine and its requests: time, tokens, and acceptance by depth and by draft source.
 
 A source is a bit, and a node has a set of them: nodes are counted by set, and reported by source. Knows
 replicas, but not which sources exist.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ssd_serve.base.messages import AcceptanceHealth, Figures, SourceFigures
+from ssd_serve.base.messages import AcceptanceHealth, DecisionMessage, Figures, SourceFigures
 from ssd_serve.cache.replica import Replica
 
 
@@ -91,6 +91,61 @@ class Acceptance:
 
 def _listed(counts: dict[int, int]) -> list[int]:
     return [counts.get(depth, 0) for depth in range(max(counts, default=-1) + 1)]
+
+
+@dataclass(slots=True)
+class TimeTotals:
+    """Seconds since start by kind of work, with the number of rounds and rows."""
+
+    forward_s: float = 0.0
+    wait_s: float = 0.0
+    total_s: float = 0.0
+    rounds: int = 0
+    rows: int = 0
+
+    @property
+    def host_s(self) -> float:
+        """Seconds that were neither a forward nor a deliberate wait."""
+        return self.total_s - self.forward_s - self.wait_s
+
+    def add(self, rows: int, forward_s: float, wait_s: float, total_s: float) -> None:
+        self.forward_s += forward_s
+        self.wait_s += wait_s
+        self.total_s += total_s
+        self.rounds += 1
+        self.rows += rows
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since start."""
+
+    figures: Figures = field(default_factory=Figures)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """Counters of finished requests."""
+    prompt_tokens: int = 0
+    awaited_expansions: int = 0
+    """Expanded nodes that a round waited for."""
+    late_expansions: int = 0
+    """Expansions that arrived after the root had moved past their node."""
+    expected_tokens: float = 0.0
+    """Expected tokens of rounds with nodes by the reach of the nodes, and their tokens."""
+    given_tokens: int = 0
+
+    def compare(self, decision: DecisionMessage, tokens: int) -> None:
+        """Compare a round's tokens with its estimate, if it had the nodes that were chosen."""
+        chosen = decision.chosen
+        if chosen is not None and decision.nodes and decision.nodes == chosen.nodes:
+            self.expected_tokens += chosen.tokens
+            self.given_tokens += tokens
+
+    def snapshot(self, running: Iterable[Acceptance], sources: Sequence[str]) -> Figures:
+        """Return a copy of the figures with the acceptance of finished and `running` requests. `sources`: names
+        in the order of their bits."""
+        acceptance = Acceptance()
+        for each in (self.acceptance, *running):
+            acceptance.add(each)
+        return acceptance.add_to(self.figures, sources)
 
 
 _SLOW, _FAST = 1 / 2048, 1 / 128

@@ -1,14 +1,14 @@
-"""Puts a verifier together from settings: target, slots, prefix cache, noise, cost model, drafters, engine.
+"""Builds a verifier from settings, and an engine from given parts.
 
-Knows the parts; it opens no sockets and runs no round.
+Nothing else builds engines. Knows the parts; it opens no sockets and runs no round.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ssd_serve.base.cost import CostTable, Timing
+from ssd_serve.base.cost import CostTable, HostCost, Timing
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.engine_config import EngineConfig, Mode
@@ -17,6 +17,8 @@ from ssd_serve.base.logs import Logger, get_logger
 from ssd_serve.base.messages import Ready
 from ssd_serve.base.names import as_label, without_revision
 from ssd_serve.base.trusted_files import cache_folder
+from ssd_serve.cache.prefix import PrefixCache
+from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.assembly import assemble_drafter
 from ssd_serve.drafter.inline import InlineChannel, lookup_channel
 from ssd_serve.drafter.sources.loading import draft_features
@@ -32,23 +34,79 @@ from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.validation import model_defaults
 from ssd_serve.transport.channel import Channel
 from ssd_serve.transport.rank_sockets import Leader
-from ssd_serve.verifier.build import EngineParts, build_engine
 from ssd_serve.verifier.control.budget import CostBasedWait, NoWait, WaitPolicy
-from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.execution import Cores, ModeConfig
 from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.round_planner import DraftBounds, RoundPlanner
 from ssd_serve.verifier.control.timing import GainFile, TimingFiles, identity, remembered_timings
 from ssd_serve.verifier.drafters.admission import check_hello
-from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.drafters.features import FeatureStore
+from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.ranks import LeadingRank
+from ssd_serve.verifier.request import RequestLimits
+from ssd_serve.verifier.round import Rounds
+from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
 
 _KV_SHARE = 0.4
 """Share of the free memory that the KV cache takes where the settings name no size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """Parts of an engine. `drafters` has no connections yet; without any the engine decodes plainly."""
+
+    model: Model
+    drafters: DrafterPool
+    cost: CostTable
+    slots: int
+    config: EngineConfig = field(default_factory=EngineConfig)
+    policy: WaitPolicy = field(default_factory=NoWait)
+    host: HostCost = field(default_factory=HostCost)
+    mode_config: ModeConfig | None = None
+    noise: NoiseRows | None = None
+    """None: the engine's own. Engines of one model may share rows."""
+    native: NativeLibrary | None = None
+    clock: Callable[[], float] = time.perf_counter
+    features: FeatureStore | None = None
+    """Store of target features for drafters; None if no draft reads them."""
+    grammars: Grammars | None = None
+    """Grammar compiler; None if no output can be constrained."""
+
+
+def build_engine(parts: EngineParts) -> Engine:
+    """Build an engine of these parts, for a server, a test or a benchmark."""
+    facts, config = parts.model.facts, parts.config
+    context = min(facts.context, config.context or facts.context)
+    budget = 0 if config.mode is Mode.AR else config.budget
+    tree_nodes = config.tree_nodes * max(1, len(config.drafts))  # each drafter fills a tree of its own
+    pool = SlotPool(parts.slots)
+    scheduler = Scheduler(
+        pool,
+        PrefixCache(pool) if config.prefix_cache else None,
+        SchedulerLimits(config.max_running, config.max_waiting, config.prefill_chunk),
+    )
+    planner = RoundPlanner(
+        parts.drafters,
+        parts.cost,
+        parts.policy,
+        DraftBounds(context, budget, config.draft_width, config.max_tpot_s),
+        parts.host,
+        parts.mode_config,
+        parts.clock,
+    )
+    bounds = RequestLimits(min(context, parts.slots - 1), facts.vocabulary, facts.eos_token_ids, tree_nodes)
+    noise = parts.noise or NoiseRows(
+        facts.vocabulary, capacity_for(facts.vocabulary), facts.device, parts.native
+    )
+    rounds = Rounds(parts.model, noise, facts.eos_token_ids, parts.native, parts.clock)
+    if parts.features is not None:
+        parts.drafters.offer(parts.features)
+    return Engine(rounds, scheduler, parts.drafters, planner, bounds, parts.clock, parts.grammars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +183,10 @@ def assemble_verifier(
     tokenizer = Tokenizer(path)
     hello = _hello(model.facts, tokenizer)
     drafters = DrafterPool(hello, time.perf_counter, log)
-    drafters.authorizer.restrict([as_label(without_revision(each)) for each in config.draft_models])
+    drafters.authorizer.sources = frozenset(as_label(without_revision(each)) for each in config.draft_models)
     grammars = Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids)
     grammars.prepare()
-    chunks = EngineParts(
+    parts = EngineParts(
         model=model,
         drafters=drafters,
         cost=cost,
@@ -140,7 +198,7 @@ def assemble_verifier(
         features=FeatureStore(features, config.features_mb << 20, slots) if features else None,
         grammars=grammars,
     )
-    engine = build_engine(chunks)
+    engine = build_engine(parts)
     models = config.draft_models if SpeculationMode.SYNC in modes else ()
     if models:
         cores.enter(SpeculationMode.SYNC)  # what their steps take is measured where they will draft

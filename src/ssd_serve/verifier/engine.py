@@ -9,9 +9,12 @@ It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from ssd_serve.base.errors import DeviceMemoryError, GrammarError
 from ssd_serve.base.messages import (
     Committed,
+    DecisionMessage,
     DecisionReason,
     Figures,
     Finish,
@@ -22,19 +25,17 @@ from ssd_serve.base.messages import (
     SubmitChoices,
     VerifierReport,
 )
+from ssd_serve.cache.replica import Replica
 from ssd_serve.models.memory import release_memory
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.thinking import output_state
-from ssd_serve.verifier.acceptance import AcceptanceMonitor
-from ssd_serve.verifier.control.decision import Decision
+from ssd_serve.verifier.acceptance import AcceptanceMonitor, TimeTotals, Totals
 from ssd_serve.verifier.control.ranking import RankedNode
 from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
 from ssd_serve.verifier.drafters.pool import DrafterPool
-from ssd_serve.verifier.features import FeatureStore
 from ssd_serve.verifier.request import Request, RequestLimits, SharedPromptState, create_request, shared_state
 from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeTokens, Walk
 from ssd_serve.verifier.scheduler import OomBackoff, ScheduledChunk, Scheduler
-from ssd_serve.verifier.totals import TimeTotals, Totals, count
 
 _WAKING_S = 0.0015
 """Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""
@@ -51,14 +52,11 @@ class Engine:
         planner: RoundPlanner,
         bounds: RequestLimits,
         clock: Callable[[], float] = time.perf_counter,
-        features: FeatureStore | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`features`: outputs of the target's layers that drafters may read. `grammars`: None where no output
-        can be constrained."""
+        """`grammars`: None where no output can be constrained."""
         self.grammars = grammars
         self._round_began = 0.0
-        self._features = features
         self.scheduler = scheduler
         self.drafters = drafters
         self.planner = planner
@@ -66,7 +64,7 @@ class Engine:
         self.times = TimeTotals()
         self.totals = Totals()
         self.oom_backoff = OomBackoff(scheduler.prefill_chunk)
-        self.decision: Decision | None = None
+        self.decision: DecisionMessage | None = None
         """The last round's; None before the first."""
         self._rounds = rounds
         self._bounds = bounds
@@ -82,7 +80,8 @@ class Engine:
     @property
     def figures(self) -> Figures:
         """Figures of all requests since start."""
-        return self.totals.snapshot(self._requests.values(), self.drafters.sources.names)
+        running = [request.acceptance for request in self._requests.values()]
+        return self.totals.snapshot(running, self.drafters.sources.names)
 
     def handle(self, message: ServerMessage) -> Sequence[Refused | Finished]:
         """Handle a message of a front end; return the immediate replies."""
@@ -108,25 +107,20 @@ class Engine:
         shared: SharedPromptState | None = None
         answers: list[Refused | Finished] = []
         for one in each:
-            answer: Refused | Finished | None = self._impossible_choice(one)
-            if answer is None:
-                shared = shared or shared_state(one, self._bounds.eos)
-                answer = self._accept(one, shared)
+            shared = shared or shared_state(one, self._bounds.eos)
+            answer = self._impossible_choice(one) or self._accept(one, shared)
             if answer is not None:
                 answers.append(answer)
         return answers
 
     def _accept(self, message: Submit, shared: SharedPromptState) -> Refused | Finished | None:
-        """Queue a request, or refuse it if its output does not match its grammar."""
+        """Queue a request, unless it is complete or its output does not match its grammar."""
         bounds = self._bounds
         try:
             grammar = output_state(message.parameters, message.output, bounds.vocabulary, self.grammars)
         except GrammarError as error:
             return Refused(message.request, f"structured output: {error}", "grammar")
-        return self._queue(create_request(message, shared, bounds.tree_nodes, bounds.vocabulary, grammar))
-
-    def _queue(self, request: Request) -> Finished | None:
-        """Queue a request, unless it is over."""
+        request = create_request(message, shared, bounds, grammar)
         ended = request.ended(request.tokens[-1], request.remaining_tokens) if request.generated else ""
         if ended:
             return self._finished(request, ended)
@@ -163,18 +157,23 @@ class Engine:
         flight, forward_s, walks = self._compute_or_less(
             self._assign_slots(chunks, nodes[: self.oom_backoff.nodes])
         )
-        self.decision = decision.launched(
-            flight.nodes, DecisionReason.MEMORY if self.oom_backoff.nodes == 0 else DecisionReason.SLOTS
-        )
-        self.totals.compare(self.decision, walks)
-        if self._features is not None:
-            self._features.take(flight, walks)
+        self.decision = self._launched(decision, flight.nodes)
+        self.totals.compare(self.decision, sum([len(walk.tokens) for walk in walks if walk.decoded]))
+        if self.drafters.features is not None:
+            self.drafters.features.take(flight, walks)
         reports = [report for walk in walks for report in self._commit(walk)]
         self.scheduler.pool.free([slot for walk in walks for slot in walk.rejected])
         self.drafters.flush()
         self.oom_backoff.on_success()
         self._account(flight, walks, forward_s, decision.waited_s, self._clock() - started)
         return reports
+
+    def _launched(self, decision: DecisionMessage, nodes: int) -> DecisionMessage:
+        """Return the decision with the number of nodes that were launched."""
+        if nodes == decision.nodes:
+            return decision
+        short = DecisionReason.MEMORY if self.oom_backoff.nodes == 0 else DecisionReason.SLOTS
+        return replace(decision, nodes=nodes, why=decision.why if nodes else short)
 
     def drain(self) -> None:
         """Handle messages of drafters."""
@@ -310,7 +309,7 @@ class Engine:
         working = self.drafters.working
         if working and not first:
             self.monitor.observe(0 in walk.accepted if len(rows) else None, hit)
-        count((request.figures, self.totals.figures), walk, first, replica if working else None, hit)
+        _count((request.figures, self.totals.figures), walk, first, replica if working else None, hit)
 
     def _retire(self, request: Request) -> None:
         self.totals.acceptance.add(request.acceptance)
@@ -360,3 +359,22 @@ def _follow(request: Request, tokens: Sequence[int]) -> str:
     if grammar is None or (grammar.consume(tokens) == len(tokens) and not grammar.error):
         return ""
     return f"the output's grammar could not be followed: {grammar.error or 'a token does not match'}"
+
+
+def _count(kept: Sequence[Figures], walk: Walk, first: bool, replica: Replica | None, hit: bool) -> None:
+    """Add a request's round to figures, of the round that ended its prompt (`first`) only the tokens.
+    `replica`: where drafts were expected; `hit`: whether its new root was in it."""
+    tree = replica.tree if replica is not None and hit else None
+    depth, nodes = (tree.ready_depth(), len(tree)) if tree is not None else (0, 0)
+    for figures in kept:
+        figures.tokens += len(walk.tokens)
+        if first:
+            continue
+        figures.rounds += 1
+        figures.drafted += len(walk.work.tree)
+        figures.accepted += len(walk.accepted)
+        if replica is not None:
+            figures.hits += hit
+            figures.misses += not hit
+            figures.ready_depth += depth
+            figures.ready_nodes += nodes

@@ -6,7 +6,7 @@ Also the limits that requests must keep. Knows no scheduling and no text.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol, overload
+from typing import overload
 
 from ssd_serve.base.draft_messages import Open
 from ssd_serve.base.messages import Figures, RequestOptions, SamplingParameters, Submit
@@ -70,31 +70,6 @@ class TokenSequence(Sequence[int]):
         self.output.extend(tokens)
 
 
-class TokenFeatures(Protocol):
-    """Features that the target has computed of a request's committed tokens, by position."""
-
-    @property
-    def end(self) -> int:
-        """Position after the last computed one."""
-        ...
-
-    def first(self, start: int) -> int:
-        """Return the first position >= `start` from which on all features are present."""
-        ...
-
-    def width(self, layers: Sequence[int]) -> int:
-        """Numbers of one token, of these layers."""
-        ...
-
-    def rows(self, start: int, count: int, layers: Sequence[int]) -> bytes:
-        """Return available rows of these layers as bytes for a message."""
-        ...
-
-    def write(self, start: int, count: int, layers: Sequence[int], into: memoryview) -> None:
-        """The same rows, into this memory."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """A request from `Submit` to `Finished`.
@@ -129,8 +104,6 @@ class Request:
     acceptance: Acceptance = field(default_factory=Acceptance)
     scored: int = 0
     """Number of prompt tokens, from the second on, with reported log-probabilities."""
-    features: TokenFeatures | None = None
-    """Features of its tokens, if a drafter reads them."""
     _common: dict[int, int] = field(default_factory=dict[int, int])
     """Known common length with other requests, by number."""
 
@@ -219,13 +192,9 @@ def shared_state(message: Submit, eos: tuple[int, ...]) -> SharedPromptState:
 
 
 def create_request(
-    message: Submit,
-    shared: SharedPromptState,
-    limit: int,
-    vocabulary: int,
-    grammar: MatcherState | None = None,
+    message: Submit, shared: SharedPromptState, bounds: "RequestLimits", grammar: MatcherState | None = None
 ) -> Request:
-    """The state of a request that was just submitted."""
+    """Return the state of a request that was just submitted."""
     return Request(
         number=message.request,
         parameters=message.parameters,
@@ -234,8 +203,8 @@ def create_request(
         tokens=TokenSequence(message.prompt, message.output),
         stop_token_ids=shared.stop_token_ids,
         counts=shared.counts.fork(message.output) if shared.counts is not None else None,
-        limit=limit,
-        vocabulary=vocabulary,
+        limit=bounds.tree_nodes,
+        vocabulary=bounds.vocabulary,
         overrides=shared.overrides,
         grammar=grammar,
         scored=message.scored,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ssd_serve.app.plan.plan import DRAFT_HOST_S, MemoryShare, PlanEstimate, PlannedLayout, best_draft
-from ssd_serve.verifier.control.decision import SpeculationMode
+from ssd_serve.verifier.drafters.pool import SpeculationMode
 
 _GIB = float(1 << 30)
 _MODES = {SpeculationMode.PLAIN: "ar", SpeculationMode.SYNC: "sd", SpeculationMode.ASYNC: "ssd"}

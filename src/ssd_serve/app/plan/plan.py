@@ -11,8 +11,8 @@ from ssd_serve.app.plan.devices import Forward, ForwardParts, Platform, cost_tab
 from ssd_serve.app.plan.known_models import PlannedModel
 from ssd_serve.base.cost import HostCost
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.forecast import DecodingLoad, DraftStep, forecast
+from ssd_serve.verifier.drafters.pool import SpeculationMode
 
 DRAFT_HOST_S = 1e-3
 """Host time of a draft step. Steps stretched to 1.8 ms took 2.8 ms in the benchmark of emulated devices on two

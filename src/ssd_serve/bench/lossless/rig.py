@@ -38,12 +38,12 @@ from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
-from ssd_serve.verifier.build import EngineParts, build_engine
+from ssd_serve.verifier.assembly import EngineParts, build_engine
 from ssd_serve.verifier.control.budget import FixedSteps, NoWait
 from ssd_serve.verifier.drafters.admission import check_hello
+from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.engine import Engine
-from ssd_serve.verifier.features import FeatureStore
 
 _CPUS = Devices()
 _SLOTS = 4096

@@ -17,9 +17,8 @@ import torch
 from ssd_serve.base.cost import CostTable, Reading
 from ssd_serve.base.devices import Device
 from ssd_serve.verifier.control.budget import WaitPolicy
-from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.mode_controller import ModeController
-from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 
 _MIN_SAVING = 0.9
 """Maximum time on all cores, as a share of the time on the shared cores."""

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ssd_serve.base.cost import CostTable, HostCost, Reading
-from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.control.execution import ExecutionPlanner, ModeConfig
-from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.request import Request
 
 _ACCEPTANCE_PRIOR = 0.7

@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd_serve.base.cost import MAX_ROWS, CostTable, HostCost, Reading
-from ssd_serve.base.messages import CostEstimate, DecisionReason
+from ssd_serve.base.messages import CostEstimate, DecisionMessage, DecisionReason
 from ssd_serve.verifier.control.budget import Rate, RoundEstimate, WaitPolicy, choose
-from ssd_serve.verifier.control.decision import Decision, SpeculationMode
 from ssd_serve.verifier.control.execution import ExecutionPlanner, ModeConfig
 from ssd_serve.verifier.control.forecast import LevelAcceptance, ModeForecaster
 from ssd_serve.verifier.control.ranking import RankedNode, Ranking, rank
-from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.scheduler import ScheduledChunk
 
@@ -134,7 +133,7 @@ class RoundPlanner:
 
     def choose(
         self, running: Sequence[Request], chunks: Sequence[ScheduledChunk], drain: Callable[[], object]
-    ) -> tuple[list[RankedNode], Decision]:
+    ) -> tuple[list[RankedNode], DecisionMessage]:
         """Return the nodes of a round of these chunks, best first, and the decision; `drain` receives pending
         messages. Running requests without a chunk wait for the prefill of their prompt."""
         requests = sum([chunk.request.decoding for chunk in chunks])
@@ -145,7 +144,7 @@ class RoundPlanner:
             self._expectations.begin(running, pending.context)
         self.execution.choose(len(running), requests, pending.rows, pending.reading)
         if self.execution.prefilling_alone:
-            return [], Decision(SpeculationMode.PLAIN, DecisionReason.PROMPTS, 0, 0.0)
+            return [], DecisionMessage(SpeculationMode.PLAIN.value, DecisionReason.PROMPTS, 0, 0.0)
         if not self._drafters.working or self._bounds.budget == 0:
             return [], self._decide_plain(requests)
         waited_s, answers = 0.0, True
@@ -219,7 +218,7 @@ class RoundPlanner:
             gained_s = plain_s + (round_.tokens - round_.requests) * saved_s
         mode_config.controller.observe(gained_s, round_.total_s, plain_s, prefill=round_.prompts > 0)
 
-    def _decide_plain(self, requests: int) -> Decision:
+    def _decide_plain(self, requests: int) -> DecisionMessage:
         """Decide a round without drafts."""
         mode_config = self.execution.mode_config
         controller = mode_config.controller if mode_config is not None else None
@@ -235,9 +234,9 @@ class RoundPlanner:
         tokens, seconds = requests * self._rate.tokens_a_round, self._rate.seconds_a_round
         chosen = CostEstimate(0, tokens, seconds) if tokens and seconds else None
         other = CostEstimate(None, tokens, other_s) if tokens and other_s else None
-        return Decision(mode, why, 0, 0.0, chosen, other)
+        return DecisionMessage(mode.value, why, 0, 0.0, chosen, other)
 
-    def _decide(self, candidates: _RoundCandidates, waited_s: float, answers: bool) -> Decision:
+    def _decide(self, candidates: _RoundCandidates, waited_s: float, answers: bool) -> DecisionMessage:
         """Decide a round with working drafters, though they may have drafted nothing for it."""
         choice = candidates.estimate.choice
         if not choice.nodes:
@@ -248,7 +247,7 @@ class RoundPlanner:
             why = DecisionReason.PAYS
         chosen = CostEstimate(choice.nodes, choice.tokens, choice.seconds)
         other = candidates.without_nodes if choice.nodes else candidates.with_one_node
-        return Decision(self._drafters.mode, why, choice.nodes, waited_s, chosen, other)
+        return DecisionMessage(self._drafters.mode.value, why, choice.nodes, waited_s, chosen, other)
 
     def _candidates(self, pending: _PendingRound, steps: int) -> _RoundCandidates:
         """Return the round if it starts now, after `steps` awaited draft steps."""

@@ -7,7 +7,7 @@ second at first, then twice as long each time. Knows names, addresses, numbers a
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ssd_serve.base.draft_messages import (
     Growth,
@@ -105,21 +105,15 @@ class DrafterAuthorizer:
 
     def __init__(self, hello: Hello, clock: Callable[[], float] = time.monotonic) -> None:
         self._hello = hello
-        self._sources: frozenset[str] = frozenset()
-        self._features: tuple[int, ...] = ()
+        self.sources: frozenset[str] = frozenset()
+        """Draft models of remote drafters that may join; empty: any."""
+        self.features: tuple[int, ...] = ()
+        """Layers of the target with outputs that drafters may read."""
         self._names: set[str] = set()
         self._clock = clock
         self._connected_at: deque[tuple[float, str]] = deque()
-        self.banned_peers = BanList(clock)
-        self.banned_names = BanList(clock)
-
-    def offer(self, features: Iterable[int]) -> None:
-        """Allow drafters to read the outputs of these layers of the target."""
-        self._features = tuple(features)
-
-    def restrict(self, sources: Iterable[str]) -> None:
-        """Allow remote drafters these draft models only; an empty list allows any."""
-        self._sources = frozenset(sources)
+        self.bans = BanList(clock)
+        """Bans of addresses of remote drafters, and of names of local ones."""
 
     def block_reason(self, peer: str, remote: bool, peers: Counter[str]) -> str:
         """Return why a new connection from this address is closed at once; empty if it is not.
@@ -129,10 +123,10 @@ class DrafterAuthorizer:
         if not remote:
             return "too many drafters" if peers.total() >= _MAX_LOCAL else ""
         if peer:
-            if self.banned_peers.is_banned(peer):
+            if self.bans.is_banned(peer):
                 return "the address is banned"
             if self._connects_too_often(peer):
-                return f"the address connects too often and is banned for {self.banned_peers.ban(peer):.0f} s"
+                return f"the address connects too often and is banned for {self.bans.ban(peer):.0f} s"
         most = _MAX_PER_ADDRESS if peer else MAX_REMOTE
         return "too many drafters" if peers.total() >= MAX_REMOTE or peers[peer] >= most else ""
 
@@ -145,14 +139,6 @@ class DrafterAuthorizer:
             self._connected_at.popleft()
         return sum(other == peer for _, other in self._connected_at) > _MAX_CONNECTIONS_PER_MINUTE
 
-    def ban(self, peer: str, name: str) -> float:
-        """Ban a drafter that broke a rule; returns the seconds of the ban."""
-        return self.banned_peers.ban(peer) if peer else self.banned_names.ban(name)
-
-    def unban(self, peer: str, name: str) -> None:
-        self.banned_peers.unban(peer)
-        self.banned_names.unban(name)
-
     def check(self, theirs: Hello, remote: bool, sources: Collection[str]) -> None:
         """Raise `PairMismatchError` or `ProtocolError` unless this drafter may join.
 
@@ -164,15 +150,15 @@ class DrafterAuthorizer:
         check_step_ms(theirs.step_ms)
         if not 0 <= theirs.prefill_ms <= _SLOWEST_STEP_MS:  # False for NaN too
             raise ProtocolError(f"the prefill of a token cannot take {theirs.prefill_ms:g} ms")
-        if not set(theirs.features) <= set(self._features) or len({*theirs.features}) < len(theirs.features):
-            given = listed(self._features) if self._features else "none"
+        if not set(theirs.features) <= set(self.features) or len({*theirs.features}) < len(theirs.features):
+            given = listed(self.features) if self.features else "none"
             raise PairMismatchError(
                 f"the draft reads outputs of layers {listed(theirs.features)}, this server gives "
                 f"{given}: name the same draft there and here (SSD_DRAFT)"
             )
-        if remote and self._sources and theirs.source not in self._sources:
+        if remote and self.sources and theirs.source not in self.sources:
             raise PairMismatchError(
-                f"this server drafts with {', '.join(sorted(self._sources))} (SSD_DRAFT), not with "
+                f"this server drafts with {', '.join(sorted(self.sources))} (SSD_DRAFT), not with "
                 f"{theirs.source!r}: name the draft model alike, or name it there too"
             )
         if remote and theirs.source not in sources and len(sources) >= _MAX_SOURCES:

@@ -42,7 +42,7 @@ from ssd_serve.base.logs import Logger
 from ssd_serve.transport.channel import Channel
 from ssd_serve.verifier.drafters.admission import OTHERS_BIT, check_heartbeat
 from ssd_serve.verifier.drafters.assignment import DrafterGroup
-from ssd_serve.verifier.drafters.features import FeatureSender
+from ssd_serve.verifier.drafters.features import FeatureSender, FeatureStore
 from ssd_serve.verifier.request import Request
 
 _SILENT_STEPS, _SILENT_EXTRA_S = 3, 0.020
@@ -240,14 +240,14 @@ class DrafterConnection:
         """Begin a drain that has time for `share` units of work of each drafter."""
         self.credit = sys.maxsize if self.synchronous else min(share, self.credit + share)
 
-    def join(self, mine: Hello, theirs: Hello, log: Logger) -> None:
+    def join(self, mine: Hello, theirs: Hello, features: FeatureStore | None, log: Logger) -> None:
         """Answer a `Hello` that was checked."""
         self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
         self.joined, self.liveness.step_s = True, theirs.step_ms / 1e3
         self.prefill_s_per_token = theirs.prefill_ms / 1e3
         self.since = self.liveness.last_received_at
         self.channel.send(mine)
-        self._features.begin(theirs.features, log)
+        self._features.begin(theirs.features, features, log)
         self._send_paused()
 
     def pause(self, paused: bool) -> None:

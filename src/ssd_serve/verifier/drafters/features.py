@@ -1,17 +1,29 @@
-"""Sends a drafter the target's features of committed tokens: rows by position, as fast as it reads them.
+"""The target's features of committed tokens: kept by KV slot, and sent to the drafters that read them.
 
-A drafter on this machine reads them from shared memory, others receive messages. Rows that do not fit wait,
-so that outcomes, which are small, never wait for them. Knows a channel and rows, but not when to send them.
+A drafter that joins late or was paused misses no rows, and a cached prefix keeps its rows. If the store is
+full, new rows replace the oldest, and a drafter then begins behind those. A drafter on this machine reads rows
+from shared memory, others receive messages. Rows that do not fit wait, so that outcomes, which are small,
+never wait for them. Knows slots, walks and a channel, but not when to send.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
 from msgspec.structs import replace
 
 from ssd_serve.base.draft_messages import Features, SharedMemory
 from ssd_serve.base.logs import Logger
+from ssd_serve.cache.slots import SlotTable
+from ssd_serve.cache.vectors import as_bytes
+from ssd_serve.models.interface import feature_name
 from ssd_serve.transport.channel import Channel, SocketChannel
 from ssd_serve.transport.shared_memory import SharedSpan, SharedWriter
-from ssd_serve.verifier.request import Request, TokenFeatures
+from ssd_serve.verifier.request import Request
+from ssd_serve.verifier.round import InFlight, Walk
 
+_NOWHERE = -1
 _MESSAGE_BYTES, _MESSAGES = 1 << 20, 32
 """Size of a message of rows, and most messages of one request at once."""
 _MAX_UNSENT_BYTES = 2 << 20
@@ -21,15 +33,102 @@ _SHARED_BYTES = 64 << 20
 of a large target, with rows of 48 KiB, writes 6 MiB."""
 
 
+class FeatureStore:
+    """Outputs of some `layers` of the target, or `FINAL`, for as many KV `slots`. Keeps at most `limit`
+    bytes, but always the rows of one round."""
+
+    def __init__(self, layers: Sequence[int], limit: int, slots: int) -> None:
+        self.layers = tuple(layers)
+        self._limit = limit
+        self._rows = torch.empty((0, 0))  # [places, layers * hidden]
+        self._places = np.full(slots, _NOWHERE, dtype=np.int64)  # where a slot's row is
+        self._owners = np.zeros(0, dtype=np.int64)  # [places], slot of the row
+        self._next = 0
+
+    def width(self, layers: Sequence[int]) -> int:
+        """Numbers of one token, of these layers; 0 while nothing was computed."""
+        return self._rows.shape[1] // len(self.layers) * len(layers)
+
+    def take(self, flight: InFlight, walks: Sequence[Walk]) -> None:
+        """Keep the rows of a round's committed tokens."""
+        rows: list[int] = []
+        slots: list[int] = []
+        start = 0
+        for walk in walks:
+            fed = len(walk.work.chunk.slots)
+            rows += [*range(start, start + fed), *(start + fed + index for index in walk.accepted)]
+            slots += [*walk.work.chunk.slots, *walk.kept]
+            start += walk.work.rows
+        found = [flight.result.features[feature_name(layer)] for layer in self.layers]
+        chosen = torch.tensor(rows, device=found[0].device)
+        features = torch.cat([each.index_select(0, chosen) for each in found], dim=-1)
+        self.keep(np.array(slots, dtype=np.int64), features.to("cpu", torch.bfloat16))
+
+    def first(self, slots: SlotTable, start: int) -> int:
+        """Return the first position >= `start` from which on the rows of all slots are present. It is the
+        number of slots if the last row is missing."""
+        missing = np.flatnonzero(~self._are_there(slots.view()[start:]))
+        return start + (int(missing[-1]) + 1 if len(missing) else 0)
+
+    def rows(self, slots: npt.NDArray[np.integer], layers: Sequence[int]) -> torch.Tensor:
+        """Return the rows of these slots, which must be present: bfloat16 [slots, width of the layers]."""
+        rows = self._rows.index_select(0, torch.from_numpy(self._places[slots]))
+        if tuple(layers) == self.layers:
+            return rows
+        places = [self.layers.index(layer) for layer in layers]
+        return rows.view(len(rows), len(self.layers), -1)[:, places].flatten(1)
+
+    def write(self, slots: npt.NDArray[np.integer], layers: Sequence[int], into: memoryview) -> None:
+        """Write the same rows into a buffer, without a copy in between if they are of all layers."""
+        if tuple(layers) != self.layers:
+            into[:] = as_bytes(self.rows(slots, layers))
+            return
+        rows = torch.frombuffer(into, dtype=self._rows.dtype).view(len(slots), -1)
+        torch.index_select(self._rows, 0, torch.from_numpy(self._places[slots]), out=rows)
+
+    def keep(self, slots: npt.NDArray[np.int64], rows: torch.Tensor) -> None:
+        """Rows [tokens, width] of these slots."""
+        if not len(slots):
+            return
+        if len(slots) > len(self._owners):
+            self._allocate(rows)
+        count, places = len(self._owners), self._places[slots]
+        # With places for all slots each keeps its place; with fewer the oldest rows are replaced first.
+        whole = count == len(self._places)
+        new = np.flatnonzero(~self._are_there(slots)) if whole else np.arange(len(slots))
+        places[new] = (self._next + np.arange(len(new))) % count
+        self._next += len(new)
+        self._owners[places] = slots
+        self._places[slots] = places
+        self._rows[torch.from_numpy(places)] = rows
+
+    def _are_there(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        if not len(self._owners):
+            return np.zeros(len(slots), dtype=np.bool_)
+        places = self._places[slots]
+        there: npt.NDArray[np.bool_] = (places != _NOWHERE) & (self._owners[places] == slots)
+        return there
+
+    def _allocate(self, rows: torch.Tensor) -> None:
+        """Allocate a table for rows of this width, and for at least this number of rows; drop all kept rows."""
+        most = max(len(rows), self._limit // (rows.shape[1] * rows.element_size()))
+        count = min(most, len(self._places))
+        self._rows = rows.new_empty((count, rows.shape[1]))  # pages are allocated when they are written
+        self._owners = np.full(count, _NOWHERE, dtype=np.int64)
+        self._places.fill(_NOWHERE)
+        self._next = 0
+
+
 class FeatureSender:
-    """Sends rows of the `layers` that the drafter reads, through at most `shared_bytes` of shared memory."""
+    """Sends rows of the `layers` that a drafter reads, through at most `shared_bytes` of shared memory."""
 
     def __init__(self, channel: Channel, shared_bytes: int = _SHARED_BYTES) -> None:
         self._shared_bytes = shared_bytes
         self._message_bytes = min(_MESSAGE_BYTES, shared_bytes // 8)
-        self.layers: tuple[int, ...] = ()
         self.behind = False
         """Rows did not fit and were not sent since."""
+        self._layers: tuple[int, ...] = ()
+        self._store: FeatureStore | None = None
         self._channel = channel
         self._unsent = 0
         """Bytes of rows that may still be in the channel's queue."""
@@ -45,10 +144,12 @@ class FeatureSender:
             self._unsent = 0
         return not self._unsent
 
-    def begin(self, layers: tuple[int, ...], log: Logger) -> None:
+    def begin(self, layers: tuple[int, ...], store: FeatureStore | None, log: Logger) -> None:
         """Start sending these layers; offers shared memory to a drafter on this machine."""
-        self.layers = layers
-        if not layers or not isinstance(self._channel, SocketChannel) or self._channel.peer:
+        if not layers:
+            return
+        self._layers, self._store = layers, store
+        if not isinstance(self._channel, SocketChannel) or self._channel.peer:
             return
         try:
             offered = SharedWriter(self._shared_bytes)
@@ -70,39 +171,34 @@ class FeatureSender:
 
         Returns the position behind the last row that was sent.
         """
-        table = request.features
-        if not self.layers or table is None:
+        store, slots = self._store, request.slots
+        if store is None:
             return start
-        start = table.first(start)
-        most = max(1, self._message_bytes // max(1, 2 * table.width(self.layers)))
+        start, width = store.first(slots, start), store.width(self._layers)
+        most = max(1, self._message_bytes // max(1, 2 * width))
         for _ in range(_MESSAGES):
-            count = min(most, table.end - start)
-            if count <= 0:
+            rows = slots.view()[start : start + most]
+            if not len(rows):
                 return start
-            if not self._send_rows(request, table, start, count):
+            if not self._post(Features(request.number, request.epoch, start, width, b""), store, rows):
                 break
-            start += count
-        self.behind = self.behind or start < table.end
+            start += len(rows)
+        self.behind = self.behind or start < len(slots)
         return start
 
-    def _send_rows(self, request: Request, table: TokenFeatures, start: int, count: int) -> bool:
-        width = table.width(self.layers)
-        length = 2 * width * count
-        message = Features(request.number, request.epoch, start, width, b"")
-        if self._shared is not None:
-            return self._share(self._shared, message, table, count)
-        if self._unsent + length > _MAX_UNSENT_BYTES and not self.has_room:
-            return False
-        self._unsent += length
-        return self._channel.post(replace(message, data=table.rows(start, count, self.layers)))
-
-    def _share(self, memory: SharedWriter, message: Features, table: TokenFeatures, count: int) -> bool:
-        length = 2 * message.width * count
+    def _post(self, message: Features, store: FeatureStore, slots: npt.NDArray[np.int32]) -> bool:
+        """Post the rows of these slots with the message, or in shared memory; return whether they fit."""
+        length, memory = 2 * message.width * len(slots), self._shared
+        if memory is None:
+            if self._unsent + length > _MAX_UNSENT_BYTES and not self.has_room:
+                return False
+            self._unsent += length
+            return self._channel.post(replace(message, data=as_bytes(store.rows(slots, self._layers))))
         offset = memory.ring.find(length)
         if offset is None:
             return False
         place = SharedSpan(offset, length)
-        table.write(message.position, count, self.layers, memory.at(place))
+        store.write(slots, self._layers, memory.at(place))
         if not self._channel.post(replace(message, shared=place)):
             return False
         memory.ring.take(place)

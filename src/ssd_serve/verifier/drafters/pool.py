@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import ParamSpec, TypeVar
 
 from ssd_serve.base.draft_messages import (
@@ -24,10 +25,10 @@ from ssd_serve.base.draft_messages import (
 from ssd_serve.base.errors import PairMismatchError, ProtocolError, SsdError, in_a_line
 from ssd_serve.base.logs import Logger, RateLimitedLogger, get_logger
 from ssd_serve.transport.channel import Channel, poll
-from ssd_serve.verifier.control.decision import SpeculationMode
 from ssd_serve.verifier.drafters.admission import DrafterAuthorizer, SourceBits
 from ssd_serve.verifier.drafters.assignment import DrafterGroup, Reassignment
 from ssd_serve.verifier.drafters.connection import DrafterConnection
+from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.request import Request
 
 P = ParamSpec("P")
@@ -48,6 +49,14 @@ _CANDIDATES_PER_WORK = 16
 _NAME_HELD_S = 2.0
 """A drafter holds its name for so long after its last message; heartbeats come four times as often."""
 _LONGEST_REASON = 200
+
+
+class SpeculationMode(Enum):
+    """Mode of drafting: a drafter on its own device, one on the target's device in turns with it, or none."""
+
+    ASYNC = "async"
+    SYNC = "sync"
+    PLAIN = "off"  # its name in /load, /metrics and files of gains
 
 
 class DrafterPool:
@@ -74,6 +83,7 @@ class DrafterPool:
         """Requests that moved from one drafter to another."""
         self.expansions = 0
         """Expanded nodes that drafters have reported."""
+        self.features: FeatureStore | None = None
         self._connections: dict[int, DrafterConnection] = {}
         self._num_connected = 0
         self._groups: dict[tuple[bool, str], DrafterGroup] = {}
@@ -149,6 +159,11 @@ class DrafterPool:
         """Seconds of prefill per token by the drafters of a mode, which share the requests; 0: unknown."""
         known = [each.prefill_s_per_token for each in self._of(mode) if each.prefill_s_per_token]
         return max(known, default=0.0) / max(1, len(known))
+
+    def offer(self, features: FeatureStore) -> None:
+        """Let drafters read these outputs of the target."""
+        self.features = features
+        self.authorizer.features = features.layers
 
     def admit(self, channel: Channel, peer: str, remote: bool) -> None:
         """Take a new connection from this address, or close it; `remote`: by the port for remote drafters."""
@@ -232,7 +247,7 @@ class DrafterPool:
                 self._fail(each, ProtocolError(f"it did not send Hello in {_HELLO_S:.0f} s"))
             elif each.joined and not each.unbanned and now - each.since > _UNBAN_S:
                 each.unbanned = True
-                self.authorizer.unban(each.peer, each.name)
+                self.authorizer.bans.unban(each.peer or each.name)
         if now - self._heartbeat_at >= _HEARTBEAT_S:
             self._heartbeat_at = now
             for each in self._connections.values():
@@ -319,14 +334,14 @@ class DrafterPool:
         sources = {source for synchronous, source in self._groups if not synchronous}
         self.authorizer.check(hello, drafter.remote, sources)
         if not drafter.synchronous:
-            if not drafter.peer and self.authorizer.banned_names.is_banned(hello.name):
+            if not drafter.peer and self.authorizer.bans.is_banned(hello.name):
                 drafter.failed = True
                 return
             for other in self._active(synchronous=False):
                 if other.name == hello.name:
                     _replace(other, drafter, hello)
             self.rejoins += self.authorizer.register(hello.name)
-        drafter.join(self._hello, hello, self._log)
+        drafter.join(self._hello, hello, self.features, self._log)
         drafter.source_bit = self.sources.bit(drafter.source, drafter.remote)
         self._update_pause(drafter)
         self._log.info("drafter joined", name=drafter.name, step_ms=round(hello.step_ms, 2))
@@ -392,7 +407,7 @@ class DrafterPool:
         if isinstance(error, PairMismatchError):
             self._log_refused.warning("drafter refused", name=drafter.name, peer=drafter.peer, reason=reason)
         else:
-            seconds = self.authorizer.ban(drafter.peer, drafter.name)
+            seconds = self.authorizer.bans.ban(drafter.peer or drafter.name)
             self._log_banned.warning(
                 "drafter banned", name=drafter.name, peer=drafter.peer, reason=reason, seconds=seconds
             )

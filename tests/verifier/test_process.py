@@ -1,26 +1,32 @@
-"""Tests of messages to the front end: figures, slots in use, and reported and logged decisions."""
+"""Tests of the verifier process: status, logged decisions, and messages that wait for a grammar."""
 
 import io
+from threading import Event
 
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import (
+    Abort,
+    Choice,
     CostEstimate,
+    DecisionMessage,
     DecisionReason,
+    Finish,
     Finished,
     SamplingParameters,
+    ServerMessage,
     Status,
     Submit,
+    SubmitChoices,
 )
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.verifier.control.decision import Decision, SpeculationMode
-from ssd_serve.verifier.process import VerifierLoop
-from ssd_serve.verifier.reporting import EngineLogReporter, engine_status
+from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.verifier.process import EngineLogReporter, GrammarQueue, VerifierLoop, engine_status
 from tests.fakes import Case, make_engine
 
 PROMPT = tuple(range(1, 21))
 
 
-def test_a_request_that_the_server_ends_is_answered_with_its_figures() -> None:
+def test_finish_of_the_server_is_answered_with_figures() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     assert engine.submit(Submit(1, PROMPT, SamplingParameters(max_tokens=100, ignore_eos=True), 7)) is None
     for _ in range(5):
@@ -32,7 +38,7 @@ def test_a_request_that_the_server_ends_is_answered_with_its_figures() -> None:
     assert engine.finish(1) is None
 
 
-def test_slots_that_can_be_evicted_are_not_in_use() -> None:
+def test_evictable_slots_are_not_in_use() -> None:
     engine, _ = make_engine(Case(drafter="none"))
     engine.submit(Submit(1, PROMPT, SamplingParameters(max_tokens=100, ignore_eos=True), 7))
     engine.step()
@@ -47,9 +53,9 @@ def test_status_has_the_decision_of_the_last_round() -> None:
     assert engine_status(engine).decision is None
     engine.submit(Submit(1, PROMPT, SamplingParameters(max_tokens=100, ignore_eos=True), 7))
     engine.step()
-    told = engine_status(engine).decision
-    assert told is not None
-    assert (told.layout, told.why, told.nodes) == ("off", DecisionReason.NO_DRAFTER, 0)
+    decision = engine_status(engine).decision
+    assert decision is not None
+    assert (decision.layout, decision.why, decision.nodes) == ("off", DecisionReason.NO_DRAFTER, 0)
 
 
 def test_reason_is_logged_when_it_changes_at_most_once_a_second() -> None:
@@ -60,14 +66,8 @@ def test_reason_is_logged_when_it_changes_at_most_once_a_second() -> None:
     def lines(now: float, why: DecisionReason) -> list[str]:
         log.seek(0)
         log.truncate()
-        engine.decision = Decision(
-            SpeculationMode.ASYNC,
-            why,
-            2 * (why is DecisionReason.PAYS),
-            0.0,
-            CostEstimate(2, 3.0, 0.02),
-            None,
-        )
+        nodes = 2 * (why is DecisionReason.PAYS)
+        engine.decision = DecisionMessage("async", why, nodes, 0.0, CostEstimate(2, 3.0, 0.02))
         reporter.report(now)
         return log.getvalue().splitlines()
 
@@ -98,3 +98,53 @@ def test_final_status_precedes_last_tokens() -> None:
     before_the_end = received[: [isinstance(message, Finished) for message in received].index(True)]
     counted = [message for message in before_the_end if isinstance(message, Status)]
     assert counted[-1].totals.tokens == 9
+
+
+class SlowGrammars(Grammars):
+    """Grammars that block in `compile` until `may` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(str, 100, ())
+        self.may, self.done = Event(), Event()
+        self.known = {"known"}
+
+    def is_compiled(self, grammar: str) -> bool:
+        return grammar in self.known
+
+    def compile(self, grammar: str) -> None:
+        assert self.may.wait(10)
+        self.known.add(grammar)
+        self.done.set()
+
+
+def submit(number: int, grammar: str = "") -> Submit:
+    return Submit(number, (1,), SamplingParameters(grammar=grammar), 1)
+
+
+def all_released(held: GrammarQueue, grammars: SlowGrammars) -> list[ServerMessage]:
+    grammars.may.set()
+    assert grammars.done.wait(10)
+    found: list[ServerMessage] = []
+    while held:
+        found += held.released()
+    return found
+
+
+def test_messages_of_a_request_wait_for_its_grammar() -> None:
+    grammars = SlowGrammars()
+    held = GrammarQueue(grammars)
+    several = SubmitChoices((1,), SamplingParameters(grammar="x"), (Choice(3, 1), Choice(4, 2)))
+    assert held.hold(submit(2, "x"))
+    assert held.hold(several)
+    assert held.hold(Abort(2))
+    assert held.hold(Finish(4))
+    for message in (submit(5), submit(6, "known"), Abort(5), Finish(6)):
+        assert not held.hold(message)
+    assert held
+    assert held.released() == []
+    assert all_released(held, grammars) == [submit(2, "x"), several, Abort(2), Finish(4)]
+    assert not held.hold(Abort(2))
+
+
+def test_grammar_queue_without_grammars_holds_nothing() -> None:
+    assert not GrammarQueue(None).hold(submit(1, "x"))
