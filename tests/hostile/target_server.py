@@ -33,6 +33,8 @@ LONGEST_GAP_S = 4.0
 limits the server had gaps of ten seconds under these attacks."""
 KEPT_MB = 128.0
 """Processes return free pages once a minute; written pages of the KV cache stay."""
+FIRST_WRITES_MB = KEPT_MB + 192.0
+"""Includes KV cache pages and buffers that are written for the first time: 24,000 tokens of the pair in fp32."""
 _RELEASED_WITHIN_S = 60.0
 """Longer than the timeouts after which a server closes connections, on shared cores."""
 _PAUSE_S = 0.1

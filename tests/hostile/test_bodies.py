@@ -9,16 +9,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.hostile.target_server import KEPT_MB, TargetServer
+from tests.hostile.target_server import FIRST_WRITES_MB, KEPT_MB, TargetServer
 
 LIMIT = 8 * 2**20
 BODY_BYTES = LIMIT - 300
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ONE_BODY_MB = 48.0
 """Four times the body's size for the body, its parsed form and allocators; the rest for the other client."""
-
-WRITTEN_MB = KEPT_MB + 192.0
-"""Includes pages of the KV caches that are written for the first time: 24,000 tokens of the pair in fp32."""
 
 
 def filled(unit: bytes) -> bytes:
@@ -92,6 +89,23 @@ def test_long_text_above_the_context_is_refused_within_bounds(server: TargetServ
             assert answer.status_code in (400, 413), (name, answer.text)
             assert answer.json()["error"]["code"] in {"context_length_exceeded", "body_too_large"}, name
     assert harm.peak_mb < ONE_BODY_MB
+
+
+EXPENSIVE: Mapping[str, Mapping[str, object]] = {
+    "logit biases": {"logit_bias": {str(token): 0.5 for token in range(1000)}},
+    "allowed tokens": {"allowed_token_ids": list(range(1000))},
+    "bad words": {"bad_words": ["a" * (1 + word) for word in range(128)]},
+    "log-probabilities": {"logprobs": 20},
+}
+
+
+def test_many_expensive_choices_do_not_delay_other_clients(server: TargetServer) -> None:
+    body = {"prompt": "import os\n\n\ndef walk(path):\n", "n": 32, "max_tokens": 24, "ignore_eos": True}
+    with server.unharmed(kept_mb=FIRST_WRITES_MB):
+        for name, options in EXPENSIVE.items():
+            answer = server.post(COMPLETIONS, {**body, **options})
+            assert answer.status_code == 200, (name, answer.text)
+            assert len(answer.json()["choices"]) == 32
 
 
 def test_worst_case_stop_strings_do_not_delay_other_clients(server: TargetServer) -> None:
@@ -173,7 +187,7 @@ def test_unfinished_bodies_release_memory_for_others(server: TargetServer) -> No
 def test_unread_stream_is_ended_before_it_fills_memory(server: TargetServer) -> None:
     body = {"prompt": "a", "n": 16, "max_tokens": 1500, "logprobs": 20, "stream": True, "ignore_eos": True}
     content = json.dumps(body).encode()
-    for kept_mb in (WRITTEN_MB, KEPT_MB):
+    for kept_mb in (FIRST_WRITES_MB, KEPT_MB):
         with server.unharmed(kept_mb=kept_mb) as harm, server.connect(receive_buffer=4096) as attacker:
             attacker.sendall(head(COMPLETIONS, f"Content-Length: {len(content)}") + content)
             time.sleep(10.0)

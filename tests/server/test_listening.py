@@ -147,10 +147,24 @@ def test_head_request_has_the_headers_of_get() -> None:
         assert client.head(COMPLETIONS).status_code == 405
 
 
+def test_upgrade_header_is_ignored() -> None:
+    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    request = f"GET /health HTTP/1.1\r\nHost: x\r\n{upgrade}Sec-WebSocket-Key: dGhlIHNhbXBsZQ==\r\n\r\n"
+    with listening_server(answer) as address:
+        at = ("127.0.0.1", int(address.url.rpartition(":")[2]))
+        with socket.create_connection(at, PATIENCE_S) as client:
+            for _ in range(2):
+                client.sendall(request.encode())
+                received = b""
+                while not received.endswith(b"}"):
+                    received += client.recv(65536)
+                assert received.startswith(b"HTTP/1.1 200")
+
+
 def test_keep_alive_survives_pauses() -> None:
     """The timeout must exceed that of proxies, or they send requests on connections that the server closes."""
     ends = channel_pair()
-    server = build_server(Settings(), EngineClient(ends[0]), ByteTokenizer())
+    server = build_server(Settings(), EngineClient(ends[0]), ByteTokenizer)
     for end in ends:
         end.close()
     assert server.config.timeout_keep_alive > 60
@@ -279,7 +293,7 @@ engine.tell(READY)
 engine.start()
 with socket.create_server(("127.0.0.1", 0)) as sock:
     print(sock.getsockname()[1], flush=True)
-    server = build_server(Settings(drain_seconds=60), EngineClient(ours), ByteTokenizer())
+    server = build_server(Settings(drain_seconds=60), EngineClient(ours), ByteTokenizer)
     asyncio.run(server.serve(sockets=[sock]))
 print("tidied up", flush=True)
 """
