@@ -19,9 +19,8 @@ from ssd_serve.base.messages import (
     TokenLogprobs,
 )
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.engine.connection import MessageChannel
 from ssd_serve.server.engine.inflight import Report
-from ssd_serve.transport.channel import SocketChannel
+from ssd_serve.transport.channel import Channel, SocketChannel
 from tests.server.fakes import READY, channel_pair, submit
 
 
@@ -70,23 +69,46 @@ class Engine:
             del self.requests[number]
 
 
+class FakeSupervisor:
+    def __init__(self) -> None:
+        self.ready = 0
+        self.explained = 0
+        self.silences: list[float] = []
+
+    def target_is_ready(self) -> None:
+        self.ready += 1
+
+    def suspect_verifier(self, silent_s: float) -> None:
+        self.silences.append(silent_s)
+
+    def deaths_are_explained(self) -> None:
+        self.explained += 1
+
+    def expect_end(self) -> None:
+        pass
+
+
+@dataclass
+class FakeLauncher:
+    connect: Callable[[float], Channel]
+    supervisor: FakeSupervisor = field(default_factory=FakeSupervisor)
+
+
 @dataclass
 class CrashingEngine:
     source: random.Random = field(default_factory=lambda: random.Random(0))
-    channels: "queue.Queue[MessageChannel | None]" = field(default_factory=lambda: queue.Queue())
+    channels: "queue.Queue[Channel | None]" = field(default_factory=lambda: queue.Queue())
 
     def __post_init__(self) -> None:
         ours, theirs = channel_pair()
         self.engine = Engine(theirs, self.source)
-        self.explained = 0
-        self.client = EngineClient(ours, self.reconnect, on_poison=self.explain)
+        self.launcher = FakeLauncher(self.connect)
+        self.client = EngineClient(ours, self.launcher)
         self.client.start()
         theirs.send(READY)
 
-    def explain(self) -> None:
-        self.explained += 1
-
-    def reconnect(self) -> MessageChannel:
+    def connect(self, timeout_s: float) -> Channel:
+        del timeout_s
         try:
             channel = self.channels.get(timeout=20)
         except queue.Empty:

@@ -120,14 +120,14 @@ class ByteDetokenizer:
 
 
 class ByteTokenizer:
-    eos_ids = frozenset({END})
+    eos_token_ids = frozenset({END})
     chat_template = ""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BEGIN] * add_special_tokens + list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        stream = self.detokenizer((), skip_special_tokens)
+        stream = self.stream((), skip_special_tokens)
         return "".join(stream.push(token) for token in ids) + stream.flush()
 
     def apply_chat_template(
@@ -142,7 +142,7 @@ class ByteTokenizer:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + "assistant: " * add_generation_prompt + "(thinking)" * bool(variables)
 
-    def detokenizer(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def stream(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer(skip_special_tokens)
 
 

@@ -21,7 +21,7 @@ from ssd_serve.server.http.listening import listen
 from ssd_serve.server.http.serving import build_server
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import StopGate
-from ssd_serve.server.text.tokenizer import TextTokenizer
+from ssd_serve.server.text import TextTokenizer
 from tests.server.contract import Contract
 from tests.server.fakes import PATIENCE_S, READY, ByteTokenizer, FakeEngine, ScriptOf, channel_pair
 
@@ -52,9 +52,9 @@ async def running_server(
     if ready:
         engine.tell(model)
     engine.start()
-    client, gate = EngineClient(ours), StopGate()
+    client, gate, chosen = EngineClient(ours), StopGate(), tokenizer or ByteTokenizer()
     settings = settings or Settings()
-    app = create_app(settings, client, tokenizer or ByteTokenizer(), limits, gate, guards=guards)
+    app = create_app(settings, client, lambda: chosen, limits, gate, guards=guards)
     contract = Contract(app, app.openapi(), settings.root_path)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=contract, raise_app_exceptions=False)
@@ -91,7 +91,7 @@ def listening_server(
     sock = listen("127.0.0.1", 0)
     port: int = sock.getsockname()[1]
     settings = settings or Settings(drain_seconds=1)
-    server = build_server(settings, EngineClient(ours), ByteTokenizer(), limits)
+    server = build_server(settings, EngineClient(ours), ByteTokenizer, limits)
     app = server.config.app
     assert isinstance(app, FastAPI)
     contract = server.config.app = Contract(app, app.openapi(), settings.root_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.base.settings import Settings
-from ssd_serve.server.access.hosts import exposure_warnings
+from ssd_serve.server.access.auth import exposure_warnings
 from ssd_serve.server.access.tenants import Tenants
 from tests.server.fakes import STATUS, say
 from tests.server.running_server import RunningServer, post, running_server

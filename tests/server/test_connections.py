@@ -13,6 +13,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ssd_serve.base.messages import Abort
 from ssd_serve.base.settings import Settings
@@ -174,6 +175,22 @@ def test_connection_limit_of_active_requests_answers_503() -> None:
     assert "SSD_MAX_CONNECTIONS" in refused.json()["error"]["message"]
     assert refused.headers["retry-after"] == "1"
     assert (health.status_code, ends) == (200, ["data: [DONE]"] * 2)
+
+
+def test_received_bytes_are_parsed_in_order_in_short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, parse = list[bytes](), H11Protocol.data_received
+
+    def data_received(self: H11Protocol, data: bytes) -> None:
+        chunks.append(data)
+        parse(self, data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", data_received)
+    text = "".join(chr(97 + number * number % 23) for number in range(100_000))
+    with listening_server(lambda _: say("x")) as address:
+        refused = httpx.post(f"{address.url}{COMPLETIONS}", json={"prompt": text})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert text.encode() in b"".join(chunks)
+    assert max(map(len, chunks)) == 4096
 
 
 def test_request_counts_as_active_only_when_complete() -> None:

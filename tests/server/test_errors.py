@@ -257,7 +257,7 @@ class BrokenTokenizer(ByteTokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise ZeroDivisionError
 
-    def detokenizer(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def stream(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> ByteDetokenizer:
         stream = ByteDetokenizer(skip_special_tokens)
 
         def push(token: int) -> str:

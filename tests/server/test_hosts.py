@@ -8,7 +8,7 @@ from starlette.middleware import Middleware
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
-from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, host_name
+from ssd_serve.server.access.auth import AllowedHosts, allowed_hosts, host_name
 from tests.server.fakes import say
 from tests.server.running_server import running_server
 

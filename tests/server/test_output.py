@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.models.text.tokenizer import DetokenizeStream
-from ssd_serve.server.text.output import TextAssembler, TextRules
-from ssd_serve.server.text.stops import StopStrings
+from ssd_serve.server.text import StopStrings, TextAssembler, TextRules
 from tests.server.fakes import END, ByteDetokenizer
 from tests.server.stops_reference import reference
 

@@ -82,7 +82,7 @@ async def test_several_poison_requests_are_found(crashing: CrashingEngine) -> No
     heard = [submit_short(crashing, seed) for seed in range(9)]
     assert await until_all_ended(crashing, heard, {2, 3, 4, 6, 7, 9}, spared=1) <= 16
     assert [len(each.tokens) for each in heard if isinstance(each.reports[-1], Finished)] == [5, 5, 5]
-    assert crashing.explained == 6
+    assert crashing.launcher.supervisor.explained == 6
 
 
 async def test_crash_while_loading_blames_no_request(crashing: CrashingEngine) -> None:

@@ -9,9 +9,9 @@ import pytest
 from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.messages import Finished, SamplingParameters
 from ssd_serve.server.engine.client import EngineClient
-from ssd_serve.server.engine.connection import MessageChannel
 from ssd_serve.server.engine.inflight import Interrupted
-from tests.server.crashing_engine import CrashingEngine, Engine, Heard, begun, some, token_at
+from ssd_serve.transport.channel import Channel
+from tests.server.crashing_engine import CrashingEngine, Engine, FakeLauncher, Heard, begun, some, token_at
 from tests.server.fakes import READY, channel_pair, submit
 
 pytestmark = pytest.mark.anyio
@@ -119,12 +119,12 @@ async def test_request_finished_during_reload_is_not_resumed(crashing: CrashingE
 
 
 async def test_failed_reconnect_ends_all_requests() -> None:
-    def reconnect() -> MessageChannel:
+    def connect(_timeout_s: float) -> Channel:
         raise RuntimeError("the launcher is broken")
 
     ours, theirs = channel_pair()
     theirs.send(READY)
-    client, heard = EngineClient(ours, reconnect), Heard()
+    client, heard = EngineClient(ours, FakeLauncher(connect)), Heard()
     client.start()
     submit(client, (1,), SamplingParameters(), 1, heard.reports.append)
     theirs.close()
@@ -147,7 +147,7 @@ async def test_no_next_engine_ends_all_requests_with_reason(crashing: CrashingEn
 
 async def test_crash_before_ready_is_final() -> None:
     ours, theirs = channel_pair()
-    client = EngineClient(ours, lambda: pytest.fail("nobody may be awaited"))
+    client = EngineClient(ours, FakeLauncher(lambda _: pytest.fail("there is no next engine")))
     client.start()
     theirs.close()
     for _ in range(200):
@@ -174,11 +174,12 @@ async def test_silent_engine_is_reported_repeatedly(
 ) -> None:
     monkeypatch.setattr("ssd_serve.server.engine.client._CHECK_INTERVAL_S", 0.05)
     ours, theirs = channel_pair()
-    silences: list[float] = []
-    client = EngineClient(ours, on_silence=silences.append, silence_limit_s=0.1)
+    launcher = FakeLauncher(lambda _: pytest.fail("the engine lives"))
+    silences = launcher.supervisor.silences
+    client = EngineClient(ours, launcher, silence_limit_s=0.1)
     client.start()
     await asyncio.sleep(0.3)
-    assert silences == [], "one that loads says little"
+    assert silences == [], "while it loads"
     theirs.send(READY)
     while len(silences) < 2:
         await asyncio.sleep(0.01)
@@ -215,12 +216,12 @@ async def test_reconnect_retries_after_resource_shortage(
     monkeypatch.setattr("ssd_serve.server.engine.client._CHECK_INTERVAL_S", 0.01)
     shortages: list[Exception] = [OSError(errno.EMFILE, "Too many open files"), MemoryError()]
 
-    def reconnect() -> MessageChannel:
+    def connect(timeout_s: float) -> Channel:
         if shortages:
             raise shortages.pop()
-        return reach()
+        return crashing.connect(timeout_s)
 
-    reach, crashing.client._reconnect = crashing.reconnect, reconnect  # pyright: ignore[reportPrivateUsage]
+    crashing.launcher.connect = connect
     _, heard = await begun(crashing)
     crashing.die()
     crashing.live()

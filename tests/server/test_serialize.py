@@ -8,10 +8,10 @@ import pytest
 from ssd_serve.base.messages import TokenLogprobs
 from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.serialize import chat_logprobs, completion_logprobs, serialize_in_steps
-from ssd_serve.server.text.tokenizer import TokenTexts
+from ssd_serve.server.text import TokenTexts
 from tests.server.fakes import ByteTokenizer
 
-TEXTS = TokenTexts(ByteTokenizer())
+TEXTS = TokenTexts(ByteTokenizer)
 
 
 def finished(work: Steps[dict[str, object]]) -> tuple[dict[str, object], int]:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd_serve.server.limits import MAX_STOP_CHARACTERS, MAX_STOPS
-from ssd_serve.server.text.stops import StopScanner, StopStrings
+from ssd_serve.server.text import StopScanner, StopStrings
 from tests.server.stops_reference import SlowScanner, reference
 
 TEXTS = st.text(alphabet="abé🙂", max_size=30)

@@ -129,7 +129,7 @@ def test_missing_opentelemetry_error_names_the_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "ssd_serve.server.observability.traces", None)
     settings = Settings(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
     with pytest.raises(SettingsError, match=r"ssd-serve\[otel\]"):
-        create_app(settings, EngineClient(), ByteTokenizer())
+        create_app(settings, EngineClient(), ByteTokenizer)
 
 
 def test_trace_endpoint_must_be_a_url() -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from ssd_serve.base.settings import Settings
-from ssd_serve.server.bodies.body import UploadMemory
+from ssd_serve.server.http.body import UploadMemory
 from ssd_serve.server.limits import Limits
 from tests.server.fakes import say
 from tests.server.running_server import RunningServer, post, running_server

@@ -17,7 +17,6 @@ from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 
-from ssd_serve.app.cli.serve import ServingClient
 from ssd_serve.app.find_models import find_models
 from ssd_serve.base.devices import Machine, parse_device, this_machine
 from ssd_serve.base.engine_config import Mode
@@ -32,12 +31,13 @@ from ssd_serve.cluster.local import local_engine
 from ssd_serve.cluster.ray.cluster import warn_of_strangers
 from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.server.access.hosts import AllowedHosts, allowed_hosts, exposure_warnings
+from ssd_serve.server.access.auth import AllowedHosts, allowed_hosts, exposure_warnings
 from ssd_serve.server.access.keys import read_keys
+from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics, join_pages
-from ssd_serve.server.text.tokenizer import ServingTokenizer
+from ssd_serve.server.text import LoadedTokenizer
 
 DEPLOYMENT = "ssd"
 _PROXYS = {
@@ -155,9 +155,10 @@ class ServerReplica:
         self._parts = ExitStack()
         try:
             self._engine = await asyncio.to_thread(self._start_engine, context.rank.local_rank)
-            self._client = ServingClient()
+            self._client = EngineClient()
             self._client.start()
-            self._client.arrive(self._engine, await asyncio.to_thread(self._engine.connect))
+            self._client.target = self._engine.config.target
+            self._client.attach(await asyncio.to_thread(self._engine.connect), self._engine)
             await self._ready()
         except BaseException:
             self._parts.close()
@@ -201,8 +202,7 @@ class ServerReplica:
 
     def _start_engine(self, rank: int) -> RunningEngine:
         found = find_models(self._settings, lambda text: self._log.debug(text), self._log.warning)
-        self._tokenizer = ServingTokenizer()
-        self._tokenizer.set(Tokenizer(found.target))
+        self._tokenizer = LoadedTokenizer(Tokenizer(found.target))
         settle_memory()
         if self._settings.launcher == "ray":
             return self._parts.enter_context(

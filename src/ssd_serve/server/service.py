@@ -14,13 +14,13 @@ from ssd_serve.base.names import hub_id
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.version import __version__
 from ssd_serve.server.access.tenants import Tenants
-from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, bad_request, unavailable
+from ssd_serve.server.http.body import Bodies
 from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics
-from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
+from ssd_serve.server.text import TextTokenizer, TokenTexts
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Service:
     settings: Settings
     limits: Limits
     engine: EngineClient
-    tokenizer: TextTokenizer
+    loaded_tokenizer: Callable[[], TextTokenizer]
     texts: TokenTexts
     metrics: ServerMetrics
     bodies: Bodies
@@ -56,6 +56,11 @@ class Service:
     def model(self) -> str:
         """The model's id in the API."""
         return model_name(self.settings)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer. Raises `EngineDeadError` before it is loaded."""
+        return self.loaded_tokenizer()
 
     def problem(self) -> ApiError | None:
         """Return why no token can be generated now; None if tokens can be generated."""

@@ -4,7 +4,6 @@ This module defines the order of start; each part does its own work.
 """
 
 import contextlib
-import math
 import os
 import shutil
 import signal
@@ -22,59 +21,25 @@ from rich.console import Console
 
 from ssd_serve.app.find_models import find_models
 from ssd_serve.base.devices import pin_cores
-from ssd_serve.base.errors import EngineDeadError
 from ssd_serve.base.logs import ProgressLine, carry_library_logs, get_logger
 from ssd_serve.base.resources import raise_descriptor_limit, settle_memory
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import refuse_empty_keys
 from ssd_serve.cluster.launch import RunningEngine, start_engine, usable_machine
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.server.access.hosts import allowed_hosts, exposure_warnings
+from ssd_serve.server.access.auth import allowed_hosts, exposure_warnings
 from ssd_serve.server.banner import show_banner
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.listening import is_loopback, listen_all, max_connections, tls_context
 from ssd_serve.server.http.middleware import request_log_fields
 from ssd_serve.server.http.serving import HttpServer, ServerThread, build_server, stop_signals
-from ssd_serve.server.text.tokenizer import ServingTokenizer
-from ssd_serve.transport.channel import Channel
+from ssd_serve.server.text import LoadedTokenizer
 
 _LOOK_EVERY_S = 0.1
 _FAREWELL_S = 0.5
 """Time from the engine's death to the server's exit, in which running requests receive their errors."""
-_COMES_BACK_S = math.inf
-"""The launcher raises earlier if no engine will be restarted."""
 _LEAVES_WITHIN_S = 20.0
 """Seconds until the process exits even if threads, such as downloads, still run."""
-
-
-class ServingClient(EngineClient):
-    """Client that gets a restarted engine from the launcher and announces an intended shutdown to it."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            reconnect=lambda: self._started().connect(_COMES_BACK_S),
-            on_ready=lambda: self._started().supervisor.target_is_ready(),
-            on_silence=lambda silent_s: self._started().supervisor.suspect_verifier(silent_s),
-            on_poison=lambda: self._started().supervisor.deaths_are_explained(),
-        )
-        self._engine: RunningEngine | None = None
-
-    def arrive(self, engine: RunningEngine, channel: Channel) -> None:
-        """Take over a started engine. Called on the event loop."""
-        self._engine = engine
-        self.target = engine.config.target
-        self.attach(channel)
-
-    def stop(self) -> None:
-        """Abort running requests and close the channel."""
-        if self._engine is not None:
-            self._engine.supervisor.expect_end()
-        super().stop()
-
-    def _started(self) -> RunningEngine:
-        if self._engine is None:
-            raise EngineDeadError("no engine has been started")
-        return self._engine
 
 
 def run_serve(settings: Settings) -> int:
@@ -91,7 +56,7 @@ def run_serve(settings: Settings) -> int:
     line = ProgressLine()
     tls_context(settings)  # raises for wrong files before anything is started
     machine = usable_machine(settings)
-    client, tokenizer = ServingClient(), ServingTokenizer()
+    client, tokenizer = EngineClient(), LoadedTokenizer()
 
     def tell(text: str) -> None:
         client.progress = text
@@ -106,7 +71,7 @@ def run_serve(settings: Settings) -> int:
         server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, loopback))
         with ServerThread(server, [sock, *others]) as answering:
             found = find_models(settings, tell, log.warning)
-            tokenizer.set(Tokenizer(found.target))
+            tokenizer.tokenizer = Tokenizer(found.target)
             settle_memory()
             tell("starting")
             with start_engine(settings, log, machine, found.names) as engine:
@@ -114,7 +79,8 @@ def run_serve(settings: Settings) -> int:
                 cores = engine.placement.front_end
                 answering.call(partial(pin_cores, cores))
                 pin_cores(cores)
-                answering.call(partial(client.arrive, engine, engine.connect()))
+                client.target = engine.config.target
+                answering.call(partial(client.attach, engine.connect(), engine))
                 url = address(sock, settings.tls_certificate is not None)
                 with server.capture_signals():
                     _watch(server, answering, client, engine, line, settings, url)

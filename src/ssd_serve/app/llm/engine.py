@@ -32,8 +32,7 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.launch import RunningEngine, chosen_launcher, start_engine
 from ssd_serve.cluster.placement import PinnedModels, place, resolve_config
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.server.text.output import TextAssembler, TextRules
-from ssd_serve.server.text.stops import StopStrings
+from ssd_serve.server.text import StopStrings, TextAssembler, TextRules
 from ssd_serve.transport.channel import Channel
 
 _LOOK_EVERY_S = 0.2

@@ -10,7 +10,7 @@ from ssd_serve.base.messages import (
     Finished,
     TokenLogprobs,
 )
-from ssd_serve.server.text.output import TextAssembler
+from ssd_serve.server.text import TextAssembler
 
 
 @dataclass(frozen=True, slots=True)

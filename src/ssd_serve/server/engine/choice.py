@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ssd_serve.base.messages import Committed, Figures, Finished, SamplingParameters, TokenLogprobs
 from ssd_serve.server.observability.timing import ChoiceTimer, ChoiceTiming
 from ssd_serve.server.service import Service
-from ssd_serve.server.text.output import TextAssembler, TextRules
+from ssd_serve.server.text import TextAssembler, TextRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RunningChoice:
     """Assembles the text of one choice and measures its times."""
 
     def __init__(self, service: Service, index: int, plan: ChoicePlan) -> None:
-        detokenizer = service.tokenizer.detokenizer(plan.prompt, plan.skip_special_tokens)
+        detokenizer = service.tokenizer.stream(plan.prompt, plan.skip_special_tokens)
         self.index = index
         self.request = 0
         """The engine's number of its request."""

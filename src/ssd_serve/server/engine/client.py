@@ -8,15 +8,17 @@ nothing about HTTP or text.
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from ssd_serve.base.draft_messages import PROTOCOL_VERSION, Message
 from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError, in_a_line
 from ssd_serve.base.messages import Abort, Committed, Finish, Finished, Progress, Ready, Refused, Status
-from ssd_serve.server.engine.connection import AsyncConnection, MessageChannel, NullChannel
+from ssd_serve.server.engine.connection import AsyncConnection, NullChannel
 from ssd_serve.server.engine.inflight import (
     MAX_TOKENS,
     InflightRequest,
@@ -25,13 +27,42 @@ from ssd_serve.server.engine.inflight import (
     group_choices,
     interrupt_all,
 )
+from ssd_serve.transport.channel import Channel
 
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 1.0
 
-Reconnect = Callable[[], MessageChannel]
-"""Blocks a thread until the next engine has a channel; raises `EngineDeadError` where none will come."""
+
+class Supervisor(Protocol):
+    """Watches the engine's process and starts the next one, as the supervisor of a launcher does."""
+
+    def target_is_ready(self) -> None:
+        """Report an engine that can generate."""
+        ...
+
+    def suspect_verifier(self, silent_s: float) -> None:
+        """Report every second that a ready engine has sent nothing for so long."""
+        ...
+
+    def deaths_are_explained(self) -> None:
+        """Report that a request was found that kills engines."""
+        ...
+
+    def expect_end(self) -> None:
+        """Report that the engine's end is intended."""
+        ...
+
+
+class Engine(Protocol):
+    """A started engine, such as `RunningEngine`."""
+
+    @property
+    def supervisor(self) -> Supervisor: ...
+
+    def connect(self, timeout_s: float) -> Channel:
+        """Block until the next engine has a channel; raise `EngineDeadError` where none will come."""
+        ...
 
 
 class EngineClient:
@@ -43,26 +74,14 @@ class EngineClient:
     """
 
     def __init__(
-        self,
-        channel: MessageChannel | None = None,
-        reconnect: Reconnect | None = None,
-        on_ready: Callable[[], None] = lambda: None,
-        on_silence: Callable[[float], None] = lambda _silent_s: None,
-        on_poison: Callable[[], None] = lambda: None,
-        silence_limit_s: float = 60.0,
+        self, channel: Channel | None = None, engine: Engine | None = None, silence_limit_s: float = 60.0
     ) -> None:
         """Prepare a client; `attach` brings the channel where none is given.
 
-        Without `reconnect`, the first death is final, as is any death before the first `Ready`. `on_ready` is
-        called for each engine that can generate. `on_silence` is called every second, with the seconds, while a
-        ready engine has sent nothing for longer than `silence_limit_s`. `on_poison` is called when a request is
-        found that kills engines.
+        Without `engine`, the first death is final, as is any death before the first `Ready`.
         """
         self._connection = AsyncConnection(channel or NullChannel(), self._on_messages, self._on_lost)
-        self._reconnect = reconnect
-        self._on_ready = on_ready
-        self._on_silence = on_silence
-        self._on_poison = on_poison
+        self._engine = engine
         self._silence_limit_s = silence_limit_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
@@ -102,8 +121,9 @@ class EngineClient:
             self._connection.start(self._loop)
             self._check_silence(self._loop)
 
-    def attach(self, channel: MessageChannel) -> None:
-        """Use the channel of the first engine from now on. Must be called on the event loop."""
+    def attach(self, channel: Channel, engine: Engine) -> None:
+        """Use the first engine and its channel from now on. Must be called on the event loop."""
+        self._engine = engine
         if self.dead is not None or self._loop is None:
             channel.close()
             return
@@ -114,6 +134,8 @@ class EngineClient:
 
     def stop(self) -> None:
         """Abort running requests, close the channel, and report the end to every submitter."""
+        if self._engine is not None:
+            self._engine.supervisor.expect_end()
         for number in self._running:
             self._connection.send_or_queue(Abort(request=number))
         self._die("the server is shutting down")
@@ -174,8 +196,8 @@ class EngineClient:
     def _check_silence(self, loop: asyncio.AbstractEventLoop) -> None:
         # The event loop reads first, so that a stopped and continued process does not look like silence.
         works = self.ready is not None and self._lost_at is None
-        if works and self.silent_s > self._silence_limit_s:
-            self._on_silence(self.silent_s)
+        if works and self._engine is not None and self.silent_s > self._silence_limit_s:
+            self._engine.supervisor.suspect_verifier(self.silent_s)
         if self.dead is None:
             loop.call_later(_CHECK_INTERVAL_S, self._check_silence, loop)
 
@@ -208,7 +230,8 @@ class EngineClient:
             )
             return
         self.ready = ready
-        self._on_ready()
+        if self._engine is not None:
+            self._engine.supervisor.target_is_ready()
         lost_s = self.lost_s
         if lost_s is not None:
             resumed = sum(request.interrupted for request in self._running.values())
@@ -219,7 +242,7 @@ class EngineClient:
 
     def _on_lost(self, reason: str) -> None:
         """Interrupt running requests, and wait for the next engine if one may come."""
-        if self._reconnect is None or self._loop is None or self.ready is None:
+        if self._engine is None or self._loop is None or self.ready is None:
             self._die(reason)
             return
         if self._lost_at is None:
@@ -228,45 +251,45 @@ class EngineClient:
             self.status = None  # its gauges are out of date
             interrupt_all(self._running)
             for number, request in list(self._running.items()):
-                self._interrupt(number, request)
-        self._start_reconnect(self._reconnect, self._loop)
+                self._interrupt(number, request, self._engine)
+        self._start_reconnect(self._engine, self._loop)
 
-    def _interrupt(self, number: int, request: InflightRequest) -> None:
+    def _interrupt(self, number: int, request: InflightRequest, engine: Engine) -> None:
         if request.finishing:
             self._end(number, EngineDeadError("the request's statistics were lost with the engine"))
         elif request.is_poison:
             reason = f"{request.crash_count} engines in a row died while they worked on this request"
             logger.error("request %d is aborted: %s", number, reason)
             self._end(number, EngineDeadError(reason))
-            self._on_poison()
+            engine.supervisor.deaths_are_explained()
         else:
             request.deliver(Interrupted())
 
-    def _start_reconnect(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_reconnect(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         if self.dead is not None:
             return
         # A thread of its own: at shutdown the loop would wait for a thread of its pool.
         thread = threading.Thread(
-            target=self._await_engine, args=(reconnect, loop), name="reconnect", daemon=True
+            target=self._await_engine, args=(engine, loop), name="reconnect", daemon=True
         )
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
             logger.warning("no thread to reconnect yet: %s", error)
-            loop.call_later(_CHECK_INTERVAL_S, self._start_reconnect, reconnect, loop)
+            loop.call_later(_CHECK_INTERVAL_S, self._start_reconnect, engine, loop)
 
-    def _await_engine(self, reconnect: Reconnect, loop: asyncio.AbstractEventLoop) -> None:
+    def _await_engine(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         """Runs on the reconnect thread."""
-        found: MessageChannel | EngineDeadError
+        found: Channel | EngineDeadError
         try:
-            found = reconnect()
+            found = engine.connect(math.inf)
         except EngineDeadError as error:
             found = error
         except (OSError, MemoryError) as error:  # shortages pass
             logger.warning("the next engine cannot be reached yet: %s", in_a_line(error))
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(
-                    loop.call_later, _CHECK_INTERVAL_S, self._start_reconnect, reconnect, loop
+                    loop.call_later, _CHECK_INTERVAL_S, self._start_reconnect, engine, loop
                 )
             return
         except Exception as error:  # requests must not wait forever
@@ -275,7 +298,7 @@ class EngineClient:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(self._use_next_engine, found)
 
-    def _use_next_engine(self, found: MessageChannel | EngineDeadError) -> None:
+    def _use_next_engine(self, found: Channel | EngineDeadError) -> None:
         if isinstance(found, EngineDeadError):
             self._die(str(found))
             return

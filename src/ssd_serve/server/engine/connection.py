@@ -6,48 +6,12 @@ Knows no requests, and nothing of what happens after its end.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.errors import ProtocolError
+from ssd_serve.transport.channel import Channel
 
 RETRY_SEND_S = 0.01
-
-
-class MessageChannel(Protocol):
-    """Non-blocking channel to the verifier, such as `SocketChannel`."""
-
-    @property
-    def closed(self) -> bool:
-        """True once the peer is gone."""
-        ...
-
-    @property
-    def pending(self) -> int:
-        """Bytes that the kernel has not taken yet."""
-        ...
-
-    def send(self, message: Message) -> bool:
-        """Return False where the queue is full or the channel closed."""
-        ...
-
-    def post(self, message: Message) -> bool:
-        """Queue a message until `flush`; return False as `send` does."""
-        ...
-
-    def flush(self) -> bool:
-        """Send what can be sent; True when nothing is pending."""
-        ...
-
-    def receive(self) -> list[Message]:
-        """Return all messages that have arrived, in order."""
-        ...
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait on for reading, or -1."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class NullChannel:
@@ -68,6 +32,10 @@ class NullChannel:
     def receive(self) -> list[Message]:
         return []
 
+    def wait(self, timeout_s: float) -> bool:
+        del timeout_s
+        return False
+
     def fileno(self) -> int:
         return -1
 
@@ -84,7 +52,7 @@ class AsyncConnection:
 
     def __init__(
         self,
-        channel: MessageChannel,
+        channel: Channel,
         on_messages: Callable[[Sequence[Message]], None],
         on_end: Callable[[str], None],
     ) -> None:

@@ -18,7 +18,7 @@ from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.observability.timing import ChoiceTiming
 from ssd_serve.server.service import Service
-from ssd_serve.server.text.tokenizer import token_units
+from ssd_serve.server.text import token_units
 
 _FIGURES_TIMEOUT_S = 5.0
 """Longest wait for the statistics of a choice that a stop string ended; a round is usually enough."""

@@ -15,13 +15,12 @@ from starlette.requests import ClientDisconnect
 from ssd_serve.base.errors import SettingsError, SsdError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.version import __version__
-from ssd_serve.server.access.auth import AuthMiddleware
-from ssd_serve.server.access.hosts import metrics_may_show_cached
+from ssd_serve.server.access.auth import AuthMiddleware, metrics_may_show_cached
 from ssd_serve.server.access.tenants import RATE_HEADERS, Tenants
 from ssd_serve.server.anthropic import MessagesEndpoint
-from ssd_serve.server.bodies.body import Bodies
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.errors import ApiError, from_ssd_error, internal
+from ssd_serve.server.http.body import Bodies
 from ssd_serve.server.http.middleware import (
     REQUEST_ID_HEADER,
     RequestIds,
@@ -41,7 +40,7 @@ from ssd_serve.server.openai.prompts import TokenizingEndpoints
 from ssd_serve.server.openai.responses import ResponsesEndpoint
 from ssd_serve.server.openapi import SecuritySchemes, describe
 from ssd_serve.server.service import Service, StopGate, model_name
-from ssd_serve.server.text.tokenizer import TextTokenizer, TokenTexts
+from ssd_serve.server.text import TextTokenizer, TokenTexts
 
 if TYPE_CHECKING:
     from ssd_serve.server.observability.traces import Traces
@@ -57,7 +56,7 @@ Handler = Callable[..., Awaitable[Response]]
 def create_app(
     settings: Settings,
     engine: EngineClient,
-    tokenizer: TextTokenizer,
+    tokenizer: Callable[[], TextTokenizer],
     limits: Limits | None = None,
     gate: StopGate | None = None,
     guards: Sequence[Middleware] = (),
@@ -71,7 +70,7 @@ def create_app(
         settings=settings,
         limits=limits,
         engine=engine,
-        tokenizer=tokenizer,
+        loaded_tokenizer=tokenizer,
         texts=TokenTexts(tokenizer),
         metrics=ServerMetrics(
             engine,

@@ -106,7 +106,11 @@ class ConnectionLimitMiddleware:
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's HTTP connection, with deadlines for input and a minimum rate at which output is read."""
+    """uvicorn's HTTP connection, with deadlines for input and a minimum rate at which output is read.
+
+    Received bytes are parsed in chunks of 4 KiB, and other tasks run between them: one read of a socket can hold
+    forty thousand HTTP chunks of one byte, and parsing each takes as long as parsing one of a megabyte.
+    """
 
     def __init__(
         self,
@@ -122,6 +126,8 @@ class BoundedConnection(H11Protocol):
         self._expected: Expected | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._read_check: asyncio.TimerHandle | None = None
+        self._unparsed = bytearray()
+        self._reading_paused = False
 
     def abort(self) -> None:
         """Close at once; unread output is lost."""
@@ -135,6 +141,7 @@ class BoundedConnection(H11Protocol):
         self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unparsed.clear()
         self._limiter.remove(self)
         self._expect(None)
         self._unset_keepalive_if_required()
@@ -142,8 +149,30 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        """Parse the first chunk now, and pause reading until all chunks are parsed."""
+        self._unparsed += data
+        if len(self._unparsed) == len(data):
+            self._parse_chunk()
+        if self._unparsed and not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+
+    def _parse_chunk(self) -> None:
+        chunk = bytes(self._unparsed[:_CHUNK])
+        del self._unparsed[:_CHUNK]
+        super().data_received(chunk)
         self._update()
+        if self._unparsed:
+            self.loop.call_soon(self._parse_more)
+
+    def _parse_more(self) -> None:
+        if self._unparsed:
+            self._parse_chunk()
+        if self._reading_paused and not self._unparsed:
+            self._reading_paused = False
+            # uvicorn may have paused reading itself; then it also resumes it.
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
 
     def on_response_complete(self) -> None:
         """Called by uvicorn; the next request may have arrived already."""
@@ -226,62 +255,6 @@ class BoundedConnection(H11Protocol):
         if self._read_check is not None:
             self._read_check.cancel()
             self._read_check = None
-
-
-class ChunkedReader(asyncio.Protocol):
-    """Passes received bytes to a protocol in chunks of 4 KiB, and lets other tasks run between them.
-
-    One read of a socket can hold forty thousand HTTP chunks of one byte, and parsing each takes as long as
-    parsing one of a megabyte.
-    """
-
-    def __init__(self, protocol: H11Protocol) -> None:
-        self._protocol = protocol
-        self._transport: asyncio.Transport | None = None
-        self._pending = bytearray()
-        self._paused = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._protocol.connection_made(self._transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._pending.clear()
-        self._protocol.connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Pass the first chunk on now, and pause reading until all chunks are passed on."""
-        self._pending += data
-        if len(self._pending) == len(data):
-            self._pass_chunk()
-        if self._pending and not self._paused and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
-
-    def eof_received(self) -> None:
-        self._protocol.eof_received()
-
-    def pause_writing(self) -> None:
-        self._protocol.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._protocol.resume_writing()
-
-    def _pass_chunk(self) -> None:
-        chunk = bytes(self._pending[:_CHUNK])
-        del self._pending[:_CHUNK]
-        self._protocol.data_received(chunk)
-        if self._pending:
-            asyncio.get_running_loop().call_soon(self._continue)
-
-    def _continue(self) -> None:
-        if self._pending:
-            self._pass_chunk()
-        if self._paused and not self._pending and self._transport is not None:
-            self._paused = False
-            # The protocol may have paused reading itself; then it also resumes it.
-            if not self._protocol.flow.read_paused:
-                self._transport.resume_reading()
 
 
 class TlsHandshake(asyncio.Protocol):

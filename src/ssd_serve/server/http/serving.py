@@ -15,12 +15,11 @@ from starlette.middleware import Middleware
 
 from ssd_serve.base.resources import descriptor_limit
 from ssd_serve.base.settings import Settings
-from ssd_serve.server.access.hosts import AllowedHosts
+from ssd_serve.server.access.auth import AllowedHosts
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.app import create_app
 from ssd_serve.server.http.connections import (
     BoundedConnection,
-    ChunkedReader,
     ConnectionLimiter,
     ConnectionLimitMiddleware,
     TlsHandshake,
@@ -28,7 +27,7 @@ from ssd_serve.server.http.connections import (
 from ssd_serve.server.http.listening import accept_connections, max_connections, tls_context
 from ssd_serve.server.limits import Limits
 from ssd_serve.server.service import StopGate
-from ssd_serve.server.text.tokenizer import TextTokenizer
+from ssd_serve.server.text import TextTokenizer
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
@@ -102,8 +101,7 @@ class HttpServer(uvicorn.Server):
 
     def _http_protocol(self) -> asyncio.Protocol:
         state = self.lifespan.state
-        connection = BoundedConnection(self.config, self.server_state, state, self._limiter, self._limits)
-        return ChunkedReader(connection)
+        return BoundedConnection(self.config, self.server_state, state, self._limiter, self._limits)
 
     async def _drain(self) -> None:
         running = set(self.server_state.tasks)
@@ -188,7 +186,7 @@ class ServerThread:
 def build_server(
     settings: Settings,
     engine: EngineClient,
-    tokenizer: TextTokenizer,
+    tokenizer: Callable[[], TextTokenizer],
     limits: Limits | None = None,
     hosts: Collection[str] | None = None,
 ) -> HttpServer:

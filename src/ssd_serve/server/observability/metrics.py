@@ -17,29 +17,24 @@ from ssd_serve.server.access.tenants import Tenants, TenantUsage
 from ssd_serve.server.engine.client import EngineClient
 
 PREFIX = "ssd_"
-SECONDS = tuple(
-    map(
-        float,
-        [
-            "0.001",
-            "0.0025",
-            "0.005",
-            "0.01",
-            "0.025",
-            "0.05",
-            "0.1",
-            "0.25",
-            "0.5",
-            "1",
-            "2.5",
-            "5",
-            "10",
-            "30",
-            "60",
-            "120",
-            "300",
-        ],
-    )
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
 )
 ROUND_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 ROUND_NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)

@@ -22,7 +22,7 @@ from ssd_serve.server.openai.tasks import (
     response_head,
 )
 from ssd_serve.server.service import Service
-from ssd_serve.server.text.tokenizer import token_units
+from ssd_serve.server.text import token_units
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -84,7 +84,7 @@ class CompletionsEndpoint:
                 text = prompt.text
                 if text is None:
                     text = tokenizer.decode(prompt.ids, skip_special_tokens=skip_special)
-                stream, offsets, length = tokenizer.detokenizer((), skip_special), list[int](), 0
+                stream, offsets, length = tokenizer.stream((), skip_special), list[int](), 0
                 for token in prompt.ids if scored else ():
                     offsets.append(length)
                     length += len(stream.push(token))

@@ -28,7 +28,7 @@ from ssd_serve.server.openai.protocol import (
     ToolCall,
 )
 from ssd_serve.server.service import Service
-from ssd_serve.server.text.tokenizer import TextTokenizer, token_units
+from ssd_serve.server.text import TextTokenizer, token_units
 
 _MESSAGE_UNITS = 32
 """Cost of rendering a message besides its text, in characters."""

@@ -18,7 +18,7 @@ from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.message import MessageWriter
 from ssd_serve.server.openai.prompts import TokenPrompt
 from ssd_serve.server.openai.protocol import GenerationRequest
-from ssd_serve.server.text.tokenizer import TokenTexts
+from ssd_serve.server.text import TokenTexts
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry; vLLM does the same."""

@@ -29,8 +29,7 @@ from ssd_serve.server.openai.prompts import TokenPrompt
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.openai.serialize import ChoiceSerializer, ResponseHead, ratio
 from ssd_serve.server.service import Service
-from ssd_serve.server.text.output import TextRules
-from ssd_serve.server.text.stops import StopStrings
+from ssd_serve.server.text import StopStrings, TextRules
 
 Value = TypeVar("Value")
 _GENERATED = "generated_token_ids"
@@ -82,7 +81,7 @@ async def plan_choices(
         stops=await service.worker_pool.run(4 * sum(map(len, strings)), lambda: StopStrings(strings)),
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=body.min_tokens or 0,
-        stop_token_set=stop_token_set(body.stop_token_ids, body.ignore_eos, service.tokenizer.eos_ids),
+        stop_token_set=stop_token_set(body.stop_token_ids, body.ignore_eos, service.tokenizer.eos_token_ids),
     )
 
     def bad_words() -> Steps[tuple[tuple[int, ...], ...]]:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from ssd_serve.base.messages import Ready
-from ssd_serve.server.bodies.parsing import TokenNumbers, parse
 from ssd_serve.server.errors import ApiError, unavailable
+from ssd_serve.server.http.parsing import TokenNumbers, parse
 from ssd_serve.server.http.streaming import while_connected
 from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.limits import Limits
