@@ -20,7 +20,7 @@ from ssd_serve.bench.prompts import (
 )
 from ssd_serve.models.hub import resolve_model
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.recipes.corpus import standard_library
+from ssd_serve.recipes.data import standard_library
 from tests.end_to_end.tiny_pair import write_model
 
 FINE, LOOP = list(range(NEW_TOKENS)), [1, 2, 3] * (NEW_TOKENS // 3)

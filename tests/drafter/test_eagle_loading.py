@@ -16,8 +16,7 @@ from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.recipes.checkpoint import read_checkpoint, shape_of
-from ssd_serve.recipes.eagle3 import TrainedHead
-from ssd_serve.recipes.eagle3_training import HeadRecipe, export_head
+from ssd_serve.recipes.eagle3 import HeadRecipe, TrainedHead, export_head
 
 
 class Counted(WrappedModel):

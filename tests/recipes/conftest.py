@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.recipes.corpus import read_sources, split_texts
-from ssd_serve.recipes.data import Workspace, load_tokenizer, text_summary
+from ssd_serve.recipes.data import Workspace, load_tokenizer, read_sources, split_texts
 from tests.end_to_end.tiny_pair import write_model
 
 
@@ -27,6 +26,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(tmp_path: Path, library: Path, target: Path) -> Workspace:
-    workspace, files = Workspace(tmp_path / "work"), read_sources(library)
-    workspace.prepare(split_texts(files), load_tokenizer(target), 100, text_summary(files))
+    workspace = Workspace(tmp_path / "work")
+    workspace.prepare(split_texts(read_sources(library)), load_tokenizer(target), 100)
     return workspace

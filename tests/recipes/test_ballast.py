@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ssd_serve.base.errors import UserError
+from ssd_serve.models.hub import embedded_folder
 from ssd_serve.recipes.ballast import add_ballast
 
 transformers = pytest.importorskip("transformers")
@@ -55,7 +56,7 @@ def logits(folder: Path) -> torch.Tensor:
         {"rms_norm_eps": 0.1},
     ],
 )
-def test_same_logits(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_ballast_keeps_logits(tmp_path: Path, changes: dict[str, Any]) -> None:
     source = checkpoint(tmp_path / "source", **changes)
     sizes = add_ballast(source, tmp_path / "large", hidden=128, layers=5)
     assert sizes.heads * sizes.head >= 128
@@ -63,7 +64,7 @@ def test_same_logits(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert torch.allclose(logits(tmp_path / "large"), logits(source), atol=1e-4)
 
 
-def test_the_cost_is_real(tmp_path: Path) -> None:
+def test_ballast_has_no_zero_weights_to_skip(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source")
     add_ballast(source, tmp_path / "large", hidden=128, layers=3, heads=32, intermediate=256)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "large", dtype=torch.float32)
@@ -75,7 +76,12 @@ def test_the_cost_is_real(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"hidden": 32}, {"layers": 1}, {"heads": 7}, {"intermediate": 8}])
-def test_impossible_sizes_are_refused(tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_sizes_below_the_source_are_refused(tmp_path: Path, sizes: dict[str, int]) -> None:
     source = checkpoint(tmp_path / "source")
     with pytest.raises(UserError):
         add_ballast(source, tmp_path / "large", **({"hidden": 128, "layers": 4} | sizes))
+
+
+def test_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="supports whole models"):
+        add_ballast(embedded_folder("head"), tmp_path / "large", hidden=1024, layers=4)

@@ -18,15 +18,16 @@ from ssd_serve.recipes.checkpoint import read_checkpoint
 from ssd_serve.recipes.data import Workspace
 from ssd_serve.recipes.decoder import Decoder, Shape, rotary_tables
 from ssd_serve.recipes.distil import read_draft
-from ssd_serve.recipes.eagle3 import TrainedHead, steps_of
-from ssd_serve.recipes.eagle3_training import (
+from ssd_serve.recipes.eagle3 import (
     HeadRecipe,
+    TrainedHead,
     export_head,
     frequent_tokens,
-    head_card,
+    head_shape,
+    steps_of,
     train_head,
 )
-from ssd_serve.recipes.teacher import Lesson, Teacher, head_shape
+from ssd_serve.recipes.training import Lesson, Teacher
 from tests.models import checkpoints
 from tests.models.test_decoder import chunk
 
@@ -35,7 +36,7 @@ RECIPE = HeadRecipe(
     layers=(0, 1),
     proposed=100,
     steps=2,
-    tokens=20_000,
+    tokens=8_000,
     rows=4,
     length=48,
     compiled=False,
@@ -102,7 +103,7 @@ def _chunk(head: TrainedHead, tokens: torch.Tensor, vectors: torch.Tensor) -> to
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3-qk-norm"])
-def test_a_teacher_says_what_the_architecture_s_own_code_says(architecture: str, tmp_path: Path) -> None:
+def test_teacher_logits_and_features_equal_transformers(architecture: str, tmp_path: Path) -> None:
     model = checkpoints.make(architecture)
     teacher = Teacher(checkpoints.save(model, tmp_path / "target"), 40, (0, 2), dtype="fp32")
     texts = torch.randint(3, 199, (2, 18), generator=torch.Generator().manual_seed(4))
@@ -118,7 +119,7 @@ def test_a_teacher_says_what_the_architecture_s_own_code_says(architecture: str,
     assert weight.grad is not None
 
 
-def test_each_step_sees_what_it_would_see_when_drafting() -> None:
+def test_training_time_test_sees_what_drafting_sees() -> None:
     head, target = random_pair()
     tokens = torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -129,7 +130,7 @@ def test_each_step_sees_what_it_would_see_when_drafting() -> None:
             torch.testing.assert_close(logits[0, place].float(), expected, atol=0.15, rtol=0.05)
 
 
-def test_the_truth_of_a_step_is_what_follows_its_token() -> None:
+def test_label_of_a_step_is_the_target_at_its_token() -> None:
     head, target = random_pair()
     tokens = torch.randint(0, 300, (1, 20), generator=torch.Generator().manual_seed(3))
     lesson = read_target(target, tokens, (0, 1))
@@ -145,7 +146,7 @@ def test_the_truth_of_a_step_is_what_follows_its_token() -> None:
         (dataclasses.replace(RECIPE, layers=(1, 0)), "ascending"),
         (dataclasses.replace(RECIPE, proposed=100_000), "1 to [0-9]+ tokens"),
         (dataclasses.replace(RECIPE, steps=48), "1 to 47"),
-        (dataclasses.replace(RECIPE, length=100_000), "texts of [0-9]+ tokens"),
+        (dataclasses.replace(RECIPE, length=100_000), "context of [0-9]+ tokens"),
     ],
 )
 def test_recipe_that_does_not_fit_the_target_is_refused(
@@ -173,11 +174,9 @@ def test_head_learns_resumes_and_is_served(workspace: Workspace, target: Path, t
         train_head(RECIPE, copy, target, again.append)
     vocabulary = head_shape(target).vocabulary
     assert torch.equal(head.ids, frequent_tokens(workspace, RECIPE.proposed, vocabulary))
-    card = head_card(training, RECIPE, "a target", 40)
-    assert "# An EAGLE-3 head for a target" in card
-    assert f"| 1 | {done['agreement_1']:.3f} |" in card
-    export_head(head, RECIPE, tmp_path / "head", {"README.md": card})
-    assert (tmp_path / "head" / "README.md").read_text() == card
+    export_head(head, RECIPE, tmp_path / "head", training.history)
+    history = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert history[-1]["agreement_1"] == pytest.approx(done["agreement_1"], abs=1e-3)
 
     served = load_head(
         tmp_path / "head",

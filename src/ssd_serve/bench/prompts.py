@@ -20,7 +20,7 @@ import msgspec
 
 from ssd_serve.base.errors import SsdError, UserError
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.recipes.corpus import held_out_files, standard_library
+from ssd_serve.recipes.data import held_out_files, standard_library
 
 NEW_TOKENS = 48
 """New tokens of each prompt."""

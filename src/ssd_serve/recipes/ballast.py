@@ -1,4 +1,4 @@
-"""Ballast: a copy of a Llama checkpoint or EAGLE head that computes the same function at a larger cost.
+"""Ballast: a copy of a Llama checkpoint that computes the same function at a larger cost.
 
 The copy has a zero-padded residual stream, and layers with output projections of zero. It has heads and MLP
 units with outputs that are multiplied by zero. So a small trained pair can replace a large one when step times
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ssd_serve.base.errors import UserError
-from ssd_serve.models.heads.kinds import HeadKind, head_kind
+from ssd_serve.models.heads.kinds import head_kind
 from ssd_serve.recipes.checkpoint import (
-    TOKENIZER_FILES,
     LlamaCheckpoint,
+    copy_tokenizer,
     read_checkpoint,
     replaced_folder,
     write_json,
@@ -30,12 +30,7 @@ from ssd_serve.recipes.checkpoint import (
 
 FILLER = 0.02
 """Standard deviation of weights that do not influence the result."""
-_READING = frozenset(f"self_attn.{each}_proj.weight" for each in "qkv")
-"""Matrices of a layer that read its input."""
-_QUERIES = "self_attn.q_proj.weight"
-_HEAD_NORMS = ("hidden_norm.weight", "norm.weight", "layernorm.weight", "fc_norm")
-_TOKEN_MAPS = ("d2t", "t2d")
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM")
+_SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -109,10 +104,11 @@ def add_ballast(
     """
     checkpoint = read_checkpoint(source)
     config = checkpoint.config
-    refuse_biases(config)
-    if config.get("architectures", [None])[0] not in SUPPORTED:
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise UserError("Ballast supports no biases in attention or MLP.")
+    if config.get("architectures", [None])[0] not in _SUPPORTED or head_kind(source) is not None:
         raise UserError(
-            f"Ballast supports {', '.join(SUPPORTED)} and EAGLE heads, not {config.get('architectures')}."
+            f"Ballast supports whole models ({', '.join(_SUPPORTED)}), not {config.get('architectures')}."
         )
     old = BallastSizes.of(config)
     new = enlarged(old, hidden, layers, heads, intermediate)
@@ -120,16 +116,8 @@ def add_ballast(
     with replaced_folder(destination) as folder:
         write_json(folder / "config.json", enlarged_config(config, old, new))
         write_weights(weights, folder)
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                (folder / name).write_bytes((source / name).read_bytes())
+        copy_tokenizer(source, folder)
     return new
-
-
-def refuse_biases(config: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a `config.json` declares biases."""
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise UserError("Ballast supports no biases in attention or MLP.")
 
 
 def enlarged_config(config: dict[str, Any], old: BallastSizes, new: BallastSizes) -> dict[str, Any]:
@@ -157,13 +145,6 @@ class Enlarger:
         places = torch.tensor(slots)[:, None] * old.head + torch.arange(old.head)  # [heads, head]
         self.queries = places.flatten()  # where each query dimension of the source goes
 
-    def source_places(self, count: int) -> Tensor:
-        """Return where the elements of `count` concatenated vectors of the source are in the copy.
-
-        int64 [count * hidden].
-        """
-        return (torch.arange(count)[:, None] * self.new.hidden + torch.arange(self.old.hidden)).flatten()
-
     def weights(self, checkpoint: LlamaCheckpoint) -> dict[str, Tensor]:
         """Return all weights of a model by name."""
         source = checkpoint.weights
@@ -183,19 +164,17 @@ class Enlarger:
                 result[prefix + name] = weight
         return result
 
-    def layer(
-        self, source: Mapping[str, Tensor], prefix: str, dtype: torch.dtype, read: int = 1
-    ) -> dict[str, Tensor]:
-        """Return one layer by names without prefix; its attention reads `read` concatenated vectors.
+    def layer(self, source: Mapping[str, Tensor], prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return one layer by names without prefix.
 
         A layer that the source lacks adds nothing to the residual stream.
         """
         new = self.new
         attention, kv = new.heads * new.head, new.kv_heads * new.head
         shapes = {  # name: (shape, whether padding may be filled)
-            "self_attn.q_proj.weight": ((attention, read * new.hidden), True),
-            "self_attn.k_proj.weight": ((kv, read * new.hidden), True),
-            "self_attn.v_proj.weight": ((kv, read * new.hidden), True),
+            "self_attn.q_proj.weight": ((attention, new.hidden), True),
+            "self_attn.k_proj.weight": ((kv, new.hidden), True),
+            "self_attn.v_proj.weight": ((kv, new.hidden), True),
             "self_attn.o_proj.weight": ((new.hidden, attention), False),
             "mlp.gate_proj.weight": ((new.intermediate, new.hidden), True),
             "mlp.up_proj.weight": ((new.intermediate, new.hidden), True),
@@ -206,8 +185,6 @@ class Enlarger:
             weight = source.get(prefix + name, torch.zeros(0, 0, dtype=dtype))
             rows = self.queries if "q_proj" in name else None
             columns = self.queries if "o_proj" in name else None
-            if name in _READING:
-                columns = self.source_places(read)
             result[name] = self.padded(weight, shape, filled, rows, columns)
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             result[name] = self.norm(source.get(prefix + name, torch.ones(self.old.hidden)))
@@ -241,90 +218,3 @@ class Enlarger:
         result = torch.ones(self.new.hidden)
         result[: len(weight)] = weight.float() * factor
         return result
-
-
-def is_head(folder: Path) -> bool:
-    """Return True if a folder holds an EAGLE head."""
-    return (folder / "config.json").is_file() and head_kind(folder) is not None
-
-
-def add_head_ballast(
-    source: Path, destination: Path, hidden: int, heads: int | None = None, intermediate: int | None = None
-) -> BallastSizes:
-    """Write the copy of a head for targets of hidden size `hidden`; return its sizes."""
-    checkpoint = read_checkpoint(source)
-    config = checkpoint.config
-    inner: dict[str, Any] = config.get("transformer_layer_config") or config
-    refuse_biases(inner)
-    old = BallastSizes.of(inner)
-    if (family := inner.get("model_type", "llama")) != "llama":
-        raise UserError(f"Ballast supports heads of the family llama, not {family}.")
-    if int(config.get("target_hidden_size") or old.hidden) != old.hidden:
-        raise UserError("Ballast supports heads that are as wide as their target.")
-    read, fused = 1, 2  # EAGLE-1 fuses a token and the vector before it, and its layer reads the result
-    if head_kind(source) is HeadKind.EAGLE3:
-        layers = (config.get("eagle_config") or config).get("eagle_aux_hidden_state_layer_ids")
-        if not layers:
-            raise UserError(
-                f"{source} does not name the layers that it reads, and a target with ballast has more: write "
-                "eagle_aux_hidden_state_layer_ids into its config.json."
-            )
-        read, fused = 2, len(layers)
-    new = enlarged(old, hidden, 1, heads, intermediate)
-    weights = HeadEnlarger(old, new).head_weights(checkpoint.weights, read, fused)
-    with replaced_folder(destination) as folder:
-        write_json(folder / "config.json", _head_config(config, old, new))
-        write_weights(weights, folder)
-    return new
-
-
-def _head_config(config: dict[str, Any], old: BallastSizes, new: BallastSizes) -> dict[str, Any]:
-    wide = {"target_hidden_size": new.hidden} if "target_hidden_size" in config else {}
-    if inner := config.get("transformer_layer_config"):
-        return config | wide | {"transformer_layer_config": enlarged_config(inner, old, new)}
-    return enlarged_config(config, old, new) | wide
-
-
-class HeadEnlarger(Enlarger):
-    """Makes the weights of the copy of an EAGLE head.
-
-    A target with ballast has the source's numbers in the first places of every feature, and zeros behind.
-    """
-
-    def head_weights(self, source: Mapping[str, Tensor], read: int, fused: int) -> dict[str, Tensor]:
-        """Return all weights of a head that fuses `fused` vectors; its layer reads `read` of them.
-
-        Raises `UserError` for an unknown weight.
-        """
-        queries = next((name for name in source if name.endswith(_QUERIES)), None)
-        if queries is None:
-            raise UserError("This head has no layer with queries, keys and values of its own.")
-        prefix = queries.removesuffix(_QUERIES)
-        result = {
-            prefix + name: weight
-            for name, weight in self.layer(source, prefix, source[queries].dtype, read).items()
-            if prefix + name in source
-        }
-        for name, weight in source.items():
-            if name not in result:
-                result[name] = self._other(name, weight, fused)
-        return result
-
-    def _other(self, name: str, weight: Tensor, fused: int) -> Tensor:
-        last, width = name.removeprefix("model."), self.new.hidden
-        if last in _TOKEN_MAPS:
-            return weight
-        if last in ("fc.weight", "fusion_fc.weight"):
-            columns = self.source_places(fused)
-            result = self.padded(weight, (width, fused * width), filled=True, columns=columns)
-            result[self.old.hidden :, columns] = 0  # the rest of the stream stays zero
-            return result
-        if last in ("fc.bias", "fusion_fc.bias"):
-            return torch.cat((weight, weight.new_zeros(width - len(weight))))
-        if last in ("lm_head.weight", "embed_tokens.weight"):
-            return self.padded(weight, (len(weight), width), filled=last == "lm_head.weight")
-        if last == "input_norm.weight":
-            return torch.cat([self.norm(part) for part in weight.chunk(fused)])
-        if weight.dim() == 1 and any(each in last for each in _HEAD_NORMS):
-            return self.norm(weight)
-        raise UserError(f"Ballast does not know a head's weight {name}.")

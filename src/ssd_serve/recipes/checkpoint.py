@@ -16,7 +16,7 @@ from ssd_serve.base.errors import UserError
 from ssd_serve.models.rope import parse_rope
 from ssd_serve.recipes.decoder import Shape
 
-TOKENIZER_FILES = (
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -25,7 +25,13 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "held_out.json",
 )
-"""Files that are copied unchanged when a checkpoint's weights are rewritten."""
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copy the files that stay the same when a checkpoint's weights are rewritten."""
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """The command line `ssd recipe eagle3 | distil | ballast`. Heavy modules are imported when a command runs."""
 
 import argparse
-import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ssd_serve.app.cli.flags import Commands
-from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import UserError
 from ssd_serve.base.settings import Settings
+
+if TYPE_CHECKING:
+    from ssd_serve.kernels.native.library import NativeLibrary
 
 
 def add_commands(recipe: argparse.ArgumentParser) -> None:
@@ -26,10 +28,7 @@ def _add_eagle3(commands: Commands) -> None:
         "--work", type=Path, default=Path("training"), help="folder of corpus and checkpoints"
     )
     parser.add_argument(
-        "--library", type=Path, help="folder of Python sources (default: the standard library)"
-    )
-    parser.add_argument(
-        "--text", type=Path, nargs="+", help="files of any text, or folders of them, instead of a library"
+        "--text", type=Path, nargs="+", help="files of text, or folders (default: Python's standard library)"
     )
     parser.add_argument(
         "--layers", type=int, nargs="+", required=True, help="target layers whose outputs are read, from 0"
@@ -82,10 +81,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_ballast(commands: Commands) -> None:
     parser = commands.add_parser("ballast", help="copy a checkpoint: the same function at a larger cost")
-    parser.add_argument("source", type=Path, help="a Llama checkpoint, or an EAGLE head of one")
+    parser.add_argument("source", type=Path, help="a Llama or Mistral checkpoint")
     parser.add_argument("destination", type=Path)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, help="layers of the copy (16); an EAGLE head has one")
+    parser.add_argument("--layers", type=int, default=16, help="layers of the copy (16)")
     parser.add_argument("--heads", type=int, help="query heads (default: as many as fill the hidden size)")
     parser.add_argument("--intermediate", type=int, help="MLP size (default: 2.75 times the hidden size)")
     parser.set_defaults(run=run_ballast)
@@ -108,16 +107,10 @@ def _above_zero(text: str) -> float:
 
 def run_eagle3(args: argparse.Namespace) -> int:
     """Train and export a head."""
-    from ssd_serve.kernels.native.library import native_library
-    from ssd_serve.models.config import model_name
-    from ssd_serve.models.hub import resolve_model
-    from ssd_serve.recipes import corpus, data
-    from ssd_serve.recipes.eagle3_training import HeadRecipe, export_head, head_card, train_head
-    from ssd_serve.recipes.processes import joined_processes
+    from ssd_serve.recipes import data
+    from ssd_serve.recipes.eagle3 import HeadRecipe, export_head, train_head
 
-    _set_threads(args.threads)
     _refuse_to_replace(args.head, "--head", args.target)
-    workspace, tokenizer = data.Workspace(args.work), data.load_tokenizer(args.target)
     recipe = HeadRecipe(
         layers=tuple(args.layers),
         proposed=args.proposed,
@@ -127,93 +120,42 @@ def run_eagle3(args: argparse.Namespace) -> int:
         length=args.length,
         compiled=args.compile,
     )
-    with joined_processes(args.device) as (process, device):
-        with process.first_of_all():
-            if args.text:
-                texts = corpus.read_texts(args.text)
-                split, summary = corpus.split_texts(texts), data.text_summary(texts)
-            else:
-                library = args.library or corpus.standard_library()
-                sources = corpus.read_sources(library)
-                if not sources:
-                    raise UserError(f"{library} has no Python sources to train on.")
-                held_out = (
-                    () if args.library else corpus.held_out_files(resolve_model(EMBEDDED, "target"), library)
-                )
-                split = corpus.split_library(sources, held_out)
-                summary = data.library_summary(split, library)
-            workspace.prepare(split, tokenizer, recipe.min_tokens, summary)
-        training = train_head(
-            recipe,
-            workspace,
-            args.target,
-            say=_say if process.first else _say_nothing,
-            device=device,
-            native=native_library(Settings().engine_config()),
-            process=process,
-        )
-    if process.first:
-        extra = {
-            "README.md": head_card(training, recipe, model_name(args.target), len(split.train)),
-            "training.json": json.dumps(training.history, indent=2) + "\n",
-            "held_out.json": json.dumps(workspace.summary().get("held_out", []), indent=2) + "\n",
-        }
-        export_head(training.model, recipe, args.head, extra)
-        print(f"exported {args.head}")
+    workspace = data.Workspace(args.work)
+    corpus = data.split_texts(data.read_texts(args.text)) if args.text else data.library_corpus()
+    workspace.prepare(corpus, data.load_tokenizer(args.target), recipe.min_tokens)
+    training = train_head(recipe, workspace, args.target, _say, args.device, _native(args.threads))
+    export_head(training.model, recipe, args.head, training.history)
+    print(f"exported {args.head}")
     return 0
 
 
 def run_distil(args: argparse.Namespace) -> int:
     """Train and export a draft."""
-    from ssd_serve.kernels.native.library import native_library
-    from ssd_serve.models.config import model_name
-    from ssd_serve.recipes import corpus, data
+    from ssd_serve.recipes import data
     from ssd_serve.recipes.distil import DistilRecipe, check_tokenizers, distil, export_distilled
-    from ssd_serve.recipes.processes import joined_processes
 
-    _set_threads(args.threads)
     _refuse_to_replace(args.out, "--out", args.target, args.draft)
     recipe = DistilRecipe(
         tokens=args.tokens, rows=args.rows, length=args.length, rate=args.rate, compiled=args.compile
     )
     check_tokenizers(args.target, args.draft)
     workspace = data.Workspace(args.work)
-    with joined_processes(args.device) as (process, device):
-        with process.first_of_all():
-            texts = corpus.read_texts(args.texts)
-            tokenizer = data.load_tokenizer(args.draft)
-            workspace.prepare(
-                corpus.split_texts(texts), tokenizer, recipe.min_tokens, data.text_summary(texts)
-            )
-        distilled = distil(
-            recipe,
-            workspace,
-            args.target,
-            args.draft,
-            say=_say if process.first else _say_nothing,
-            device=device,
-            native=native_library(Settings().engine_config()),
-            process=process,
-        )
-    if process.first:
-        names = [path.name for path in args.texts]
-        export_distilled(distilled, model_name(args.target), args.draft, names, args.out)
-        print(f"exported {args.out}")
+    corpus = data.split_texts(data.read_texts(args.texts))
+    workspace.prepare(corpus, data.load_tokenizer(args.draft), recipe.min_tokens)
+    native = _native(args.threads)
+    distilled = distil(recipe, workspace, args.target, args.draft, _say, args.device, native)
+    export_distilled(distilled, args.draft, args.out)
+    print(f"exported {args.out}")
     return 0
 
 
 def run_ballast(args: argparse.Namespace) -> int:
     """Write the enlarged copy."""
-    from ssd_serve.recipes.ballast import add_ballast, add_head_ballast, is_head
+    from ssd_serve.recipes.ballast import add_ballast
 
-    if is_head(args.source):
-        if args.layers not in (None, 1):
-            raise UserError("An EAGLE head has one layer: leave --layers out.")
-        sizes = add_head_ballast(args.source, args.destination, args.hidden, args.heads, args.intermediate)
-    else:
-        sizes = add_ballast(
-            args.source, args.destination, args.hidden, args.layers or 16, args.heads, args.intermediate
-        )
+    sizes = add_ballast(
+        args.source, args.destination, args.hidden, args.layers, args.heads, args.intermediate
+    )
     print(
         f"wrote {args.destination}: hidden {sizes.hidden}, {sizes.layers} layers, {sizes.heads} heads "
         f"({sizes.kv_heads} KV), MLP {sizes.intermediate}"
@@ -226,16 +168,16 @@ def _refuse_to_replace(written: Path, option: str, *read: Path) -> None:
         raise UserError(f"{written} is an input: choose another folder for {option}.")
 
 
-def _set_threads(count: int | None) -> None:
+def _native(threads: int | None) -> "NativeLibrary | None":
+    """Return the compiled kernels, after the number of torch's threads is set."""
     import torch
 
-    if count:
-        torch.set_num_threads(count)
+    from ssd_serve.kernels.native.library import native_library
+
+    if threads:
+        torch.set_num_threads(threads)
+    return native_library(Settings().engine_config())
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _say_nothing(_line: str) -> None:
-    """Report nothing: only the first process of a training reports."""

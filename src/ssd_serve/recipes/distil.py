@@ -3,7 +3,7 @@
 The target is any model that the server can load. The draft keeps its sizes, tokenizer and configuration.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.recipes.checkpoint import (
-    TOKENIZER_FILES,
     LlamaCheckpoint,
+    copy_tokenizer,
     read_checkpoint,
     replaced_folder,
     shape_of,
@@ -25,10 +25,7 @@ from ssd_serve.recipes.checkpoint import (
 )
 from ssd_serve.recipes.data import Workspace, evaluation_windows
 from ssd_serve.recipes.decoder import Decoder
-from ssd_serve.recipes.optimiser import Rates
-from ssd_serve.recipes.processes import ALONE, TrainingProcess
-from ssd_serve.recipes.teacher import Teacher
-from ssd_serve.recipes.training import Recipe, Training, run
+from ssd_serve.recipes.training import Rates, Recipe, Teacher, Training, run
 
 RATES = Rates(matrix=5e-4, embedding=5e-5, head=5e-5, norm=5e-5, matrix_decay=0.0)
 """Learning rates of a model that is trained already."""
@@ -83,14 +80,15 @@ def distil(
     say: Callable[[str], None],
     device: str = "cpu",
     native: NativeLibrary | None = None,
-    process: TrainingProcess = ALONE,
 ) -> Distilled:
     """Train to the last token, from the checkpoint if there is one."""
     source = read_checkpoint(draft)
     student = read_draft(source, draft).to(device)
     if recipe.length > student.shape.context:
-        raise UserError(f"the draft knows texts of {student.shape.context} tokens, not of {recipe.length}")
-    teacher = Teacher(target, max(1, recipe.rows // process.count) * recipe.length, (), device, native=native)
+        raise UserError(
+            f"the draft has a context of {student.shape.context} tokens, --length is {recipe.length}"
+        )
+    teacher = Teacher(target, recipe.rows * recipe.length, (), device, native=native)
     windows = torch.from_numpy(evaluation_windows(workspace.held_out(), recipe.length, _WINDOWS)).to(device)
     logits_loss = torch.compile(draft_loss, dynamic=False) if recipe.compiled else draft_loss
 
@@ -98,11 +96,11 @@ def distil(
         return logits_loss(model, inputs, teacher.read(inputs).logits)
 
     def figures(model: Decoder) -> dict[str, float]:
-        return held_out_figures(model, teacher, windows) if process.first else {}
+        return held_out_figures(model, teacher, windows)
 
     before = figures(student)
     checkpoint = workspace.checkpoint("distilled")
-    training = Training(recipe, recipe.rates, student, workspace.stream(), checkpoint, loss, process)
+    training = Training(recipe, recipe.rates, student, workspace.stream(), checkpoint, loss)
     training.history.append({"step": 0, "tokens": 0, **before})
     if checkpoint.exists():
         training.load()
@@ -174,10 +172,8 @@ def _is_tied(checkpoint: LlamaCheckpoint) -> bool:
     return bool(checkpoint.config.get("tie_word_embeddings")) or _HEAD not in checkpoint.weights
 
 
-def export_distilled(
-    distilled: Distilled, target: str, draft: Path, texts: Sequence[str], folder: Path
-) -> None:
-    """Write the trained draft with the names and dtypes of its checkpoint, its tokenizer and a model card."""
+def export_distilled(distilled: Distilled, draft: Path, folder: Path) -> None:
+    """Write the trained draft with the names and dtypes of its checkpoint, and its tokenizer."""
     source, own = distilled.source, distilled.training.model.state_dict()
     weights = {
         name: own[name].detach().to("cpu", value.dtype).contiguous() if name in own else value
@@ -188,34 +184,4 @@ def export_distilled(
         write_json(inside / "config.json", source.config)
         write_weights(weights, inside)
         write_json(inside / "training.json", distilled.training.history)
-        for name in TOKENIZER_FILES:
-            if (draft / name).is_file():
-                (inside / name).write_bytes((draft / name).read_bytes())
-        card = distilled_card(distilled, target, draft.name, texts)
-        (inside / "README.md").write_text(card, encoding="utf-8")
-
-
-def distilled_card(distilled: Distilled, target: str, draft: str, texts: Sequence[str]) -> str:
-    """Return the model card."""
-    training, before, after = distilled.training, distilled.before, distilled.after
-    labels = {
-        "held_out_loss": "loss on the text, nats a token",
-        "agreement": "first choice is the target's, temperature 0",
-    }
-    rows = [f"| {label} | {before[name]:.3f} | {after[name]:.3f} |" for name, label in labels.items()]
-    return "\n".join(
-        [
-            f"# {draft}, distilled from {target}",
-            "",
-            f"The draft model {draft}, trained by `ssd recipe distil` on the distribution of {target} over "
-            f"{', '.join(texts)}. Licence and use are those of {draft}.",
-            "",
-            f"{training.step:,} steps, {training.tokens:,} tokens, {training.worked / 60:.0f} minutes. "
-            "Measured on the last twentieth of each text, which was held out:",
-            "",
-            "| figure | before | after |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+        copy_tokenizer(draft, inside)

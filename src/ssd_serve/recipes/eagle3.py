@@ -1,18 +1,28 @@
-"""An EAGLE-3 head for training, with the parameter names of published heads, and its loss.
+"""An EAGLE-3 head for training, with the parameter names of published heads: its loss, training and export.
 
 Training-time test (Li et al. 2025): the head first reads the target's features, then its own output for some
 steps; every step learns the target's distribution there. Written for whole sequences and independent of the
 engine's head, so that tests can compare the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ssd_serve.base.errors import UserError
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.architectures.dense.config import DecoderConfig
+from ssd_serve.models.architectures.registry import load_description
+from ssd_serve.models.heads.load import target_embedding
+from ssd_serve.recipes.checkpoint import llama_config, replaced_folder, write_json, write_weights
+from ssd_serve.recipes.data import Workspace, evaluation_windows
 from ssd_serve.recipes.decoder import Mlp, Norm, Shape, rotary_tables, rotate
-from ssd_serve.recipes.teacher import Lesson
+from ssd_serve.recipes.training import Lesson, Rates, Recipe, Teacher, Training, run
 
 STEP_WEIGHT = 0.8
 """Weight of each step relative to the one before it."""
@@ -43,8 +53,10 @@ class HeadLayer(nn.Module):
 
 
 class TrainedHead(nn.Module):
-    """A head of a target of the same width, which reads `features` of its layers and proposes the tokens
-    `ids`, int64 [proposed], ascending. It has no embedding: it reads the target's."""
+    """A head as wide as its target, without an embedding of its own.
+
+    It reads the outputs of `features` target layers and proposes the tokens `ids`, int64 [proposed], ascending.
+    """
 
     ids: Tensor
 
@@ -84,7 +96,7 @@ class TrainedHead(nn.Module):
         return result
 
     def split(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, step: int = 0) -> Tensor:
-        """[batch, rows, heads * head] to [batch, heads, rows, head], rotated to the places of a step."""
+        """Map [batch, rows, heads * head] to [batch, heads, rows, head], rotated to the places of a step."""
         batch, rows, _ = x.shape
         split = x.view(batch, rows, -1, self.shape.head).transpose(1, 2)
         if cos is None or sin is None:
@@ -92,7 +104,7 @@ class TrainedHead(nn.Module):
         return rotate(split, cos[step : step + rows], sin[step : step + rows])
 
     def attend(self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """A row sees the first step's rows up to its own, and of every later step its own row only."""
+        """Attend to the first step's rows up to the own one, and of each later step to the own row only."""
         batch, heads, rows, head = query.shape
         group = heads // self.shape.kv_heads
         keys = [key.repeat_interleave(group, dim=1) for key in keys]
@@ -110,8 +122,10 @@ class TrainedHead(nn.Module):
 def steps_of(
     head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Lesson, steps: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """The head's logits [batch, rows, proposed] and the target's [batch, rows, vocabulary] at each step, of
-    tokens that the target has read and its embedding [vocabulary, hidden]."""
+    """Return the head's logits [batch, rows, proposed] and the target's [batch, rows, vocabulary] of each step.
+
+    `embedding` is the target's, [vocabulary, hidden].
+    """
     if lesson.features is None:
         raise ValueError("a head reads features")
     rows = tokens.shape[1] - steps
@@ -137,9 +151,139 @@ def head_loss(head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Less
 def agreement_by_step(
     head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Lesson, steps: int
 ) -> list[float]:
-    """Share of places at which both choose the same at temperature 0, by how many of its own words the head
-    has gone on from."""
+    """Return the share of places at which both choose the same token at temperature 0, for each step."""
     return [
         float((head.ids[guesses.argmax(-1)] == truth.argmax(-1)).float().mean())
         for guesses, truth in steps_of(head, embedding, tokens, lesson, steps)
     ]
+
+
+_WINDOWS, _LENGTH = 12, 512
+"""Held-out windows, and tokens of each, for the figures in the log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRecipe(Recipe):
+    """The training of a head.
+
+    `layers`: numbers of the target layers, from 0; the head reads their outputs. `proposed`: number of the most
+    frequent tokens that the head can propose. `steps`: steps of the training-time test.
+    """
+
+    layers: tuple[int, ...]
+    proposed: int = 2048
+    steps: int = 4
+    tokens: int = 12_000_000
+    rows: int = 16
+    length: int = 384
+    seed: int = 2
+
+
+def train_head(
+    recipe: HeadRecipe,
+    workspace: Workspace,
+    target: Path,
+    say: Callable[[str], None],
+    device: str = "cpu",
+    native: NativeLibrary | None = None,
+) -> Training[TrainedHead]:
+    """Train to the last token, from the checkpoint if there is one; return the state at the end.
+
+    Raises `UserError` for a recipe that does not fit the target.
+    """
+    shape = head_shape(target)
+    _check(recipe, shape, load_description(target).config.layers)
+    length = min(_LENGTH, shape.context)
+    places = max(recipe.rows * recipe.length, length)
+    teacher = Teacher(target, places, recipe.layers, device, native=native)
+    embedding = target_embedding(target, shape.vocabulary, shape.hidden).to(teacher.device, torch.float32)
+    torch.manual_seed(recipe.seed)
+    ids = frequent_tokens(workspace, recipe.proposed, shape.vocabulary)
+    head = TrainedHead(shape, ids, len(recipe.layers)).to(teacher.device)
+    lesson_loss = torch.compile(head_loss, dynamic=False) if recipe.compiled else head_loss
+
+    def loss(model: TrainedHead, inputs: Tensor) -> Tensor:
+        return lesson_loss(model, embedding, inputs, teacher.read(inputs), recipe.steps)
+
+    windows = torch.from_numpy(evaluation_windows(workspace.held_out(), length, _WINDOWS)).to(teacher.device)
+
+    def figures(model: TrainedHead) -> dict[str, float]:
+        texts = [each[None, :-1] for each in windows]
+        shares = [
+            agreement_by_step(model, embedding, text, teacher.read(text), recipe.steps) for text in texts
+        ]
+        mean = np.mean(shares, axis=0)
+        return {f"agreement_{step}": float(share) for step, share in enumerate(mean)}
+
+    checkpoint = workspace.checkpoint("head")
+    training = Training(recipe, Rates(), head, workspace.stream(), checkpoint, loss)
+    if checkpoint.exists():
+        training.load()
+    say(f"head: {training.tokens:,} of {recipe.tokens:,} tokens")
+    if training.tokens < recipe.tokens:
+        run(training, figures, say=say)
+    head.eval()
+    return training
+
+
+def frequent_tokens(workspace: Workspace, count: int, vocabulary: int) -> Tensor:
+    """Return the ids of the most frequent tokens of the text, ascending: int64 [count]."""
+    counts = np.bincount(workspace.stream(), minlength=vocabulary)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count])).to(torch.int64)
+
+
+def _check(recipe: HeadRecipe, shape: Shape, target_layers: int) -> None:
+    layers = list(recipe.layers)
+    if sorted(set(layers)) != layers or not layers or layers[-1] >= target_layers or layers[0] < 0:
+        raise UserError(f"layers {layers} cannot be read: name some of 0 to {target_layers - 1}, ascending")
+    if not 0 < recipe.proposed <= shape.vocabulary:
+        raise UserError(f"a head can propose 1 to {shape.vocabulary} tokens, not {recipe.proposed}")
+    if recipe.length > shape.context:
+        raise UserError(f"the target has a context of {shape.context} tokens, --length is {recipe.length}")
+    if not 0 < recipe.steps < recipe.length:
+        raise UserError(f"steps must be 1 to {recipe.length - 1}, not {recipe.steps}")
+
+
+def export_head(
+    head: TrainedHead, recipe: HeadRecipe, folder: Path, history: Sequence[Mapping[str, float]] = ()
+) -> None:
+    """Write the head in the layout of SafeAILab and SpecForge, without the embedding, which is the target's."""
+    ids, vocabulary = head.ids.cpu(), head.shape.vocabulary
+    config = {
+        **llama_config(head.shape),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(ids),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(recipe.layers),
+            "use_aux_hidden_state": True,
+        },
+    }
+    weights = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, value in head.state_dict().items()
+    }
+    weights["d2t"] = ids - torch.arange(len(ids))
+    weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
+    with replaced_folder(folder) as inside:
+        write_json(inside / "config.json", config)
+        write_weights(weights, inside)
+        write_json(inside / "training.json", history)
+
+
+def head_shape(target: Path) -> Shape:
+    """Return the sizes of a head for this target: those of one layer, without scaled rotations."""
+    config = load_description(target).config
+    if not isinstance(config, DecoderConfig):
+        raise UserError(f"{target} is no dense decoder: heads of others cannot be trained here.")
+    return Shape(
+        vocabulary=config.vocabulary,
+        hidden=config.hidden,
+        layers=1,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head=config.head_dim,
+        intermediate=config.intermediate,
+        context=config.context,
+        rope_theta=config.rope.theta,
+        epsilon=config.norm_epsilon,
+    )

@@ -1,4 +1,4 @@
-"""The training loop of drafts: steps, checkpoints, and a schedule that counts tokens.
+"""Training of drafts: the target as a teacher, the optimiser, steps, and checkpoints.
 
 A training that is stopped and resumed ends with the weights that it would have had without the stop.
 """
@@ -6,18 +6,129 @@ A training that is stopped and resumed ends with the weights that it would have 
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ssd_serve.base.errors import UserError
+from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.recipes.data import Sampler, Stream
-from ssd_serve.recipes.optimiser import Optimiser, Rates, Schedule
-from ssd_serve.recipes.processes import ALONE, TrainingProcess
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A target's output for texts."""
+
+    logits: Tensor  # [texts, length, vocabulary]
+    features: Tensor | None = None  # concatenated outputs of layers, [texts, length, layers * hidden]
+
+
+class Teacher:
+    """A loaded target with KV slots for `places` tokens; it returns the outputs of `layers`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        places: int,
+        layers: Sequence[int] = (),
+        device: str = "cpu",
+        dtype: str = "auto",
+        native: NativeLibrary | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self._layers = tuple(layers)
+        wish = ModelOptions(
+            device=device, dtype=dtype, slots=places, context=None, native=native, features=self._layers
+        )
+        self._model = load_model(folder, wish)
+
+    def read(self, tokens: Tensor) -> Lesson:
+        """Compute the lesson of tokens int64 [texts, length]."""
+        texts, length = tokens.shape
+        places = torch.arange(texts * length).view(texts, length).tolist()
+        parts = [
+            RequestRows(
+                tokens=row,
+                positions=range(length),
+                write_slots=own,
+                prefix_slots=np.zeros(0, np.int32),
+                wanted=range(length),
+            )
+            for row, own in zip(tokens.tolist(), places, strict=True)
+        ]
+        result = self._model.forward(build_batch(parts))
+        # Copies, because a backward pass cannot keep what was made in inference mode.
+        logits = result.logits.clone().view(texts, length, -1)
+        if not self._layers:
+            return Lesson(logits)
+        features = torch.cat([result.features[f"layer.{layer}"] for layer in self._layers], dim=-1)
+        return Lesson(logits, features.clone().view(texts, length, -1))
+
+
+def rate_factor(seen: int, tokens: int, warm_up: float = 0.015, decay: float = 0.35) -> float:
+    """Return the factor on every learning rate after `seen` of `tokens` tokens, 0 to 1.
+
+    Warm-up, constant, then linear decay to zero; `warm_up` and `decay` are shares of all tokens.
+    """
+    progress = min(1.0, seen / tokens)
+    return min(1.0, max(progress, 1e-3) / warm_up, (1.0 - progress) / decay)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peak learning rates and Muon's weight decay (times its learning rate, per step)."""
+
+    matrix: float = 0.02
+    embedding: float = 0.02
+    head: float = 0.004
+    norm: float = 0.004
+    matrix_decay: float = 0.02
+
+
+class Optimiser:
+    """Muon (Jordan et al. 2024) for hidden matrices and AdamW for the rest, stepped together."""
+
+    def __init__(self, decoder: nn.Module, rates: Rates) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise UserError(f"Training needs torch 2.9 or later, not {torch.__version__}.")
+        named = dict(decoder.named_parameters())
+        matrices = [p for n, p in named.items() if p.dim() == 2 and ("_proj" in n or n.startswith("fc."))]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for n, p in named.items() if "embed_tokens" in n], "lr": rates.embedding},
+            {"params": [p for n, p in named.items() if "lm_head" in n], "lr": rates.head},
+            {"params": [p for p in named.values() if p.dim() == 1], "lr": rates.norm},
+        ]
+        self._muon = torch.optim.Muon(matrices, lr=rates.matrix, weight_decay=rates.matrix_decay)
+        self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-10, weight_decay=0.0, fused=True)
+        self._peaks = [float(group["lr"]) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [*self._muon.param_groups, *self._adam.param_groups]
+
+    def step(self, factor: float, momentum: float) -> None:
+        """Update once with every learning rate multiplied by `factor`, and clear the gradients."""
+        for group, peak in zip(self._groups(), self._peaks, strict=True):
+            group["lr"] = peak * factor
+        self._muon.param_groups[0]["momentum"] = momentum
+        for optimiser in (self._muon, self._adam):
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of both optimisers for a checkpoint."""
+        return {"muon": self._muon.state_dict(), "adam": self._adam.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._muon.load_state_dict(state["muon"])
+        self._adam.load_state_dict(state["adam"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +168,9 @@ class Training(Generic[M]):
         stream: Stream,
         checkpoint: Path,
         loss: Loss[M],
-        process: TrainingProcess = ALONE,
     ) -> None:
-        """`model` must begin with the same weights in each process."""
-        process.check(recipe.rows)
-        self.process = process
         self.recipe = recipe
         self.checkpoint = checkpoint
-        self.schedule = Schedule(recipe.tokens)
         self.model = model
         self.optimiser = Optimiser(model, rates)
         self.sampler = Sampler(stream, recipe.seed)
@@ -78,12 +184,11 @@ class Training(Generic[M]):
         """Run one step and return its loss."""
         batch = torch.from_numpy(self.sampler.batch(self.recipe.rows, self.recipe.length))
         device = next(self.model.parameters()).device
-        inputs = self.process.rows(batch)[:, :-1].to(device).contiguous()  # [own rows, length]
+        inputs = batch[:, :-1].to(device).contiguous()  # [rows, length]
         loss = self._loss(self.model, inputs)
         torch.autograd.backward([loss])
-        loss = self.process.mean(self.model, loss)
         momentum = 0.85 + 0.10 * min(1.0, self.step / 200)
-        self.optimiser.step(self.schedule.rate(self.tokens), momentum)
+        self.optimiser.step(rate_factor(self.tokens, self.recipe.tokens), momentum)
         self.step += 1
         self.tokens += self.recipe.rows * self.recipe.length
         return float(loss.detach())
@@ -107,12 +212,12 @@ class Training(Generic[M]):
         """Continue from the checkpoint; the number of tokens stays the one given to this training."""
         try:
             state: dict[str, Any] = torch.load(self.checkpoint, weights_only=True, map_location="cpu")
-        except Exception as error:  # torch raises whatever its parser stumbles over
+            self.model.load_state_dict(state["decoder"])
+            self.optimiser.load_state_dict(state["optimiser"])
+        except Exception as error:  # torch raises any type for a damaged file
             raise UserError(
-                f"{self.checkpoint} is no checkpoint; remove it to begin anew: {error}"
+                f"{self.checkpoint} is no checkpoint of this training; remove it to begin anew: {error}"
             ) from error
-        self.model.load_state_dict(state["decoder"])
-        self.optimiser.load_state_dict(state["optimiser"])
         self.sampler.taken = state["taken"]
         self.step, self.tokens, self.worked = state["step"], state["tokens"], state["worked"]
         self.history = state["history"]
@@ -124,8 +229,8 @@ def run(
     clock: Callable[[], float] = time.time,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Train to the last token; the first process reports and saves every few minutes and at the end."""
-    recipe, first = training.recipe, training.process.first
+    """Train to the last token; report and save every few minutes and at the end."""
+    recipe = training.recipe
     reported = saved = clock()
     since = training.tokens
     losses: list[float] = []
@@ -134,8 +239,6 @@ def run(
         losses.append(training.train_step())
         now = clock()
         training.worked += now - began
-        if not first:
-            continue
         if training.step in (1, 10, 50, 100) or now - reported >= recipe.report_seconds:
             record = {
                 "step": training.step,
@@ -152,7 +255,6 @@ def run(
         if now - saved >= recipe.checkpoint_seconds:
             training.save()
             saved = now
-    if first:
-        training.history.append({"step": training.step, "tokens": training.tokens, **figures(training.model)})
-        training.save()
-        say("done " + json.dumps(training.history[-1]))
+    training.history.append({"step": training.step, "tokens": training.tokens, **figures(training.model)})
+    training.save()
+    say("done " + json.dumps(training.history[-1]))

@@ -62,7 +62,7 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
 )
 _LAZY_COMMANDS = {
     "bench": ("ssd_serve.bench.commands", "measure: modes, kernels, losslessness"),
-    "recipe": ("ssd_serve.recipes.commands", "make models: train the embedded pair, add ballast, evaluate"),
+    "recipe": ("ssd_serve.recipes.commands", "make drafts: train EAGLE-3 heads, distil models, add ballast"),
 }
 """Commands of packages that no server needs: a module, imported on use, and its help text."""
 
