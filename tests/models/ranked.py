@@ -11,8 +11,7 @@ import torch
 
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
-from ssd_serve.models.parallel import Group, Parallel
-from ssd_serve.models.torch_group import join_group
+from ssd_serve.models.parallel import Group, Parallel, join_group
 from ssd_serve.models.wrapped import LeaderModel, follow
 
 T = TypeVar("T")

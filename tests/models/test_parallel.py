@@ -18,9 +18,8 @@ from ssd_serve.models.architectures.dense.config import rank_config
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
-from ssd_serve.models.parallel import Group, Parallel, SingleRank
+from ssd_serve.models.parallel import Group, Parallel, SingleRank, join_group
 from ssd_serve.models.sizes import model_sizes
-from ssd_serve.models.torch_group import join_group
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write

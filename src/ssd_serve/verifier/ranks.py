@@ -17,9 +17,8 @@ from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.parallel import Group, Parallel
+from ssd_serve.models.parallel import Group, Parallel, TorchGroup, join_group
 from ssd_serve.models.sizes import torch_device
-from ssd_serve.models.torch_group import TorchGroup, join_group
 from ssd_serve.models.wrapped import LeaderModel, follow
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import Follower, Leader, RankFiles

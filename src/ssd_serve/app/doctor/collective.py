@@ -51,8 +51,7 @@ def sums(device: str, rank: int, size: int, store: Path, captured: bool = False)
     """True if one rank gets the sum over all. Raises the library's errors."""
     import torch
 
-    from ssd_serve.models.parallel import Parallel
-    from ssd_serve.models.torch_group import join_group
+    from ssd_serve.models.parallel import Parallel, join_group
 
     group = join_group(store, Parallel(rank, size), device)
     numbers = torch.empty(4, device=device)

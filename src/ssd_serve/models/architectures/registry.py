@@ -13,10 +13,10 @@ from ssd_serve.models.config import Json
 from ssd_serve.models.weights.formats import format_of
 
 ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "ssd_serve.models.architectures.llama:LLAMA",
-    "MistralForCausalLM": "ssd_serve.models.architectures.mistral:MISTRAL",
-    "Qwen2ForCausalLM": "ssd_serve.models.architectures.qwen2:QWEN2",
-    "Qwen3ForCausalLM": "ssd_serve.models.architectures.qwen3:QWEN3",
+    "LlamaForCausalLM": "ssd_serve.models.architectures.dense.models:LLAMA",
+    "MistralForCausalLM": "ssd_serve.models.architectures.dense.models:MISTRAL",
+    "Qwen2ForCausalLM": "ssd_serve.models.architectures.dense.models:QWEN2",
+    "Qwen3ForCausalLM": "ssd_serve.models.architectures.dense.models:QWEN3",
 }
 """Path of each `Architecture`, `module:name`, by its entry in `architectures` of `config.json`."""
 

@@ -5,6 +5,7 @@ puts token and vector side by side into the attention of its layer; EAGLE-1 make
 batches, weights and attention backends; no trees and no target.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +15,30 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import completion
 from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.contract import ModelParts
+from ssd_serve.models.architectures.dense.weights import LayerBlocks
 from ssd_serve.models.heads.config import EagleConfig
-from ssd_serve.models.heads.weights import EagleWeights
 from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts
 from ssd_serve.models.rope import rotation_table
 from ssd_serve.models.sizes import DTYPES
+from ssd_serve.models.weights.linear import Linear
 
 OWN = "own"
 """The feature of a forward that is the head's own vector of each wanted row: [wanted, hidden]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleWeights:
+    """Weights of a whole head. `embedding` or `head` None: the target's is used."""
+
+    embedding: torch.Tensor | None  # [target's vocabulary, hidden]
+    token_norm: RmsNorm | None  # [hidden], of embeddings
+    feature_norms: tuple[RmsNorm, ...]  # [fused * target_hidden], or [target_hidden] each, or none
+    fuse: Linear  # fused * target_hidden -> hidden; EAGLE-1: a token and a vector, 2 * hidden -> hidden
+    hidden_norm: RmsNorm | None  # [hidden], of what the layer adds to, for its attention
+    blocks: LayerBlocks  # qkv reads 2 * hidden; EAGLE-1: hidden
+    norm: RmsNorm | None  # [hidden]
+    head: Linear | None  # hidden -> draft vocabulary
+    proposed: torch.Tensor | None  # int64 [draft vocabulary], ids of the target; None: all
 
 
 class EagleHead:
