@@ -117,7 +117,8 @@ class Optimiser:
         for group, peak in zip(self._groups(), self._peaks, strict=True):
             group["lr"] = peak * factor
         self._muon.param_groups[0]["momentum"] = momentum
-        for optimiser in (self._muon, self._adam):
+        both: tuple[torch.optim.Optimizer, ...] = self._muon, self._adam
+        for optimiser in both:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
