@@ -12,9 +12,8 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.batched_processors import process_rows
 from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.native_choice import COMPILED
-from ssd_serve.sampling.parameters import UnsupportedParameters, needs_processing, has_truncation
-from ssd_serve.sampling.processors import process
+from ssd_serve.sampling.parameters import COMPILED, UnsupportedParameters, needs_processing, has_truncation
+from ssd_serve.sampling.processors import RowContext, process
 from ssd_serve.sampling.rows import SamplingRows
 
 logits = 3 * torch.randn((40, 50), generator=torch.Generator().manual_seed(5))
@@ -23,7 +22,7 @@ for top_a in (0.04, 0.5):
     assert has_truncation(parameters) and needs_processing(parameters, 0)
     assert UnsupportedParameters(COMPILED).needs_process(parameters)
     rows = [SamplingRows(parameters, seed, 9) for seed in range(40)]
-    one_by_one = torch.stack([process(line, parameters, None, (), 0, ()) for line in logits])
+    one_by_one = torch.stack([process(line, parameters, RowContext()) for line in logits])
     probabilities = (logits / 0.7).double().softmax(1)
     kept = probabilities >= top_a * probabilities.amax(1, keepdim=True) ** 2
     best = torch.zeros_like(kept).scatter_(1, (logits / 0.7).topk(40).indices, True)

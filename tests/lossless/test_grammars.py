@@ -12,8 +12,9 @@ import pytest
 from ssd_serve import LLM, SamplingParams
 from ssd_serve.app.llm.outputs import Output
 from ssd_serve.app.llm.sampling_params import StructuredOutputsParams
+from tests.examples import WHOLE
 
-SCHEMAS = 200
+SCHEMAS = 90 if WHOLE else 15
 PROMPTS = ("def read", "The settings as JSON:\n", "import json\n\ndata = ", "class Node:\n    ")
 
 

@@ -1,4 +1,4 @@
-"""The sampler against a slow reference, alone and in batches."""
+"""The choice of tokens against a slow reference, alone and in batches."""
 
 import math
 
@@ -20,48 +20,15 @@ from ssd_serve.sampling.choice import (
 from ssd_serve.sampling.native_choice import NativeChoice
 from ssd_serve.sampling.noise import log_exponential
 from ssd_serve.sampling.noise_rows import NoiseRows
-from ssd_serve.sampling.processors import TokenCounts, process
+from ssd_serve.sampling.processors import RowContext, TokenCounts, process
 from ssd_serve.sampling.rows import SamplingRows
-from tests.sampling.test_native_choice import awkward_logits
-
-VOCABULARY = 37
-MIXED = [
-    SamplingParameters(temperature=0.0),
-    SamplingParameters(temperature=0.7),
-    SamplingParameters(temperature=1.0, logprobs=3),
-    SamplingParameters(temperature=1.5, top_k=5),
-    SamplingParameters(temperature=1.0, top_p=0.8, min_p=0.02),
-    SamplingParameters(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.25),
-    SamplingParameters(temperature=0.0, repetition_penalty=1.3, logit_bias={3: 4.0}, logprobs=0),
-    SamplingParameters(temperature=1.0, min_tokens=4, stop_token_ids=(7, 8)),
-]
-ROWS = st.lists(
-    st.builds(
-        SamplingRows,
-        parameters=st.sampled_from(MIXED),
-        seed=st.integers(0, 3),
-        position=st.integers(0, 5),
-        counts=st.lists(st.integers(0, VOCABULARY - 1), max_size=5).map(
-            lambda ids: TokenCounts(ids[:2], ids[2:])
-        ),
-        path=st.lists(st.integers(0, VOCABULARY - 1), max_size=4).map(tuple),
-        generated=st.integers(0, 6),
-        eos=st.just((0,)),
-        known=st.none(),
-        tokens=st.just(()),
-        parents=st.just(()),
-        depths=st.just(()),
-        overrides=st.none(),
-        masks=st.none(),
-    ),
-    min_size=1,
-    max_size=9,
-)
+from tests.examples import examples
+from tests.sampling.test_native_choice import REAL, VOCABULARY, awkward_logits, requests
 
 
 def reference_choice(logits: torch.Tensor, row: SamplingRows) -> int:
     """Token by token: strictly better ones win, so that the lowest id keeps a tie."""
-    values = process(logits, row.parameters, row.counts, row.path, row.generated, row.eos).tolist()
+    values = process(logits, row.parameters, row.before).tolist()
     if row.parameters.temperature > 0:
         noise = log_exponential([row.seed], [row.position], len(values))[0]
         values = [float(np.float32(value) - one) for value, one in zip(values, noise, strict=True)]
@@ -72,26 +39,26 @@ def reference_choice(logits: torch.Tensor, row: SamplingRows) -> int:
     return best
 
 
-@given(ROWS, st.integers(0, 1000))
-@settings(max_examples=60)
+@given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000))
+@settings(max_examples=examples(100))
 def test_choice_is_independent_of_the_batch_and_equals_the_reference(
-    rows: list[SamplingRows], seed: int
+    trees: list[SamplingRows], seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-8, 8, (len(rows), VOCABULARY), generator=generator).float() / 2  # ties are common
+    rows = [row for tree in trees for row in tree.split()]
+    logits = awkward_logits(len(rows), VOCABULARY, seed).nan_to_num(-5.0)
     noise = NoiseRows(VOCABULARY, capacity=4)
     together = sample(logits, rows, noise)
+    assert sample(logits, trees, noise).choices == together.choices
     for index, row in enumerate(rows):
         alone = sample(logits[index : index + 1], [row], noise)
-        assert alone.choices == [together.choices[index]]
-        assert alone.logprobs == [together.logprobs[index]]
-        assert alone.choices == [reference_choice(logits[index], row)]
+        assert alone.choices == [together.choices[index]] == [reference_choice(logits[index], row)]
+        assert repr(alone.logprobs) == repr([together.logprobs[index]])
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 4099])
 def test_choice_is_independent_of_the_batch_at_real_vocabulary_sizes(vocabulary: int) -> None:
     logits = torch.randn(24, vocabulary, generator=torch.Generator().manual_seed(3)) * 4
-    rows = [SamplingRows(MIXED[i % 8], i // 8, i, TokenCounts([1], [2, 3]), (4,), 3, (0,)) for i in range(24)]
+    rows = [SamplingRows(REAL[i % 8], i // 8, i, TokenCounts([1], [2, 3]), (4,), 3, (0,)) for i in range(24)]
     noise = NoiseRows(vocabulary, capacity=64)
     together = sample(logits, rows, noise)
     alone = [sample(logits[i : i + 1], [row], noise).choices[0] for i, row in enumerate(rows)]
@@ -104,7 +71,7 @@ def test_samples_follow_the_processed_distribution(parameters: SamplingParameter
     logits = torch.tensor([2.0, 1.5, 1.0, 1.0, 0.5, 0.0, 0.0, -1.0])
     rows = [SamplingRows(parameters, 99, position) for position in range(number)]
     choices = sample(logits.expand(number, 8), rows, NoiseRows(8, capacity=512)).choices
-    expected = torch.softmax(process(logits, parameters, None, (), 0, ()), 0).numpy() * number
+    expected = torch.softmax(process(logits, parameters, RowContext()), 0).numpy() * number
     counts = np.bincount(choices, minlength=8)
     possible = expected > 0
     assert not counts[~possible].any()
@@ -112,20 +79,17 @@ def test_samples_follow_the_processed_distribution(parameters: SamplingParameter
     assert distance < 31.0  # 0.9999 of chi-square with 7 degrees of freedom is 29.9
 
 
-@pytest.mark.parametrize("argmax", [lowest_argmax, lambda scores: lowest_argmax_on_device(scores).tolist()])
-def test_argmax_ties_go_to_the_lowest_id(argmax: object) -> None:
-    assert callable(argmax)
-    for width in (1, 3, 31, 64, 1000, 4096):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_argmax_ties_go_to_the_lowest_id_and_nan_is_never_chosen(on_device: bool) -> None:
+    def argmax(scores: torch.Tensor) -> list[int]:
+        return lowest_argmax_on_device(scores).tolist() if on_device else lowest_argmax(scores)
+
+    for width in (1, 3, 64, 1000):
         scores = torch.zeros(4, width)
         scores[1, width // 2 :] = 1.0
         scores[2, -1] = 1.0
         scores[3] = -torch.inf
         assert argmax(scores) == [0, width // 2, width - 1, 0]
-
-
-@pytest.mark.parametrize("argmax", [lowest_argmax, lambda scores: lowest_argmax_on_device(scores).tolist()])
-def test_nan_logits_are_never_chosen(argmax: object) -> None:
-    assert callable(argmax)
     nan = math.nan
     scores = torch.tensor([[nan, 1.0, 2.0], [0.0, nan, -1.0], [nan, nan, nan], [1.0, 2.0, 3.0]])
     assert argmax(scores) == [2, 0, 0, 2]
@@ -141,17 +105,6 @@ def test_sampling_does_not_modify_logits() -> None:
         assert torch.equal(logits, before)
 
 
-def test_tree_rows_use_their_own_path_position_and_min_tokens() -> None:
-    parameters = SamplingParameters(temperature=0.0, presence_penalty=10.0, min_tokens=2, stop_token_ids=(2,))
-    logits = torch.tensor([4.0, 3.0, 2.0, 1.0]).expand(3, 4)
-    rows = [
-        SamplingRows(parameters, 1, 5, TokenCounts([3]), (), 0, eos=(0,)),
-        SamplingRows(parameters, 1, 6, TokenCounts([3]), (1,), 1, eos=(0,)),
-        SamplingRows(parameters, 1, 7, TokenCounts([3], [1]), (0,), 2, eos=(0,)),
-    ]
-    assert sample(logits, rows, NoiseRows(4, 1)).choices == [1, 3, 2]
-
-
 def test_min_tokens_counts_the_depth_of_tree_rows(native: NativeLibrary) -> None:
     parameters = SamplingParameters(temperature=0.0, min_tokens=4)
     tree = SamplingRows(
@@ -161,10 +114,6 @@ def test_min_tokens_counts_the_depth_of_tree_rows(native: NativeLibrary) -> None
     logits[:, 3], logits[:, 6] = 2.0, 1.0
     for choice in (None, NativeChoice(native)):
         assert sample(logits, [tree], NoiseRows(8, 4), choice).choices == [6, 6, 3, 3]
-
-
-def test_empty_batch_has_no_choices() -> None:
-    assert sample(torch.zeros(0, 8), [], NoiseRows(8, 1)).choices == []
 
 
 def test_logprobs_exclude_noise() -> None:
@@ -184,14 +133,14 @@ def test_prompt_logprobs_use_unprocessed_logits() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 2)
     parameters = SamplingParameters(temperature=0.0, logprobs=2)
     rows = [SamplingRows(parameters, 1, 5, known=3), SamplingRows(parameters, 1, 6)]
-    told = sample(logits, rows, NoiseRows(4, capacity=2)).logprobs
+    found = sample(logits, rows, NoiseRows(4, capacity=2)).logprobs
     expected = torch.log_softmax(logits[0], 0).tolist()
-    assert [None if each is None else each.chosen for each in told] == pytest.approx(
+    assert [None if each is None else each.chosen for each in found] == pytest.approx(
         [expected[3], expected[1]]
     )
-    assert told[0] is not None
-    assert [token for token, _ in told[0].top] == [1, 2]
-    assert [value for _, value in told[0].top] == pytest.approx(expected[1:3])
+    assert found[0] is not None
+    assert [token for token, _ in found[0].top] == [1, 2]
+    assert [value for _, value in found[0].top] == pytest.approx(expected[1:3])
 
 
 @given(
@@ -200,9 +149,9 @@ def test_prompt_logprobs_use_unprocessed_logits() -> None:
     ),
     st.integers(0, 1000),
 )
-def test_batched_logprobs_equal_single_rows(asked: list[tuple[int, int]], seed: int) -> None:
-    logits = awkward_logits(len(asked), VOCABULARY, seed)
-    choices, tops = [choice for choice, _ in asked], [top for _, top in asked]
+def test_batched_logprobs_equal_single_rows(cases: list[tuple[int, int]], seed: int) -> None:
+    logits = awkward_logits(len(cases), VOCABULARY, seed)
+    choices, tops = [choice for choice, _ in cases], [top for _, top in cases]
     found = rows_logprobs(logits, choices, tops)
-    expected = [token_logprobs(row, choice, top) for row, (choice, top) in zip(logits, asked, strict=True)]
+    expected = [token_logprobs(row, choice, top) for row, (choice, top) in zip(logits, cases, strict=True)]
     assert repr(found) == repr(expected)

@@ -127,7 +127,7 @@ def behind(output: list[int]) -> set[int]:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_earlier_trees_do_not_change_grammar_masks(random: Random) -> None:
     """Round by round: other paths of one tree end with the same tokens, among other brackets."""
     output: list[int] = []

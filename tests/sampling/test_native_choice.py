@@ -70,27 +70,22 @@ def awkward_logits(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
     return torch.where(strange > 0.94, -torch.inf, logits)
 
 
-def told(sampled: Sampled) -> str:
-    """For comparing: a log-probability of a row without possible tokens is not a number."""
-    return repr(sampled)
-
-
 @pytest.mark.slow
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 1000), st.integers(1, 9))
 @settings(max_examples=examples(400))
 def test_native_choice_equals_torch_alone_and_in_batches(
-    native: NativeLibrary, asked: list[SamplingRows], seed: int, capacity: int
+    native: NativeLibrary, trees: list[SamplingRows], seed: int, capacity: int
 ) -> None:
-    logits = awkward_logits(sum(each.rows for each in asked), VOCABULARY, seed)
+    logits = awkward_logits(sum(each.rows for each in trees), VOCABULARY, seed)
     noise, choice = NoiseRows(VOCABULARY, capacity, native=native), NativeChoice(native)
-    expected = sample(logits, asked, noise)
-    together = sample(logits, asked, noise, choice)
-    assert told(together) == told(expected)
-    alone = [row for each in asked for row in each.split()]
+    expected = sample(logits, trees, noise)
+    together = sample(logits, trees, noise, choice)
+    assert repr(together) == repr(expected)
+    alone = [row for each in trees for row in each.split()]
     for index, row in enumerate(alone):
         found = sample(logits[index : index + 1], [row], noise, choice)
         assert found.choices == [together.choices[index]]
-        assert told(found) == told(Sampled(found.choices, [together.logprobs[index]]))
+        assert repr(found) == repr(Sampled(found.choices, [together.logprobs[index]]))
 
 
 def chosen_path(tree: SamplingRows, choices: list[int]) -> list[int]:
@@ -118,8 +113,8 @@ def test_native_walk_equals_the_choices_along_the_path(
     path = chosen_path(tree, every.choices)
     on_path = {*path, *(tree.rows + row for row in path)}
     assert walked.choices == [each if row in on_path else -1 for row, each in enumerate(every.choices)]
-    told_of = [each if row in on_path else None for row, each in enumerate(every.logprobs)]
-    assert told(walked) == told(Sampled(walked.choices, told_of))
+    logprobs = [each if row in on_path else None for row, each in enumerate(every.logprobs)]
+    assert repr(walked) == repr(Sampled(walked.choices, logprobs))
 
 
 REAL = [
@@ -134,15 +129,15 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize("vocabulary", [1, 15, 16, 1000, 4096, 32003])
+@pytest.mark.parametrize("vocabulary", [1, 15, 16, 4096])
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 def test_native_choice_at_real_vocabulary_sizes(
     native: NativeLibrary, vocabulary: int, spread: float
 ) -> None:
     rng = np.random.default_rng(vocabulary)
-    asked = [
+    trees = [
         SamplingRows(
-            with_parameters(parameters, logprobs=5 if told else None),
+            with_parameters(parameters, logprobs=top),
             number,
             7 * number,
             TokenCounts(rng.integers(0, vocabulary, 300).tolist(), rng.integers(0, vocabulary, 50).tolist()),
@@ -151,30 +146,25 @@ def test_native_choice_at_real_vocabulary_sizes(
             depths=[1, 2, 3, 2],
         )
         for number, parameters in enumerate(REAL)
-        for told in (False, True)
+        for top in (None, 5)
     ]
-    logits = torch.from_numpy(rng.normal(0, spread, (5 * len(asked), vocabulary)).astype(np.float32))
+    logits = torch.from_numpy(rng.normal(0, spread, (5 * len(trees), vocabulary)).astype(np.float32))
     noise = NoiseRows(vocabulary, 256, native=native)
     before = logits.clone()
-    assert sample(logits, asked, noise, NativeChoice(native)) == sample(logits, asked, noise)
+    assert sample(logits, trees, noise, NativeChoice(native)) == sample(logits, trees, noise)
     assert torch.equal(logits, before)
 
 
-def test_native_choice_of_fully_masked_rows_is_token_zero(native: NativeLibrary) -> None:
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_native_choice_of_rows_without_finite_logits(native: NativeLibrary, value: float) -> None:
     noise, choice = NoiseRows(64, 8, native=native), NativeChoice(native)
-    for value in (math.nan, -math.inf):
-        for parameters in REAL:
-            row = SamplingRows(parameters, 1, 2, TokenCounts([3]))
-            assert sample(torch.full((1, 64), value), [row], noise, choice).choices == [0]
-
-
-def test_native_choice_of_infinite_logits(native: NativeLibrary) -> None:
-    noise, choice = NoiseRows(64, 8, native=native), NativeChoice(native)
-    logits = torch.zeros(1, 64)
-    logits[0, [40, 50]] = torch.inf
+    logits = torch.full((1, 64), value)
+    if value > 0:
+        logits[0, :40] = 0.0
     for parameters in REAL:
         row = SamplingRows(parameters, 1, 2, TokenCounts([3]))
-        assert sample(logits, [row], noise, choice) == sample(logits, [row], noise)
+        found = sample(logits, [row], noise, choice).choices
+        assert found == (sample(logits, [row], noise).choices if value > 0 else [0])
 
 
 def test_penalties_without_token_counts_are_an_error(native: NativeLibrary) -> None:
@@ -184,14 +174,14 @@ def test_penalties_without_token_counts_are_an_error(native: NativeLibrary) -> N
 
 
 def test_native_choice_is_independent_of_thread_count(native: NativeLibrary) -> None:
-    asked = [SamplingRows(REAL[number % 8], number, 3, TokenCounts([1, 2], [2])) for number in range(24)]
+    trees = [SamplingRows(REAL[number % 8], number, 3, TokenCounts([1, 2], [2])) for number in range(24)]
     logits = torch.randn(24, 999, generator=torch.Generator().manual_seed(1))
     noise, choice = NoiseRows(999, 64, native=native), NativeChoice(native)
-    expected = sample(logits, asked, noise, choice)
+    expected = sample(logits, trees, noise, choice)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert sample(logits, asked, noise, choice) == expected
+        assert sample(logits, trees, noise, choice) == expected
     finally:
         torch.set_num_threads(before)
 
@@ -231,9 +221,9 @@ def test_native_choice_skips_no_possible_winner(native: NativeLibrary, temperatu
     elif kind == "masked":
         logits[:, 3:] = -torch.inf
     parameters = SamplingParameters(temperature=temperature)
-    asked = [SamplingRows(parameters, 2**63 + 5, position) for position in range(number)]
+    trees = [SamplingRows(parameters, 2**63 + 5, position) for position in range(number)]
     noise = NoiseRows(vocabulary, number, native=native)
-    expected = sample(logits, asked, noise).choices
-    assert sample(logits, asked, noise, NativeChoice(native)).choices == expected
+    expected = sample(logits, trees, noise).choices
+    assert sample(logits, trees, noise, NativeChoice(native)).choices == expected
     if kind in ("flat", "equal"):
         assert len(set(expected)) > 1

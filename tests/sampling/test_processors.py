@@ -10,12 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.sampling.parameters import needs_counts, needs_processing
+from ssd_serve.sampling.parameters import needs_counts
 from ssd_serve.sampling.processors import RowContext, TokenCounts, keep_top_k, keep_top_p, process
 from tests.examples import examples
 
 VOCABULARY = 12
-NOWHERE = RowContext(None)
+NOWHERE = RowContext()
 TOKENS = st.integers(0, VOCABULARY - 1)
 # Multiples of 1/2 make equal logits common.
 LOGITS = st.lists(st.integers(-12, 12).map(lambda n: n / 2), min_size=VOCABULARY, max_size=VOCABULARY)
@@ -106,9 +106,8 @@ def test_processing_equals_the_reference(
         assume(False)
         raise
     given_row = torch.tensor(logits)
-    row = process(
-        given_row, parameters, TokenCounts(prompt, output[:split]), output[split:], len(output), eos=[0]
-    )
+    counts, ends = TokenCounts(prompt, output[:split]), (0, *parameters.stop_token_ids)
+    row = process(given_row, parameters, RowContext(counts, output[split:], len(output), ends))
     np.testing.assert_allclose(row.numpy(), expected, rtol=1e-5, atol=1e-5)
     assert given_row.tolist() == logits, "the given logits must not change"
 
@@ -166,19 +165,19 @@ def test_top_p_of_a_large_vocabulary_is_the_smallest_set() -> None:
 
 
 def test_nan_logit_counts_as_masked() -> None:
-    row = process(torch.tensor([math.nan, 1.0, 0.0]), SamplingParameters(top_k=2), None, (), 0, ())
+    row = process(torch.tensor([math.nan, 1.0, 0.0]), SamplingParameters(top_k=2), NOWHERE)
     assert row.tolist() == [-math.inf, 1.0, 0.0]
 
 
 def test_token_ids_outside_the_vocabulary_are_ignored() -> None:
     parameters = SamplingParameters(logit_bias={99: 5.0, -1: 3.0}, min_tokens=2, stop_token_ids=(77, 1))
-    row = process(torch.zeros(3), parameters, None, (), 0, eos=(50,))
+    row = process(torch.zeros(3), parameters, RowContext(ends=(50, *parameters.stop_token_ids)))
     assert row.tolist() == [0.0, -math.inf, 0.0]
 
 
 def test_penalties_without_token_counts_are_an_error() -> None:
     with pytest.raises(ValueError, match="counts"):
-        process(torch.zeros(3), SamplingParameters(presence_penalty=1.0), None, (), 0, ())
+        process(torch.zeros(3), SamplingParameters(presence_penalty=1.0), NOWHERE)
 
 
 FEW = st.integers(0, 2)  # few tokens: bad words are often begun
@@ -197,30 +196,21 @@ def test_bad_words_mask_only_their_last_token(
     parameters = SamplingParameters(temperature=0.0, bad_words=tuple(words))
     split = min(split, len(output))
     counts = TokenCounts(prompt, output[:split])
-    row = process(torch.zeros(3), parameters, counts, output[split:], len(output), ())
+    row = process(torch.zeros(3), parameters, RowContext(counts, output[split:], len(output)))
     completed = [any((*output, token)[-len(word) :] == word for word in words) for token in range(3)]
     assert torch.isinf(row).tolist() == completed
 
 
 def test_bad_word_begun_in_the_prompt_may_be_completed() -> None:
     parameters = SamplingParameters(temperature=0.0, bad_words=((1, 2),))
-    assert process(torch.zeros(3), parameters, TokenCounts([1]), (), 0, ()).tolist() == [0.0, 0.0, 0.0]
-    masked = process(torch.zeros(3), parameters, TokenCounts([0], [1]), (), 1, ())
+    assert process(torch.zeros(3), parameters, RowContext(TokenCounts([1]))).tolist() == [0.0, 0.0, 0.0]
+    masked = process(torch.zeros(3), parameters, RowContext(TokenCounts([0], [1]), (), 1))
     assert masked.tolist() == [0.0, 0.0, -math.inf]
 
 
 def test_single_token_bad_words_need_no_token_counts() -> None:
     parameters = SamplingParameters(temperature=0.0, bad_words=((1,), (9,), ()), allowed_token_ids=(0, 1, 7))
     assert not needs_counts(parameters)
-    assert process(torch.zeros(3), parameters, None, (), 0, ()).tolist() == [0.0, -math.inf, -math.inf]
+    assert process(torch.zeros(3), parameters, NOWHERE).tolist() == [0.0, -math.inf, -math.inf]
     with pytest.raises(ValueError, match="counts"):
-        process(torch.zeros(3), SamplingParameters(bad_words=((1, 2),)), None, (), 0, ())
-
-
-def test_default_rows_need_no_processing() -> None:
-    assert not needs_processing(SamplingParameters(temperature=0.7), 0)
-    assert not needs_processing(SamplingParameters(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1), 0)
-    assert needs_processing(SamplingParameters(temperature=0.0, allowed_token_ids=(1,)), 0)
-    assert needs_processing(SamplingParameters(temperature=0.0, bad_words=((1,),)), 0)
-    assert needs_processing(SamplingParameters(min_tokens=3), 2)
-    assert not needs_processing(SamplingParameters(min_tokens=3), 3)
+        process(torch.zeros(3), SamplingParameters(bad_words=((1, 2),)), NOWHERE)

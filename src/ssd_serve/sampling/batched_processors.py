@@ -13,31 +13,16 @@ import torch
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.overrides import LogitOverrides, Places, RowOverrides, apply_overrides
 from ssd_serve.sampling.parameters import (
+    BATCHED,
     UnsupportedParameters,
     has_penalties,
     has_truncation,
     is_greedy,
     needs_overrides,
 )
-from ssd_serve.sampling.processors import TOP_P_UNITS, TokenCounts, edit, process, smallest_share
+from ssd_serve.sampling.processors import TOP_P_UNITS, counts_on_device, edit, process, smallest_share
 from ssd_serve.sampling.rows import SamplingRows
 
-BATCHED = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "logit_bias",
-        "min_tokens",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "temperature",
-        "min_p",
-        "top_k",
-        "top_p",
-    }
-)
-"""Parameters that this module applies."""
 _UNSUPPORTED = UnsupportedParameters(BATCHED)
 _LOGITS_AT_ONCE = 4 << 20
 """Logits sorted at once, at most: sorting takes some 40 bytes for each."""
@@ -53,8 +38,12 @@ def process_rows(
         values = values / _column(values, [1.0 if is_greedy(p) else p.temperature for p in parameters])
     if _rows_where(parameters, lambda p: p.min_p > 0.0):
         _keep_min_p(values, parameters)
-    rows_at_once = max(1, _LOGITS_AT_ONCE // values.shape[1])
-    for keep, applies in ((_keep_top_k, _limits_k(values.shape[1])), (_keep_top_p, _limits_p)):
+    vocabulary = values.shape[1]
+    rows_at_once = max(1, _LOGITS_AT_ONCE // vocabulary)
+    for keep, applies in (
+        (_keep_top_k, lambda p: 0 < p.top_k < vocabulary),
+        (_keep_top_p, lambda p: p.top_p < 1.0),
+    ):
         limited = _rows_where(parameters, applies)
         for start in range(0, len(limited), rows_at_once):
             chunk = limited[start : start + rows_at_once]
@@ -63,7 +52,7 @@ def process_rows(
             values.index_copy_(0, index, kept)
     for place, row in () if unsupported.none else enumerate(rows):
         if unsupported.needs_process(row.parameters) or unsupported.needs_edit(row.parameters, row.generated):
-            values[place] = process(logits[place], *row.processor_arguments)
+            values[place] = process(logits[place], row.parameters, row.before)
     return values
 
 
@@ -71,14 +60,6 @@ def _rows_where(
     parameters: Sequence[SamplingParameters], applies: Callable[[SamplingParameters], bool]
 ) -> list[int]:
     return [row for row, each in enumerate(parameters) if has_truncation(each) and applies(each)]
-
-
-def _limits_k(vocabulary: int) -> Callable[[SamplingParameters], bool]:
-    return lambda parameters: 0 < parameters.top_k < vocabulary
-
-
-def _limits_p(parameters: SamplingParameters) -> bool:
-    return parameters.top_p < 1.0
 
 
 def _column(like: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
@@ -94,7 +75,7 @@ def edit_rows(
     _penalise(values, rows)
     for place, row in () if unsupported.none else enumerate(rows):
         if unsupported.needs_edit(row.parameters, row.generated):
-            values[place] = edit(logits[place], *row.processor_arguments)
+            values[place] = edit(logits[place], row.parameters, row.before)
     return values
 
 
@@ -127,7 +108,7 @@ def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
             if row.counts is None:
                 raise ValueError("penalties need the counts of prompt and output tokens")
             if id(row.counts) not in texts:
-                texts[id(row.counts)] = _counts_on_device(row.counts, values.device)
+                texts[id(row.counts)] = counts_on_device(row.counts, (), values.device)
             tokens, counts = texts[id(row.counts)]
             text.add(index, tokens)
             times.append(counts)
@@ -144,11 +125,6 @@ def _penalise(values: torch.Tensor, rows: Sequence[SamplingRows]) -> None:
     before = values[path_rows, path_tokens]
     values[places] = _penalised(values[places], torch.cat(times), by_row[places[0]])
     values[path_rows, path_tokens] = _penalised(before, path_counts.to(torch.float32), by_row[path_rows])
-
-
-def _counts_on_device(counts: TokenCounts, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, times = counts.with_path(())
-    return torch.from_numpy(tokens).to(device), torch.from_numpy(times).to(device, torch.float32)
 
 
 def _penalised(found: torch.Tensor, times: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:

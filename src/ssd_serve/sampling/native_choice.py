@@ -12,22 +12,16 @@ import torch
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
 from ssd_serve.sampling.batched_processors import edit_rows, process_rows
-from ssd_serve.sampling.parameters import UnsupportedParameters, has_penalties, has_truncation, is_greedy
+from ssd_serve.sampling.parameters import (
+    COMPILED,
+    UnsupportedParameters,
+    has_penalties,
+    has_truncation,
+    is_greedy,
+)
 from ssd_serve.sampling.processors import TOP_P_UNITS, smallest_share
 from ssd_serve.sampling.rows import SamplingRows
 
-COMPILED = frozenset(
-    {
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "temperature",
-        "min_p",
-        "top_k",
-        "top_p",
-    }
-)
-"""Parameters that the kernel applies."""
 _NEUTRAL = SamplingParameters()
 _NUM_REALS = 6
 """Floating-point numbers of each request."""

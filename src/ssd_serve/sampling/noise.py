@@ -2,7 +2,7 @@
 
 The integers come from Philox4x32-10, a counter-based generator. Source: Salmon, Moraes, Dror, Shaw,
 "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (the Random123 library). Key: the 64-bit seed, low
-word first. Counter: (position, token // 4, stream, 0). A block of four words serves four neighbouring
+word first. Counter: (position, token // 4, 0, 0). A block of four words serves four neighbouring
 tokens: token v takes lane v % 4.
 
 The integers are identical everywhere, logarithms are not. So a row is always computed whole, in float64, by
@@ -61,9 +61,7 @@ def philox(counters: UInt64Array, keys: UInt64Array) -> UInt64Array:
     return result
 
 
-def random_words(
-    seeds: Sequence[int], positions: Sequence[int], vocabulary: int, stream: int = 0
-) -> UInt32Array:
+def random_words(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) -> UInt32Array:
     """Random words of whole rows: uint32 [rows, vocabulary] for pairs of seed and position."""
     blocks = (vocabulary + 3) // 4
     result = np.empty((len(seeds), blocks, 4), dtype=np.uint32)
@@ -75,18 +73,13 @@ def random_words(
         counters = np.zeros((4, len(where[rows]), blocks), dtype=np.uint64)
         counters[0] = where[rows, None]
         counters[1] = np.arange(blocks, dtype=np.uint64)
-        counters[2] = stream & MASK_32
         words = philox(counters, keys[rows].T[:, :, None])  # [4, rows, blocks]
         result[rows] = words.transpose(1, 2, 0)
     return result.reshape(len(seeds), blocks * 4)[:, :vocabulary]
 
 
 def random_words_torch(
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    vocabulary: int,
-    device: torch.device | str,
-    stream: int = 0,
+    seeds: Sequence[int], positions: Sequence[int], vocabulary: int, device: torch.device | str
 ) -> torch.Tensor:
     """The same words as `random_words`, computed on `device`: int64 [rows, vocabulary].
 
@@ -98,8 +91,7 @@ def random_words_torch(
     where = torch.tensor([p & MASK_32 for p in positions], dtype=torch.int64).to(device)
     word_0 = where[:, None].expand(-1, blocks)  # [rows, blocks]
     word_1 = torch.arange(blocks, device=device).expand(len(seeds), -1)
-    word_2 = torch.full_like(word_1, stream & MASK_32)
-    word_3 = torch.zeros_like(word_1)
+    word_2 = word_3 = torch.zeros_like(word_1)
     for turn in range(ROUNDS):
         if turn:
             key_0, key_1 = (key_0 + WEYL[0]) & MASK_32, (key_1 + WEYL[1]) & MASK_32
@@ -110,11 +102,9 @@ def random_words_torch(
     return words.reshape(len(seeds), blocks * 4)[:, :vocabulary]
 
 
-def log_exponential(
-    seeds: Sequence[int], positions: Sequence[int], vocabulary: int, stream: int = 0
-) -> Float32Array:
+def log_exponential(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) -> Float32Array:
     """log E for pairs of seed and position: float32 [rows, vocabulary], finite everywhere."""
-    return log_exponential_of_words(random_words(seeds, positions, vocabulary, stream))
+    return log_exponential_of_words(random_words(seeds, positions, vocabulary))
 
 
 def log_exponential_of_words(words: UInt32Array) -> Float32Array:
@@ -135,13 +125,9 @@ def log_exponential_of_words(words: UInt32Array) -> Float32Array:
 
 
 def log_exponential_torch(
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    vocabulary: int,
-    device: torch.device | str,
-    stream: int = 0,
+    seeds: Sequence[int], positions: Sequence[int], vocabulary: int, device: torch.device | str
 ) -> torch.Tensor:
     """log E computed on `device`: float32 [rows, vocabulary]. Logarithms may differ from numpy's last bit."""
-    words = random_words_torch(seeds, positions, vocabulary, device, stream)
+    words = random_words_torch(seeds, positions, vocabulary, device)
     uniform = (words.to(torch.float64) + 0.5).mul_(2.0**-32).clamp_(max=LARGEST_UNIFORM)
     return uniform.neg_().log1p_().neg_().log_().to(torch.float32)

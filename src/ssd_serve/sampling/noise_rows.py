@@ -42,13 +42,7 @@ class NativeNoise:
             "ssd_log_exponential", POINTER, POINTER, SIZE, SIZE, ctypes.c_uint32, POINTER, POINTER
         )
 
-    def fill(
-        self,
-        table: torch.Tensor,
-        lines: Sequence[int],
-        keys: Sequence[tuple[int, int]],
-        stream: int = 0,
-    ) -> None:
+    def fill(self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
         seeds = np.array([seed & _MASK_64 for seed, _ in keys], dtype=np.uint64)
         positions = np.array([position for _, position in keys], dtype=np.int64)
         into = np.array(lines, dtype=np.int64)
@@ -57,7 +51,7 @@ class NativeNoise:
             positions.ctypes.data,
             len(keys),
             table.shape[1],
-            stream & 0xFFFFFFFF,
+            0,
             table.data_ptr(),
             into.ctypes.data,
         )

@@ -96,7 +96,8 @@ class TokenCounts:
 class RowContext(NamedTuple):
     """Text before the token that a row chooses, and the tokens that end it."""
 
-    counts: TokenCounts | None
+    counts: TokenCounts | None = None
+    """Needed where `needs_counts` of the row's parameters."""
     path: Sequence[int] = ()
     """Tokens after the counted output."""
     generated: int = 0
@@ -110,44 +111,24 @@ LogitsProcessor = Callable[[torch.Tensor, Any, RowContext], torch.Tensor]
 place."""
 
 
-def process(
-    logits: torch.Tensor,
-    parameters: SamplingParameters,
-    counts: TokenCounts | None,
-    path: Sequence[int],
-    generated: int,
-    eos: Sequence[int],
-) -> torch.Tensor:
-    """Processed logits of one row: float32 [vocabulary] -> float32 [vocabulary], a new tensor.
-
-    `path` holds the tokens beyond the counted output, `generated` the number of output tokens before this
-    row's choice (path included). `counts` may be None where `needs_counts` is false.
-    """
-    row = edit(logits, parameters, counts, path, generated, eos)
+def process(logits: torch.Tensor, parameters: SamplingParameters, before: RowContext) -> torch.Tensor:
+    """Processed logits of one row: float32 [vocabulary] -> float32 [vocabulary], a new tensor."""
+    row = edit(logits, parameters, before)
     if is_greedy(parameters):
         return row
-    before = RowContext(counts, path, generated, (*eos, *parameters.stop_token_ids))
     return _changed(row, parameters, before, Stage.TEMPERATURE, Stage.TRUNCATION)
 
 
-def edit(
-    logits: torch.Tensor,
-    parameters: SamplingParameters,
-    counts: TokenCounts | None,
-    path: Sequence[int],
-    generated: int,
-    eos: Sequence[int],
-) -> torch.Tensor:
-    """The steps of `process` before division by the temperature; the same arguments."""
+def edit(logits: torch.Tensor, parameters: SamplingParameters, before: RowContext) -> torch.Tensor:
+    """The steps of `process` before division by the temperature."""
     row = torch.where(torch.isnan(logits), -torch.inf, logits)  # [vocabulary]
-    before = RowContext(counts, path, generated, (*eos, *parameters.stop_token_ids))
     return _changed(row, parameters, before, Stage.TOKENS, Stage.START, Stage.PENALTY)
 
 
 def _changed(
     row: torch.Tensor, parameters: SamplingParameters, before: RowContext, *stages: Stage
 ) -> torch.Tensor:
-    for each, change in _changes(*stages):
+    for each, change in processor_functions(*stages):
         value = getattr(parameters, each.name)
         if value != each.neutral and (each.stage is not Stage.START or before.generated < value):
             row = change(row, value, before)
@@ -155,14 +136,13 @@ def _changed(
 
 
 @cache
-def _changes(*stages: Stage) -> tuple[tuple[Parameter, LogitsProcessor], ...]:
-    return tuple((each, processor_function(each)) for each in in_stages(*stages))
-
-
-def processor_function(parameter: Parameter) -> LogitsProcessor:
-    name = parameter.function
-    change: LogitsProcessor = resolve_name(name if ":" in name else f"{__name__}:{name}")
-    return change
+def processor_functions(*stages: Stage) -> tuple[tuple[Parameter, LogitsProcessor], ...]:
+    """The parameters of these stages in order of application, each with its function."""
+    names = [
+        each.function if ":" in each.function else f"{__name__}:{each.function}"
+        for each in in_stages(*stages)
+    ]
+    return tuple(zip(in_stages(*stages), map(resolve_name, names), strict=True))
 
 
 def keep_only(row: torch.Tensor, tokens: Sequence[int], _before: RowContext) -> torch.Tensor:
@@ -214,8 +194,15 @@ def _counted(row: torch.Tensor, before: RowContext) -> tuple[torch.Tensor, torch
     """int64 [n] tokens of the text, and float32 [n] their counts in the output."""
     if before.counts is None:
         raise ValueError("penalties need the counts of prompt and output tokens")
-    tokens, counts = before.counts.with_path(before.path)
-    return torch.from_numpy(tokens).to(row.device), torch.from_numpy(counts).to(row.device, torch.float32)
+    return counts_on_device(before.counts, before.path, row.device)
+
+
+def counts_on_device(
+    counts: TokenCounts, path: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`TokenCounts.with_path` as tensors: int64 [n] tokens, and float32 [n] counts."""
+    tokens, times = counts.with_path(path)
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(times).to(device, torch.float32)
 
 
 def penalise_repetition(row: torch.Tensor, penalty: float, before: RowContext) -> torch.Tensor:

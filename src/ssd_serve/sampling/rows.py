@@ -7,7 +7,7 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.sampling.grammar import Masks
 from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.parameters import is_greedy
-from ssd_serve.sampling.processors import TokenCounts
+from ssd_serve.sampling.processors import RowContext, TokenCounts
 
 
 class SamplingRows(NamedTuple):
@@ -53,11 +53,10 @@ class SamplingRows(NamedTuple):
         return self.seed, self.position, 1 + max(self.depths, default=0)
 
     @property
-    def processor_arguments(
-        self,
-    ) -> tuple[SamplingParameters, TokenCounts | None, Sequence[int], int, Sequence[int]]:
-        """Arguments of `processors.process` for the first row, except its logits."""
-        return self.parameters, self.counts, self.path, self.generated, self.eos
+    def before(self) -> RowContext:
+        """The text before the choice of the first row."""
+        ends = *self.eos, *self.parameters.stop_token_ids
+        return RowContext(self.counts, self.path, self.generated, ends)
 
     def paths(self) -> list[tuple[int, ...]]:
         """Tokens of each row after the counted output."""

@@ -21,7 +21,7 @@ from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.rope import rotation_table
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.parameters import is_greedy, needs_counts
-from ssd_serve.sampling.processors import TokenCounts, process
+from ssd_serve.sampling.processors import RowContext, TokenCounts, process
 
 NEAR_TIE = 1e-5
 """Score gap, in float64, below which a first difference of fp32 runs is rounding."""
@@ -91,7 +91,8 @@ class Judge:
             limit = BF16_ROUNDING * float(logits.abs().max()) / scale
         counts = TokenCounts(submit.prompt, output) if needs_counts(parameters) else None
         eos = () if parameters.ignore_eos else self._pair.eos
-        scores = process(logits, parameters, counts, (), len(output), eos)
+        ends = *eos, *parameters.stop_token_ids
+        scores = process(logits, parameters, RowContext(counts, (), len(output), ends))
         if not is_greedy(parameters):
             scores = scores - self._noise.rows([submit.seed], [len(submit.prompt) + len(output)])[0]
         return abs(float(scores[one]) - float(scores[other])), limit

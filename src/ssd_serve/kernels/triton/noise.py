@@ -20,14 +20,9 @@ _MASK_32 = 0xFFFFFFFF
 class TritonNoise:
     """log E into the rows of a float32 table [lines, vocabulary] on the GPU."""
 
-    def fill(
-        self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]], stream: int = 0
-    ) -> None:
+    def fill(self, table: torch.Tensor, lines: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
         """Write the noise of each pair of seed and position into its line; the host does not wait for it."""
-        words = [
-            (seed & _MASK_32, seed >> 32 & _MASK_32, position & _MASK_32, stream & _MASK_32)
-            for seed, position in keys
-        ]
+        words = [(seed & _MASK_32, seed >> 32 & _MASK_32, position & _MASK_32, 0) for seed, position in keys]
         numbers = torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
         into = torch.tensor(lines, dtype=torch.int64).to(table.device, non_blocking=True)
         vocabulary = table.shape[1]
