@@ -9,7 +9,7 @@ import pytest
 
 from ssd_serve.app.cli import main as cli
 from ssd_serve.app.cli.generate import ChatTerminal
-from ssd_serve.app.llm.outputs import Piece
+from ssd_serve.app.llm.engine import Piece
 from ssd_serve.models.hub import embedded_folder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

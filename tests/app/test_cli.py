@@ -48,7 +48,7 @@ Captured = pytest.CaptureFixture[str]
         (["generate", "x", "--seed", "-1"], "--seed"),
         (["generate", "x", "--mode", "fast"], "the flag --mode: input should be 'ar'"),
         (["generate", "x", "--target-device", "tpu"], "device 'tpu' is unknown"),
-        (["worker", "verifier"], "required: server_socket"),
+        (["worker", "verifier"], "required: arguments"),
     ],
 )
 def test_mistakes(arguments: list[str], sentence: str, capsys: Captured, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from ssd_serve.app.cli import main as cli
 from ssd_serve.app.plan import known_models as plan_models
 from ssd_serve.app.plan.device_tables import device_sheet, sheet_names
-from ssd_serve.app.plan.devices import Forward, MeasuredRoofs, Sheets
+from ssd_serve.app.plan.devices import Forward, Sheets
 from ssd_serve.app.plan.known_models import (
     Computing,
     PlannedModel,
@@ -18,7 +18,6 @@ from ssd_serve.app.plan.known_models import (
     planned_model,
     sized,
 )
-from ssd_serve.app.plan.roof import Roof
 from ssd_serve.base.devices import Machine
 from ssd_serve.kernels.fp8 import FORMATS
 from ssd_serve.models.sizes import model_sizes
@@ -102,26 +101,6 @@ def test_what_is_not_multiplied_in_fp8_is_wide(scheme: Fp8Scheme) -> None:
     found = known_fp8("llama-3.1-8b", FN, scheme)
     assert found.matrix_bytes == found.wide_bytes
     assert found.fp8 is False
-
-
-def test_models_that_are_not_fp8_are_as_before() -> None:
-    config = known_model("llama-3.1-8b")
-    assert config is not None
-    plain, other = (sized("x", config, Computing("cuda:0", BF16, fp8)) for fp8 in (None, FN))
-    assert plain == other
-    assert plain.fp8 is None
-
-
-def test_a_measured_device_reads_less_and_computes_as_long() -> None:
-    """1 GB in bf16 takes 100 ms for one row and 250 ms for four; in fp8 reading takes 50 ms less."""
-    platform = MeasuredRoofs(
-        "GPU", 1, {1: Roof(0, "bfloat16", {1: 1e-10, 4: 2.5e-10}, 1e15)}, 1e10, False, 0, 0.0
-    )
-    size = 1_000_000_000
-    wide = PlannedModel("small", 1, 8, 1000, 4096, size // 2, size, size, size, 1000, 0.0)
-    narrow = replace(wide, matrix_bytes=size // 2)
-    assert [platform.step_s(wide, 1, Forward(rows)) for rows in (1, 4)] == pytest.approx([0.1, 0.25])
-    assert [platform.step_s(narrow, 1, Forward(rows)) for rows in (1, 4)] == pytest.approx([0.05, 0.2])
 
 
 @pytest.mark.parametrize("name", ["compressed-tensor-static", "compressed-block"])

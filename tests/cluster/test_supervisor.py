@@ -13,7 +13,7 @@ from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.messages import Progress
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster import health, supervisor
-from ssd_serve.cluster.health import HangDetector, WorkerDiedError
+from ssd_serve.cluster.health import HangDetector, HeartbeatReceiver, WorkerDiedError
 from ssd_serve.cluster.local import local_engine
 from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker
 from ssd_serve.cluster.supervisor import Supervisor
@@ -63,8 +63,8 @@ def test_drafter_restarts_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.supervisor.failure is None
 
 
-class _Broken:
-    """Test double of a monitor that raises an error at every poll."""
+class Unheard(HeartbeatReceiver):
+    """Test double of a monitor that loses its cluster."""
 
     def silent(self) -> dict[str, float]:
         raise RuntimeError("the cluster is gone")
@@ -81,7 +81,7 @@ def start(plan: WorkerPlan) -> WorkerProcess:
     return start_worker(plan, EngineConfig())
 
 
-class _Short:
+class Short(Unheard):
     """Test double of a launcher and monitor that runs out of file descriptors for a while."""
 
     def __init__(self) -> None:
@@ -94,13 +94,6 @@ class _Short:
             raise OSError(errno.EMFILE, "Too many open files")
         return {}
 
-    def has_loaded(self, name: str) -> bool:
-        return False
-
-    def forget(self, name: str) -> None: ...
-
-    def close(self) -> None: ...
-
     def start(self, plan: WorkerPlan) -> WorkerProcess:
         self.starts += 1
         if self.starts in (2, 3):
@@ -110,7 +103,7 @@ class _Short:
 
 def test_worker_is_restarted_after_descriptors_ran_out() -> None:
     plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
-    short = _Short()
+    short = Short()
     supervisor = Supervisor([plan], short.start, QUIET, pulses=short)
     supervisor.start()
     supervisor.target_is_ready()
@@ -125,7 +118,7 @@ def test_worker_is_restarted_after_descriptors_ran_out() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_failed_supervisor_reports_failure_to_waiting_callers() -> None:
     plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
-    supervisor = Supervisor([plan], start, QUIET, pulses=_Broken())
+    supervisor = Supervisor([plan], start, QUIET, pulses=Unheard())
     supervisor.start()
     failure = supervisor.await_failure(20.0)
     supervisor.stop()

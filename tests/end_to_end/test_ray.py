@@ -27,9 +27,8 @@ from ssd_serve.base.settings_sources import visible_gpus
 from ssd_serve.cluster.launch import RunningEngine
 from ssd_serve.cluster.local import local_engine
 from ssd_serve.cluster.ray.cluster import ray_cluster
-from ssd_serve.cluster.ray.launcher import ray_engine
+from ssd_serve.cluster.ray.launcher import ALL_VISIBLE, ray_engine
 from ssd_serve.cluster.ray.placement import STRATEGY, ray_place
-from ssd_serve.cluster.ray.workers import ALL_VISIBLE
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.validation import engine_parameters
 from tests.end_to_end.tiny_pair import write_pair

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from ssd_serve import LLM, SamplingParams
-from ssd_serve.app.llm.outputs import Output
+from ssd_serve.app.llm.engine import Output
 from ssd_serve.app.llm.sampling_params import StructuredOutputsParams
 from tests.examples import WHOLE
 

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from ssd_serve.base.depths import added, by_position
-from ssd_serve.base.messages import AcceptanceHealth, Figures, SourceFigures
+from ssd_serve.base.messages import (
+    AcceptanceHealth,
+    Figures,
+    SourceFigures,
+    by_position,
+    sum_histograms,
+)
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.replica import Replica
 from ssd_serve.drafter.inline import InlineChannel
@@ -95,8 +100,8 @@ def test_acceptance_figures_of_an_engine_add_up(blurs: dict[str, float]) -> None
         check(figures)
     last = engine.figures
     assert set(last.sources) == set(blurs)
-    assert last.verified_depths == added([figures.verified_depths for figures in outputs_figures])
-    assert last.accepted_depths == added([figures.accepted_depths for figures in outputs_figures])
+    assert last.verified_depths == sum_histograms([figures.verified_depths for figures in outputs_figures])
+    assert last.accepted_depths == sum_histograms([figures.accepted_depths for figures in outputs_figures])
     for name in blurs:
         assert last.sources[name].verified == sum(one.sources[name].verified for one in outputs_figures)
         assert last.sources[name].accepted == sum(one.sources[name].accepted for one in outputs_figures) > 0

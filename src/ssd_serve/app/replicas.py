@@ -17,7 +17,6 @@ from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import RayServeException
 from starlette.middleware import Middleware
 
-from ssd_serve.app.find_models import find_models
 from ssd_serve.base.devices import Machine, parse_device, this_machine
 from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import EngineDeadError, SettingsError
@@ -28,6 +27,7 @@ from ssd_serve.base.settings_sources import refuse_empty_keys, rename_hint, reso
 from ssd_serve.cluster.health import WorkerDiedError
 from ssd_serve.cluster.launch import RunningEngine
 from ssd_serve.cluster.local import local_engine
+from ssd_serve.cluster.placement import find_models
 from ssd_serve.cluster.ray.cluster import warn_of_strangers
 from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.models.text.tokenizer import Tokenizer

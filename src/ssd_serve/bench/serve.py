@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from ssd_serve.base.depths import POSITIONS
 from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import SsdError, UserError
+from ssd_serve.base.messages import POSITIONS
 from ssd_serve.bench.client import Answer, Endpoint, LoadRequest, open_client, send_load
 from ssd_serve.bench.prompts import held_out_prompts, named_seed
 from ssd_serve.models.hub import resolve_model

@@ -5,9 +5,9 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from ssd_serve.base.errors import DeviceHangError, EngineDeadError, MemoryShortError, ProtocolError
 
@@ -30,35 +30,33 @@ def _beat(path: Path, name: bytes, loaded: threading.Event) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.setblocking(False)
         while True:
-            with contextlib.suppress(
-                OSError
-            ):  # the watcher is busy or has ended; the lifeline detects its end
+            with contextlib.suppress(OSError):  # the watcher is busy, or has ended: the lifeline detects that
                 sender.sendto(name + _LOADED * loaded.is_set(), str(path))
             time.sleep(_EVERY_S)
 
 
-class Listening(Protocol):
-    """Receiver of heartbeats, by any transport."""
+class HeartbeatReceiver(ABC):
+    """Receiver of heartbeats, by any transport. A worker is watched from its first one on."""
 
+    @abstractmethod
     def silent(self) -> dict[str, float]:
         """Silent workers with the seconds of their silence. Call it several times a second."""
-        ...
 
+    @abstractmethod
     def has_loaded(self, name: str) -> bool:
         """True if the worker has reported that it has loaded: from then on it has no reason to be silent."""
-        ...
 
+    @abstractmethod
     def forget(self, name: str) -> None:
         """Reset a restarted worker: it is watched from its first heartbeat on."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Stop receiving."""
-        ...
 
 
-class PulseWatch:
-    """Receives the heartbeats that are sent to the socket at `path`. A worker is watched from its first one on."""
+class PulseWatch(HeartbeatReceiver):
+    """Receives the heartbeats that are sent to the socket at `path`."""
 
     def __init__(
         self,
@@ -77,7 +75,6 @@ class PulseWatch:
         self._listened = clock()
 
     def silent(self) -> dict[str, float]:
-        """Silent workers with the seconds of their silence. Call it several times a second."""
         now = self._clock()
         if now - self._listened > _LATE_S:
             self._received_at = dict.fromkeys(self._received_at, now)
@@ -93,16 +90,13 @@ class PulseWatch:
         return {name: seconds for name, seconds in silence.items() if seconds > self._longest_silence_s}
 
     def has_loaded(self, name: str) -> bool:
-        """True if the worker has reported that it has loaded."""
         return name in self._loaded
 
     def forget(self, name: str) -> None:
-        """Reset a restarted worker: it is watched from its first heartbeat on."""
         self._received_at.pop(name, None)
         self._loaded.discard(name)
 
     def close(self) -> None:
-        """Stop receiving."""
         self._socket.close()
 
 

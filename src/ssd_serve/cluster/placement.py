@@ -1,15 +1,22 @@
-"""Placement of an engine's processes: mode, devices, and the configuration that follows.
+"""Placement of an engine's processes: mode, devices, models, and the configuration that follows.
 
-A function of the settings, the machine and the sizes of the drafts' files."""
+A function of the settings, the machine and the models' files."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.base.devices import Device, Machine, check_device, parse_device
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.names import pinned
+from ssd_serve.base.setting_values import LOOKUPS
 from ssd_serve.base.settings import Settings
 from ssd_serve.drafter.sources.registry import is_source, registered_source, self_draft_layers
-from ssd_serve.models.hub import model_here
+from ssd_serve.models.hub import Role, model_here, resolve_model
+from ssd_serve.sampling.validation import model_defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,14 @@ class PinnedModels:
 
     target: str
     drafts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModels:
+    """The target's folder, and the names by which workers find the same files."""
+
+    target: Path
+    names: PinnedModels
 
 
 def resolve_config(
@@ -241,3 +256,39 @@ def _is_small(draft: str, config: EngineConfig) -> bool:
         return False
     files = [file for file in folder.iterdir() if file.suffix in _WEIGHTS and file.is_file()]
     return sum(file.stat().st_size for file in files) <= _SMALL_BYTES
+
+
+def find_models(
+    settings: Settings, show: Callable[[str], None], warn: Callable[[str], None] = lambda _line: None
+) -> FoundModels:
+    """Find the models that the settings name before any process is started, and download missing ones. Workers
+    then find the same files at once. `show` receives lines of progress, `warn` remarks about a model's origin."""
+    show("looking for the models")
+    free = int(psutil.virtual_memory().available)
+
+    def find(name: str, role: Role) -> Path:
+        return resolve_model(
+            name,
+            role,
+            token=settings.hf_token,
+            allow_pickle=settings.allow_pickle,
+            free_memory=free,
+            report=show,
+            warn=warn,
+            ask_hub=True,
+        )
+
+    drafts: list[str] = []
+    if settings.mode is not Mode.AR:
+        drafts = [
+            name if _needs_no_files(name) else pinned(name, find(name, "draft")) for name in settings.drafts
+        ]
+    target = find(settings.target, "target")
+    if settings.generation_config == "auto":
+        model_defaults(target)  # raises for wrong ones
+    return FoundModels(target, PinnedModels(pinned(settings.target, target), tuple(drafts)))
+
+
+def _needs_no_files(draft: str) -> bool:
+    """But for the target's."""
+    return is_source(draft) or draft in LOOKUPS or self_draft_layers(draft) is not None

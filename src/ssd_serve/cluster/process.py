@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import psutil  # type: ignore[import-untyped]
 
@@ -102,70 +102,22 @@ _FAST_MEMORY = {
 }
 
 
-class StartedWorker(Protocol):
+class StartedWorker(ABC):
     """A started worker as its supervisor sees it, wherever it runs."""
 
+    name: str
+    started: float
+    """Time of the start, in seconds of the monotonic clock."""
+
     @property
+    @abstractmethod
     def pid(self) -> int:
         """Process id on its machine; 0 while it is not known."""
-        ...
 
     @property
+    @abstractmethod
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that killed it."""
-        ...
-
-    @property
-    def started(self) -> float:
-        """Time of the start, in seconds of the monotonic clock."""
-        ...
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the start."""
-        ...
-
-    @property
-    def computed_s(self) -> float:
-        """Seconds of processor time that it has taken; 0 if unknown."""
-        ...
-
-    @property
-    def waits_for_disk(self) -> bool:
-        """True if the kernel blocks it until a read or write is done; False if unknown."""
-        ...
-
-    def release(self) -> None:
-        """Let it leave by itself. Does not wait."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once. Does not wait."""
-        ...
-
-    def stop(self, grace_s: float = 3.0) -> int:
-        """Release it, and kill it if it has not left in time. Returns its exit code."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerProcess:
-    """A started worker. Start workers from a thread that lives as long as this process: on Linux the worker
-    also dies with the *thread* that started it."""
-
-    name: str
-    popen: "subprocess.Popen[bytes]"
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def pid(self) -> int:
-        """Id of the worker's process."""
-        return self.popen.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that killed it."""
-        return self.popen.poll()
+        """None while it runs; negative: the signal that killed it, or SIGKILL if its node is gone."""
 
     @property
     def age_s(self) -> float:
@@ -173,8 +125,47 @@ class WorkerProcess:
         return time.monotonic() - self.started
 
     @property
+    @abstractmethod
     def computed_s(self) -> float:
-        """Seconds of processor time that all its threads have taken."""
+        """Seconds of processor time that all its threads have taken; 0 if unknown."""
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """True if the kernel blocks it until a read or write is done; False if unknown."""
+        return False
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let it leave by itself. Does not wait."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once. Does not wait."""
+
+    @abstractmethod
+    def stop(self, grace_s: float = 3.0) -> int:
+        """Release it, and kill it if it has not left in time. Returns its exit code."""
+
+
+class WorkerProcess(StartedWorker):
+    """A worker process of this machine. Start workers from a thread that lives as long as this process: on Linux
+    the worker also dies with the *thread* that started it."""
+
+    def __init__(self, name: str, popen: "subprocess.Popen[bytes]") -> None:
+        self.name = name
+        self.popen = popen
+        self.started = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.popen.poll()
+
+    @property
+    def computed_s(self) -> float:
         try:
             times = psutil.Process(self.pid).cpu_times()
         except (psutil.Error, OSError):  # OSError: no descriptor to look with
@@ -183,24 +174,20 @@ class WorkerProcess:
 
     @property
     def waits_for_disk(self) -> bool:
-        """The kernel holds it until something is read or written; a stopped one is held otherwise."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_DISK_SLEEP)
-        except (psutil.Error, OSError):  # OSError: no descriptor to look with
+        except (psutil.Error, OSError):
             return False
 
     def release(self) -> None:
-        """Close the lifeline: the worker leaves by itself. Does not wait."""
-        if self.popen.stdin is not None:
+        if self.popen.stdin is not None:  # its lifeline
             with contextlib.suppress(OSError):
                 self.popen.stdin.close()
 
     def kill(self) -> None:
-        """End it at once. Does not wait."""
         self.popen.kill()
 
     def stop(self, grace_s: float = 3.0) -> int:
-        """Release the worker, and kill it if it has not left in time. Returns its exit code."""
         self.release()
         try:
             return self.popen.wait(grace_s)

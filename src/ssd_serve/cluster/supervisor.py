@@ -14,7 +14,7 @@ from ssd_serve.base.logs import Logger, RateLimitedLogger
 from ssd_serve.cluster.health import (
     USER_ERRORS,
     HangDetector,
-    Listening,
+    HeartbeatReceiver,
     RestartPolicy,
     WorkerDiedError,
     pause_before_restart,
@@ -58,7 +58,7 @@ class Supervisor:
         starter: Starter,
         log: Logger,
         on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
-        pulses: Listening | None = None,
+        pulses: HeartbeatReceiver | None = None,
         suspicion: HangDetector | None = None,
     ) -> None:
         """The first of `plans` is the verifier's. `pulses` receives heartbeats: a silent worker is killed.

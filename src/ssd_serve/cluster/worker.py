@@ -1,7 +1,4 @@
-"""The first and the last things that every worker process does: name, settings, lifeline, device, exit code.
-
-Knows which function each role runs, and nothing of what it does.
-"""
+"""Body of a worker process: its name, configuration, lifeline, device, role and exit code."""
 
 import contextlib
 import ctypes
@@ -10,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import setproctitle
@@ -27,8 +24,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def enter_worker(name: str, stdin: io.FileIO | None = None) -> tuple[EngineConfig, Callable[[], None]]:
-    """Become the worker `name`: set the process title, read the configuration, end with
-    the parent. Also returns the function to call when it has loaded."""
+    """Set the process title, read the configuration, and exit with the parent from now on. Also returns the
+    function to call when the worker has loaded."""
     setproctitle.setproctitle(f"ssd: {name}")
     # Ctrl-C, a closed terminal and `kill -TERM -GROUP` reach every process; the parent alone knows what
     # they mean.
@@ -48,9 +45,22 @@ def enter_worker(name: str, stdin: io.FileIO | None = None) -> tuple[EngineConfi
     return config, start_pulse(RankFiles(config.run_dir).pulse, name)
 
 
-def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> int:
-    """Body of the verifier process; returns its exit code."""
-    config, _ = enter_worker("verifier")
+def run_worker(role: str, arguments: Sequence[str]) -> int:
+    """Run the body of a worker process with the arguments of its command; returns its exit code."""
+    name = {"verifier": "verifier", "rank": f"rank-{arguments[0]}"}.get(role, arguments[0])
+    bodies: dict[str, Callable[..., int]] = {
+        "verifier": _run_verifier,
+        "rank": _run_rank,
+        "drafter": _run_drafter,
+    }
+    try:
+        return bodies[role](name, *arguments)
+    except SsdError as error:
+        return leave_worker(name, error)
+
+
+def _run_verifier(name: str, server_socket: str, drafter_socket: str, ranks_folder: str) -> int:
+    config, _ = enter_worker(name)
     pin(parse_device(config.rank_device(0)))
     from ssd_serve.verifier.process import run
 
@@ -58,18 +68,16 @@ def run_verifier(server_socket: str, drafter_socket: str, ranks_folder: str) -> 
     return run(config, servers, joining, RankFiles(Path(ranks_folder)))
 
 
-def run_rank(rank: int, ranks_folder: str) -> int:
-    """Body of the process of another rank of the target than the verifier's; returns its exit code."""
-    config, _ = enter_worker(f"rank-{rank}")
-    pin(parse_device(config.rank_device(rank)))
+def _run_rank(name: str, rank: str, ranks_folder: str) -> int:
+    config, _ = enter_worker(name)
+    pin(parse_device(config.rank_device(int(rank))))
     from ssd_serve.verifier.ranks import run
 
-    run(config, rank, RankFiles(Path(ranks_folder)))
+    run(config, int(rank), RankFiles(Path(ranks_folder)))
     return ORPHANED
 
 
-def run_drafter(name: str, drafter_socket: str) -> int:
-    """Body of a drafter process; returns its exit code."""
+def _run_drafter(name: str, _name: str, drafter_socket: str) -> int:
     config, on_loaded = enter_worker(name)
     if config.draft_device is not None:
         pin(parse_device(config.draft_device))
@@ -79,8 +87,8 @@ def run_drafter(name: str, drafter_socket: str) -> int:
 
 
 def leave_worker(name: str, error: SsdError) -> int:
-    """Say why the worker cannot go on, in one sentence; returns the exit code. Not with a GPU that hangs: its
-    driver would wait for it when the interpreter ends, so that the process ends here."""
+    """Write the error to stderr and return its exit code. With a GPU that hangs the process ends here, since the
+    driver would wait for it when the interpreter ends."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"ssd: {name}: {error}\n")
         sys.stderr.flush()

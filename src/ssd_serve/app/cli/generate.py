@@ -3,13 +3,13 @@
 import json
 import math
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from ssd_serve.app.llm.engine import Output, Piece
 from ssd_serve.app.llm.llm import LLM
-from ssd_serve.app.llm.outputs import Output, Piece
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import RequestError, SettingsError
@@ -17,49 +17,37 @@ from ssd_serve.base.logs import ProgressLine
 from ssd_serve.base.messages import Ready
 from ssd_serve.base.seeds import MASK64
 from ssd_serve.base.settings import Settings
+from ssd_serve.base.settings_sources import flag_name
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "0 or more"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "top_k": (lambda value: value >= 0, "0 (off) or more"),
+    "max_tokens": (lambda value: value >= 1, "at least 1"),
+    "seed": (lambda value: 0 <= value <= MASK64, "from 0 to 2^64 - 1"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """Options of one generation: the prompt and the sampling parameters. None: the model's default."""
+    """Options of one generation: the prompt, and the sampling parameters that were given."""
 
     text: str
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def check(self) -> None:
-        """A clear error for a value that cannot be meant. Call it before anything is loaded."""
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise SettingsError("--temperature must be 0 or more")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise SettingsError("--top-p must be above 0 and at most 1")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise SettingsError("--min-p must be from 0 to 1")
-        if self.top_k is not None and self.top_k < 0:
-            raise SettingsError("--top-k must be 0 (off) or more")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise SettingsError("--max-tokens must be at least 1")
-        if self.seed is not None and not 0 <= self.seed <= MASK64:
-            raise SettingsError("--seed must be from 0 to 2^64 - 1")
+        """Raise `SettingsError` for a value out of range. Call it before anything is loaded."""
+        for name, value in self.sampling.items():
+            in_range, described = _RANGES[name]
+            if not in_range(value):
+                raise SettingsError(f"{flag_name(name)} must be {described}")
         with told_as_flags():
-            self.params()
+            self.params(SamplingParams())
 
-    def params(self, usual: SamplingParams | None = None) -> SamplingParams:
-        """The same, without the text; what is not given is as `usual`."""
-        given = {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-        }
-        named = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams.model_validate({**(dict(usual or SamplingParams())), **named})
+    def params(self, default: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters; those that were not given are as in `default`."""
+        return SamplingParams.model_validate({**dict(default), **self.sampling})
 
 
 @contextmanager
@@ -68,7 +56,7 @@ def told_as_flags() -> Generator[None]:
     try:
         yield
     except RequestError as error:
-        flag = "the text" if error.field == "prompt" else f"--{error.field.replace('_', '-')}"
+        flag = "the text" if error.field == "prompt" else flag_name(error.field)
         raise SettingsError(flag + str(error).removeprefix(error.field)) from error
 
 

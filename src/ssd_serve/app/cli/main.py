@@ -43,7 +43,7 @@ INTERRUPTED = 130
 HUNG_UP = 129
 TERMINATED = 143
 EXIT_CODES: tuple[tuple[int, str], ...] = (
-    (0, "done; a server ended as it was told to, also where SSD_DRAIN_SECONDS cut requests off"),
+    (0, "success; for a server: stopped by a signal, even if SSD_DRAIN_SECONDS ended requests"),
     (SsdError.exit_code, "an error that has no code of its own"),
     (SettingsError.exit_code, "a setting, flag, variable or argument is wrong"),
     (PortInUseError.exit_code, "the HTTP port is taken by another process"),
@@ -60,6 +60,15 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (INTERRUPTED, "interrupted with Ctrl-C"),
     (TERMINATED, "ended by SIGTERM while models were loaded"),
 )
+SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0: always the best token (the model's, or 1.0)"),
+    "top_k": (int, "sample from the k most probable tokens only"),
+    "top_p": (float, "sample from this much probability only"),
+    "min_p": (float, "drop tokens below this share of the best"),
+    "seed": (int, "the same seed gives the same text (a random one)"),
+    "max_tokens": (int, "most new tokens (the model's, or 128)"),
+}
+"""Flags of `ssd generate` and `ssd chat`, with their types and help texts."""
 _LAZY_COMMANDS = {
     "bench": ("ssd_serve.bench.commands", "measure: modes, kernels, losslessness"),
     "recipe": ("ssd_serve.recipes.commands", "make drafts: train EAGLE-3 heads, distil models, add ballast"),
@@ -214,12 +223,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--temperature", type=float, help="0: always the best token (the model's, or 1.0)")
-    parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens only")
-    parser.add_argument("--top-p", type=float, help="sample from this much probability only")
-    parser.add_argument("--min-p", type=float, help="drop tokens below this share of the best")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same text (a random one)")
-    parser.add_argument("--max-tokens", type=int, help="most new tokens (the model's, or 128)")
+    for name, (kind, text) in SAMPLING_FLAGS.items():
+        parser.add_argument(flag_name(name), type=kind, help=text)
 
 
 def _add_settings(commands: Commands) -> None:
@@ -235,20 +240,9 @@ def _add_settings(commands: Commands) -> None:
 def _add_worker(commands: Commands) -> None:
     """Add the hidden worker command, which only the launcher starts: without `help` it is not listed."""
     parser = commands.add_parser("worker")
-    roles = parser.add_subparsers(required=True, metavar="ROLE")
-    verifier = roles.add_parser("verifier")
-    verifier.add_argument("server_socket")
-    verifier.add_argument("drafter_socket")
-    verifier.add_argument("ranks_folder")
-    verifier.set_defaults(run=_run_verifier)
-    rank = roles.add_parser("rank")
-    rank.add_argument("rank", type=int)
-    rank.add_argument("ranks_folder")
-    rank.set_defaults(run=_run_rank)
-    drafter = roles.add_parser("drafter")
-    drafter.add_argument("name")
-    drafter.add_argument("drafter_socket")
-    drafter.set_defaults(run=_run_drafter)
+    parser.add_argument("role", choices=("verifier", "rank", "drafter"))
+    parser.add_argument("arguments", nargs="+")
+    parser.set_defaults(run=_run_worker)
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -306,15 +300,8 @@ def _run_generate(args: argparse.Namespace) -> int:
 def _choice(args: argparse.Namespace, text: str) -> "GenerateOptions":
     from ssd_serve.app.cli.generate import GenerateOptions
 
-    return GenerateOptions(
-        text=text,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-    )
+    sampling = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
+    return GenerateOptions(text, sampling)
 
 
 def _run_settings(args: argparse.Namespace) -> int:
@@ -327,28 +314,7 @@ def _run_settings(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_verifier(args: argparse.Namespace) -> int:
-    from ssd_serve.cluster.worker import leave_worker, run_verifier
+def _run_worker(args: argparse.Namespace) -> int:
+    from ssd_serve.cluster.worker import run_worker
 
-    try:
-        return run_verifier(args.server_socket, args.drafter_socket, args.ranks_folder)
-    except SsdError as error:
-        return leave_worker("verifier", error)
-
-
-def _run_rank(args: argparse.Namespace) -> int:
-    from ssd_serve.cluster.worker import leave_worker, run_rank
-
-    try:
-        return run_rank(args.rank, args.ranks_folder)
-    except SsdError as error:
-        return leave_worker(f"rank-{args.rank}", error)
-
-
-def _run_drafter(args: argparse.Namespace) -> int:
-    from ssd_serve.cluster.worker import leave_worker, run_drafter
-
-    try:
-        return run_drafter(args.name, args.drafter_socket)
-    except SsdError as error:
-        return leave_worker(args.name, error)
+    return run_worker(args.role, args.arguments)

@@ -19,13 +19,13 @@ from typing import NoReturn
 import setproctitle
 from rich.console import Console
 
-from ssd_serve.app.find_models import find_models
 from ssd_serve.base.devices import pin_cores
 from ssd_serve.base.logs import ProgressLine, carry_library_logs, get_logger
 from ssd_serve.base.resources import raise_descriptor_limit, settle_memory
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import refuse_empty_keys
 from ssd_serve.cluster.launch import RunningEngine, start_engine, usable_machine
+from ssd_serve.cluster.placement import find_models
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.access.auth import allowed_hosts, exposure_warnings
 from ssd_serve.server.banner import show_banner

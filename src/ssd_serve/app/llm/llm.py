@@ -15,9 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from typing_extensions import Self
 
-from ssd_serve.app.find_models import find_models
-from ssd_serve.app.llm.engine import Asked, Conversation, reach_engine
-from ssd_serve.app.llm.outputs import Output, Piece
+from ssd_serve.app.llm.engine import Asked, Conversation, Output, Piece, reach_engine
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.errors import EngineDeadError, RequestError
@@ -27,6 +25,7 @@ from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve_arguments
 from ssd_serve.cluster.launch import usable_machine
+from ssd_serve.cluster.placement import find_models
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.thinking import make_thinking_budget, starts_in_thinking
 from ssd_serve.sampling.validation import (

@@ -61,8 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         planned_model,
         torch_dtype,
     )
-    from ssd_serve.app.plan.page import as_json, page
-    from ssd_serve.app.plan.plan import PlanOptions, best_draft, make_plan
+    from ssd_serve.app.plan.plan import Plan, PlanOptions, best_draft, page
     from ssd_serve.kernels.device import dtype_name
 
     drafts: list[str] = args.drafts or ([EMBEDDED] if args.target == EMBEDDED else [])
@@ -85,8 +84,8 @@ def _run(args: argparse.Namespace) -> int:
     if len(loads) == 1:
         loads *= max(1, len(others))
     pairs = zip(others or [None], loads, strict=True)
-    plans = [make_plan(platform, target, draft, load) for draft, load in pairs]
-    print(json.dumps(as_json(plans), indent=1) if args.json else page(plans))
+    plans = [Plan(platform, target, draft, load) for draft, load in pairs]
+    print(json.dumps([plan.as_json() for plan in plans], indent=1) if args.json else page(plans))
     return 0 if best_draft(plans).best is not None else MemoryShortError.exit_code
 
 

@@ -4,7 +4,7 @@ The shares are constants fitted to public measurements of plain decoding; three 
 project's own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ssd_serve.base.errors import SettingsError
@@ -45,21 +45,21 @@ class DeviceSheet:
     """The eight-bit format that it multiplies; empty: none, such weights are widened."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Attained:
-    """Attained shares that devices of one maker have in common, until they are measured apart."""
-
-    bandwidth_share: float
-    throughput_share: float
-    layer_s: float
-    row_s: float
-    exchange_s: float
-    launch_s: float
-    several_s: float = 0.0
-    exposed_share: float = 1.0
-
-
-_CDNA = _Attained(0.585, 0.40, 15e-6, 1.1e-6, 38.8e-6, 0.3e-3)
+_CDNA = DeviceSheet(
+    name="MI300X",
+    memory_gb=192,
+    bandwidth_gb_s=5300,
+    bf16_tflops=1307.4,
+    peer_gb_s=64,
+    links_gb_s=448,
+    bandwidth_share=0.585,
+    throughput_share=0.40,
+    layer_s=15e-6,
+    row_s=1.1e-6,
+    exchange_s=38.8e-6,
+    launch_s=0.3e-3,
+    fp8="float8_e4m3fnuz",
+)
 """`bandwidth_share`, `layer_s`, `exchange_s`: fitted to AMD's 21.41, 32.87 and 52.32 tokens/s of plain Llama
 3.1 70B on 1, 2 and 4 MI300X, with `launch_s` as assumed. Source: ROCm blog, "Enabling Speculative Speculative
 Decoding on MI300X", 2026-05-29. Three figures determine the three constants.
@@ -70,7 +70,23 @@ FP8 on 8 MI300X.
 `row_s`: what the growth of that table, and of its Llama 3.1 405B, from 1 to 64 requests leaves unexplained.
 It holds vLLM's own host work for a request: rows of trees are rather too dear here than too cheap."""
 
-_HOPPER = _Attained(0.85, 0.5, 28e-6, 0.23e-6, 26e-6, 0.2e-3, 10e-6, 0.0)
+_HOPPER = DeviceSheet(
+    name="H100",
+    memory_gb=80,
+    bandwidth_gb_s=3350,
+    bf16_tflops=989.4,
+    peer_gb_s=450,
+    links_gb_s=450,
+    bandwidth_share=0.85,
+    throughput_share=0.5,
+    layer_s=28e-6,
+    row_s=0.23e-6,
+    several_s=10e-6,
+    exposed_share=0.0,
+    exchange_s=26e-6,
+    launch_s=0.2e-3,
+    fp8="float8_e4m3fn",
+)
 """`bandwidth_share`, and `layer_s` with twice `exchange_s`: within 4 % of 54.7 and 88.8 tokens/s of plain
 Llama 3.1 70B and Qwen3 32B on 4 H100 (arXiv 2603.03251). Two figures do not determine more: how the seconds of a
 layer are split, `throughput_share` and `launch_s` are assumed.
@@ -78,54 +94,33 @@ layer are split, `throughput_share` and `launch_s` are assumed.
 fit the additional time of 8 and of 64 rows after 128 tokens in Llama 3.2 1B and Llama 3.1 8B."""
 
 
-def _sheet(
-    name: str,
-    data: tuple[float, float, float, float, float],
-    attained: _Attained,
-    fp8: Literal["float8_e4m3fn", "float8_e4m3fnuz"],
-) -> DeviceSheet:
-    """`data`: GB, GB/s of memory, TFLOPS in bf16, GB/s to one other device and to all."""
-    memory, bandwidth, tflops, peer, links = data
-    return DeviceSheet(
-        name=name,
-        memory_gb=memory,
-        bandwidth_gb_s=bandwidth,
-        bf16_tflops=tflops,
-        peer_gb_s=peer,
-        links_gb_s=links,
-        bandwidth_share=attained.bandwidth_share,
-        throughput_share=attained.throughput_share,
-        layer_s=attained.layer_s,
-        row_s=attained.row_s,
-        several_s=attained.several_s,
-        exposed_share=attained.exposed_share,
-        exchange_s=attained.exchange_s,
-        launch_s=attained.launch_s,
-        fp8=fp8,
-    )
-
-
 # Data sheets: AMD Instinct MI300X, MI325X, MI350X, MI355X (an Infinity Fabric link to each of seven others;
 # half of what is printed for both ways); NVIDIA H100 SXM, H200 SXM (NVLink through a switch; theirs print
 # twice the throughput, with sparsity).
-_SHEETS = (
-    _sheet("MI300X", (192, 5300, 1307.4, 64, 448), _CDNA, "float8_e4m3fnuz"),
-    _sheet("MI325X", (256, 6000, 1307.4, 64, 448), _CDNA, "float8_e4m3fnuz"),
-    _sheet("MI350X", (288, 8000, 2306.9, 76.8, 537.6), _CDNA, "float8_e4m3fn"),
-    _sheet("MI355X", (288, 8000, 2516.6, 76.8, 537.6), _CDNA, "float8_e4m3fn"),
-    _sheet("H100", (80, 3350, 989.4, 450, 450), _HOPPER, "float8_e4m3fn"),
-    _sheet("H200", (141, 4800, 989.4, 450, 450), _HOPPER, "float8_e4m3fn"),
+# Devices of one maker share the attained values until they are measured apart.
+_MI325X = replace(_CDNA, name="MI325X", memory_gb=256, bandwidth_gb_s=6000)
+_MI350X = replace(
+    _CDNA,
+    name="MI350X",
+    memory_gb=288,
+    bandwidth_gb_s=8000,
+    bf16_tflops=2306.9,
+    peer_gb_s=76.8,
+    links_gb_s=537.6,
+    fp8="float8_e4m3fn",
 )
+_MI355X = replace(_MI350X, name="MI355X", bf16_tflops=2516.6)
+_H200 = replace(_HOPPER, name="H200", memory_gb=141, bandwidth_gb_s=4800)
+_SHEETS = {sheet.name.lower(): sheet for sheet in (_CDNA, _MI325X, _MI350X, _MI355X, _HOPPER, _H200)}
 
 
 def sheet_names() -> tuple[str, ...]:
     """Return the names of the devices in the table."""
-    return tuple(sheet.name.lower() for sheet in _SHEETS)
+    return tuple(_SHEETS)
 
 
 def device_sheet(name: str) -> DeviceSheet:
     """Return the device of this name. Raises `SettingsError` for an unknown one."""
-    for sheet in _SHEETS:
-        if sheet.name.lower() == name.lower():
-            return sheet
-    raise SettingsError(f"device {name!r} is not in the table; there are {', '.join(sheet_names())}")
+    if name.lower() not in _SHEETS:
+        raise SettingsError(f"device {name!r} is not in the table; there are {', '.join(_SHEETS)}")
+    return _SHEETS[name.lower()]

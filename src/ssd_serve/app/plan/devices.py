@@ -111,7 +111,29 @@ class Sheets:
 
     def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
         """Compute the parts of a forward of a model that is split over `devices`."""
-        return forward_parts(self.sheet, model, devices, forward)
+        sheet, ranks = self.sheet, devices
+        bandwidth = ranks * sheet.bandwidth_share * sheet.bandwidth_gb_s * 1e9
+        flops = ranks * sheet.throughput_share * sheet.bf16_tflops * 1e12
+        weights_s = model.matrix_bytes / bandwidth
+        beyond_reading_s = max(0.0, forward.prompt * model.flops_per_row / flops - weights_s)
+        # A head that several ranks need is held, and read, by each of them.
+        cache_bytes = forward.context * model.kv_bytes_per_token * model.kv_share(ranks) * ranks
+        decoding = forward.rows - forward.prompt
+        exchange_s = 0.0
+        if ranks > 1:  # two sums a layer, each a reduce-scatter and an all-gather
+            speed = 1e9 * min(sheet.links_gb_s, (ranks - 1) * sheet.peer_gb_s)
+            bytes_out = 2 * (ranks - 1) / ranks * forward.rows * model.hidden * _ELEMENT
+            exchange_s = 2 * model.layers * (sheet.exchange_s + bytes_out / speed)
+        return ForwardParts(
+            launch_s=sheet.launch_s,
+            weights_s=weights_s,
+            matmul_s=sheet.exposed_share * decoding * model.flops_per_row / flops + beyond_reading_s,
+            attention_s=cache_bytes / bandwidth + forward.row_context * model.attention_flops / flops,
+            layers_s=model.layers
+            * (sheet.layer_s + decoding * sheet.row_s + (decoding > 1) * sheet.several_s),
+            exchange_s=exchange_s,
+            sampling_s=decoding * model.vocabulary * _LOGIT_BYTES / bandwidth,
+        )
 
     def step_s(self, model: PlannedModel, devices: int, forward: Forward) -> float:
         """Seconds of a forward."""
@@ -121,31 +143,6 @@ class Sheets:
         """Return the factor by which a drafter on its own device slows the target: none here."""
         del target, draft
         return 1.0
-
-
-def forward_parts(sheet: DeviceSheet, model: PlannedModel, ranks: int, forward: Forward) -> ForwardParts:
-    """Compute the parts of a forward of a model that is split over `ranks` devices of a data sheet."""
-    bandwidth = ranks * sheet.bandwidth_share * sheet.bandwidth_gb_s * 1e9
-    flops = ranks * sheet.throughput_share * sheet.bf16_tflops * 1e12
-    weights_s = model.matrix_bytes / bandwidth
-    beyond_reading_s = max(0.0, forward.prompt * model.flops_per_row / flops - weights_s)
-    # A head that several ranks need is held, and read, by each of them.
-    cache_bytes = forward.context * model.kv_bytes_per_token * model.kv_share(ranks) * ranks
-    decoding = forward.rows - forward.prompt
-    exchange_s = 0.0
-    if ranks > 1:  # two sums a layer, each a reduce-scatter and an all-gather
-        speed = 1e9 * min(sheet.links_gb_s, (ranks - 1) * sheet.peer_gb_s)
-        bytes_out = 2 * (ranks - 1) / ranks * forward.rows * model.hidden * _ELEMENT
-        exchange_s = 2 * model.layers * (sheet.exchange_s + bytes_out / speed)
-    return ForwardParts(
-        launch_s=sheet.launch_s,
-        weights_s=weights_s,
-        matmul_s=sheet.exposed_share * decoding * model.flops_per_row / flops + beyond_reading_s,
-        attention_s=cache_bytes / bandwidth + forward.row_context * model.attention_flops / flops,
-        layers_s=model.layers * (sheet.layer_s + decoding * sheet.row_s + (decoding > 1) * sheet.several_s),
-        exchange_s=exchange_s,
-        sampling_s=decoding * model.vocabulary * _LOGIT_BYTES / bandwidth,
-    )
 
 
 @dataclass(frozen=True, slots=True)

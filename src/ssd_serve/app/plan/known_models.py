@@ -40,6 +40,25 @@ _KEYS = (
     "tie_word_embeddings",
 )
 
+_LLAMA, _QWEN2, _QWEN3 = ["LlamaForCausalLM"], ["Qwen2ForCausalLM"], ["Qwen3ForCausalLM"]
+_SHAPES = {
+    "llama-3.1-405b": (_LLAMA, 16384, 53248, 126, 128, 8, 128, 128256, 131072, False),
+    "llama-3.3-70b": (_LLAMA, 8192, 28672, 80, 64, 8, 128, 128256, 131072, False),
+    "llama-3.1-70b": (_LLAMA, 8192, 28672, 80, 64, 8, 128, 128256, 131072, False),
+    "llama-3.1-8b": (_LLAMA, 4096, 14336, 32, 32, 8, 128, 128256, 131072, False),
+    "llama-3.2-3b": (_LLAMA, 3072, 8192, 28, 24, 8, 128, 128256, 131072, True),
+    "llama-3.2-1b": (_LLAMA, 2048, 8192, 16, 32, 8, 64, 128256, 131072, True),
+    "llama-2-7b": (_LLAMA, 4096, 11008, 32, 32, 32, 128, 32000, 4096, False),
+    "qwen2.5-72b": (_QWEN2, 8192, 29568, 80, 64, 8, 128, 152064, 32768, False),
+    "qwen2.5-7b": (_QWEN2, 3584, 18944, 28, 28, 4, 128, 152064, 32768, False),
+    "qwen2.5-0.5b": (_QWEN2, 896, 4864, 24, 14, 2, 64, 151936, 32768, True),
+    "qwen3-32b": (_QWEN3, 5120, 25600, 64, 64, 8, 128, 151936, 40960, False),
+    "qwen3-8b": (_QWEN3, 4096, 12288, 36, 32, 8, 128, 151936, 40960, False),
+    "qwen3-1.7b": (_QWEN3, 2048, 6144, 28, 16, 8, 128, 151936, 40960, True),
+    "qwen3-0.6b": (_QWEN3, 1024, 3072, 28, 16, 8, 128, 151936, 40960, True),
+}
+"""Values of `config.json` of well-known models, in the order of `_KEYS`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
@@ -157,21 +176,10 @@ def torch_dtype(name: str, device: str) -> torch.dtype:
     return kinds[resolve_dtype(name, device, native)]
 
 
-def known_names() -> tuple[str, ...]:
-    """Names that need no file."""
-    return tuple(_shapes())
-
-
-def known_config(name: str) -> dict[str, Any] | None:
-    """Fields of `config.json` that decide the sizes of a well-known model; None for an unknown name."""
-    shape = _shapes().get(name.lower())
-    return None if shape is None else dict(zip(_KEYS, shape, strict=True))
-
-
 def known_model(name: str) -> Description[Any] | None:
     """A well-known model, as far as sizes go; None if the name is not known."""
-    config = known_config(name)
-    return None if config is None else describe(config)
+    shape = _SHAPES.get(name.lower())
+    return None if shape is None else describe(dict(zip(_KEYS, shape, strict=True)))
 
 
 def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[Any], Path | None]:
@@ -181,13 +189,15 @@ def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[An
     if Path(name).expanduser().is_dir():
         folder = Path(name).expanduser()
         return model_name(folder.resolve()), load_description(folder), folder
+    if Path(name).expanduser().is_file():
+        raise CheckpointError(f"{name} is a file; name the folder of the model")
     known = known_model(name)
     if known is not None:
         return name.lower(), known, None
     if (found := hub_id(name)) is None:
         raise CheckpointError(
             f"{name} is no folder, no hub id such as owner/name, and no name that `ssd plan` knows; it knows "
-            f"{', '.join(known_names())}"
+            f"{', '.join(_SHAPES)}"
         )
     return name, _from_hub(found, token), None
 
@@ -204,27 +214,6 @@ def _from_hub(name: HubId, token: str | None) -> Description[Any]:
     except Exception as error:  # no network: which class that is depends on the hub client's HTTP library
         raise HubError(
             f"cannot fetch config.json of {name} ({error}); check the network, give a local folder, or one "
-            f"of {', '.join(known_names())}"
+            f"of {', '.join(_SHAPES)}"
         ) from error
     return describe(read_json(Path(path)))
-
-
-def _shapes() -> dict[str, tuple[list[str], int, int, int, int, int, int, int, int, bool]]:
-    """Values of `config.json` of each model, in the order of `_KEYS`."""
-    llama, qwen2, qwen3 = ["LlamaForCausalLM"], ["Qwen2ForCausalLM"], ["Qwen3ForCausalLM"]
-    return {
-        "llama-3.1-405b": (llama, 16384, 53248, 126, 128, 8, 128, 128256, 131072, False),
-        "llama-3.3-70b": (llama, 8192, 28672, 80, 64, 8, 128, 128256, 131072, False),
-        "llama-3.1-70b": (llama, 8192, 28672, 80, 64, 8, 128, 128256, 131072, False),
-        "llama-3.1-8b": (llama, 4096, 14336, 32, 32, 8, 128, 128256, 131072, False),
-        "llama-3.2-3b": (llama, 3072, 8192, 28, 24, 8, 128, 128256, 131072, True),
-        "llama-3.2-1b": (llama, 2048, 8192, 16, 32, 8, 64, 128256, 131072, True),
-        "llama-2-7b": (llama, 4096, 11008, 32, 32, 32, 128, 32000, 4096, False),
-        "qwen2.5-72b": (qwen2, 8192, 29568, 80, 64, 8, 128, 152064, 32768, False),
-        "qwen2.5-7b": (qwen2, 3584, 18944, 28, 28, 4, 128, 152064, 32768, False),
-        "qwen2.5-0.5b": (qwen2, 896, 4864, 24, 14, 2, 64, 151936, 32768, True),
-        "qwen3-32b": (qwen3, 5120, 25600, 64, 64, 8, 128, 151936, 40960, False),
-        "qwen3-8b": (qwen3, 4096, 12288, 36, 32, 8, 128, 151936, 40960, False),
-        "qwen3-1.7b": (qwen3, 2048, 6144, 28, 16, 8, 128, 151936, 40960, True),
-        "qwen3-0.6b": (qwen3, 1024, 3072, 28, 16, 8, 128, 151936, 40960, True),
-    }

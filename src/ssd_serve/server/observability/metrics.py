@@ -10,8 +10,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from ssd_serve.base.depths import POSITIONS, bounded, by_position
-from ssd_serve.base.messages import AcceptanceHealth, Figures, SourceFigures, Status
+from ssd_serve.base.messages import (
+    POSITIONS,
+    AcceptanceHealth,
+    Figures,
+    SourceFigures,
+    Status,
+    bounded_positions,
+    by_position,
+)
 from ssd_serve.base.version import __version__
 from ssd_serve.server.access.tenants import Tenants, TenantUsage
 from ssd_serve.server.engine.client import EngineClient
@@ -173,7 +180,7 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Met
 def _acceptance(totals: Figures) -> Iterator[Metric]:
     by_depth = f"by depth: position 0 is depth 1, position {POSITIONS} is all depths above {POSITIONS}"
     for name, (text, histogram) in _BY_POSITION.items():
-        counts = enumerate(bounded(by_position(histogram(totals))))
+        counts = enumerate(bounded_positions(by_position(histogram(totals))))
         yield _counter(
             name, f"{text}, {by_depth}", "position", {str(place): count for place, count in counts}
         )

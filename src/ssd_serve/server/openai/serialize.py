@@ -11,8 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ssd_serve.base.depths import added, rates
-from ssd_serve.base.messages import Figures, TokenLogprobs
+from ssd_serve.base.messages import Figures, TokenLogprobs, acceptance_rates, sum_histograms
 from ssd_serve.server.engine.choice import ChoiceEnd, ChoiceOutput
 from ssd_serve.server.http.worker_pool import Steps
 from ssd_serve.server.openai.message import MessageWriter
@@ -70,13 +69,13 @@ def speculation(ends: Sequence[ChoiceEnd]) -> dict[str, object]:
     drafted = sum(one.drafted for one in figures)
     hits = sum(one.hits for one in figures)
     misses = sum(one.misses for one in figures)
-    accepted_depths = added([one.accepted_depths for one in figures])
-    verified_depths = added([one.verified_depths for one in figures])
+    accepted_depths = sum_histograms([one.accepted_depths for one in figures])
+    verified_depths = sum_histograms([one.verified_depths for one in figures])
     known: dict[str, object] = {
         "num_draft_tokens": drafted,
         "draft_acceptance_rate": ratio(accepted, drafted),
         "acceptance_histogram": accepted_depths,
-        "acceptance_by_depth": rates(verified_depths, accepted_depths),
+        "acceptance_by_depth": acceptance_rates(verified_depths, accepted_depths),
         "sources": _sources(figures),
         "cache_hits": hits,
         "cache_misses": misses,

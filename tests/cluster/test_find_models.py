@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.app import find_models as finding
 from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.names import HubId, hub_id, pinned, without_revision
 from ssd_serve.base.settings import Settings
+from ssd_serve.cluster import placement as finding
 from ssd_serve.cluster.placement import PinnedModels
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
