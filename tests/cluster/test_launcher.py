@@ -58,19 +58,15 @@ def test_workers_get_settings_and_titles_and_leave_when_let_go(
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_the_verifiers_death_is_reported_with_its_reason() -> None:
-    reported: list[WorkerDiedError] = []
-    settings = Settings(mode=Mode.AR)
-    command = workers(verifier="sleep")
+def test_death_of_the_verifier_is_reported_with_its_reason() -> None:
     with local_engine(
-        settings, QUIET, machine=MACHINE, command=command, on_failure=reported.append
+        Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=workers(verifier="sleep")
     ) as engine:
         os.kill(engine.supervisor.pids()["verifier"], signal.SIGKILL)
-        until(lambda: bool(reported))
-        assert [str(error) for error in reported] == [str(engine.supervisor.failure)]
-    assert "SIGKILL" in str(reported[0])
-    assert reported[0].exit_code == 70
-    assert not reported[0].explained
+        failure = engine.supervisor.await_failure(20.0)
+    assert failure is not None
+    assert "SIGKILL" in str(failure)
+    assert (failure.exit_code, failure.explained) == (70, False)
 
 
 @pytest.mark.parametrize("role", ["verifier", "drafter"])

@@ -1,4 +1,4 @@
-"""The Dockerfiles, without a container engine: a linter, and what images must not differ in."""
+"""Tests of the Dockerfiles without a container engine."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def test_hadolint_finds_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_runs_without_root_and_keeps_its_caches_in_a_volume(kind: str) -> None:
+def test_image_runs_without_root_and_keeps_caches_in_a_volume(kind: str) -> None:
     image = read_dockerfile(kind).of_the_image()
     assert image.all("USER") == ["10001"]
     assert image.instructions.index(("USER", "10001")) > max(
@@ -36,7 +36,7 @@ def test_an_image_runs_without_root_and_keeps_its_caches_in_a_volume(kind: str) 
     }
 
 
-def test_images_are_used_alike() -> None:
+def test_images_have_the_same_interface() -> None:
     images = [read_dockerfile(kind).of_the_image() for kind in KINDS]
     for word in ("USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"):
         assert len({tuple(image.all(word)) for image in images}) == 1, word
@@ -53,7 +53,7 @@ def test_base_images_have_a_version(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_copied_exists_and_is_sent_to_the_builder(kind: str) -> None:
+def test_copied_files_exist_and_are_in_the_build_context(kind: str) -> None:
     sent = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     for line in read_dockerfile(kind).all("COPY"):
         sources = [word for word in line.split()[:-1] if not word.startswith("--")]
@@ -62,13 +62,13 @@ def test_what_is_copied_exists_and_is_sent_to_the_builder(kind: str) -> None:
             assert source == "." or f"!{source}" in sent
 
 
-def test_exact_versions_are_installed() -> None:
+def test_constraints_are_installed() -> None:
     for kind in ("cpu", "cuda"):
         (install,) = [line for line in read_dockerfile(kind).all("RUN") if " -c constraints.txt " in line]
         assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in install) == (kind == "cpu")
 
 
-def test_the_rocm_image_is_the_combination_of_its_constraints_file() -> None:
+def test_rocm_image_is_that_of_its_constraints_file() -> None:
     constraints = (ROOT / "constraints-rocm.txt").read_text(encoding="utf-8")
     base = re.search(r"^# image: (\S+)$", constraints, re.MULTILINE)
     versions = dict(re.findall(r"^(torch|amd-flashinfer)==(\S+)$", constraints, re.MULTILINE))

@@ -51,10 +51,11 @@ class Fleet:
     url: str
     config: Path
 
-    def tell(self, **settings: Any) -> None:
+    def deploy(self, import_path: str = "", **settings: Any) -> None:
         serving = read_yaml("serve.yaml")
         serving["http_options"]["port"] = int(self.url.rpartition(":")[2])
         application = serving["applications"][0]
+        application["import_path"] = import_path or application["import_path"]
         application["args"] = {**SETTINGS, **settings}
         application["deployments"][0]["ray_actor_options"] = {"num_cpus": 1}
         application["deployments"][0]["autoscaling_config"]["min_replicas"] = 2
@@ -64,7 +65,7 @@ class Fleet:
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
 
     @contextmanager
-    def told_again(self) -> Generator[None]:
+    def redeployed(self) -> Generator[None]:
         """Run the whole service `ray-serve-cpu`, with a check every second."""
         service = services()["ray-serve-cpu"]
         (script,) = service["command"]
@@ -77,7 +78,7 @@ class Fleet:
         finally:
             kill(process)
 
-    def forget(self) -> None:
+    def shut_down(self) -> None:
         command = ["serve", "shutdown", "--yes", "--address", self._here("http://127.0.0.1:8265")]
         subprocess.run(command, env=self.environment, check=True, capture_output=True)
 
@@ -90,10 +91,9 @@ class Fleet:
 
     def nodes(self) -> int:
         command = ["ray", "status", f"--address=127.0.0.1:{self.ports['--port']}"]
-        told = subprocess.run(
-            command, env=self.environment, check=True, capture_output=True, text=True
-        ).stdout
-        return len(re.findall(r"^ 1 node_", told.partition("Pending:")[0], re.MULTILINE))
+        done = subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True)
+        active = done.stdout.partition("Pending:")[0]
+        return len(re.findall(r"^ 1 node_", active, re.MULTILINE))
 
     def verifiers(self) -> list[psutil.Process]:
         found: list[psutil.Process] = []
@@ -149,7 +149,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
         with running_node("ray-head-cpu", "6379", options, variables, folder / "log") as (process, ports):
             url = f"http://127.0.0.1:{free_port()}"
             started = Fleet(process, variables, ports, url, folder / "serve.yaml")
-            started.tell(mode="ssd")
+            started.deploy(mode="ssd")
             await_health(url, 150.0)
             yield started
 
@@ -247,8 +247,8 @@ def long_text(fleet: Fleet) -> str:
 
 def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, generated: str) -> None:
     until(lambda: both_are_there(fleet))
-    with ThreadPoolExecutor(8) as crowd:
-        texts = list(crowd.map(lambda _: fleet.stream(), range(8)))
+    with ThreadPoolExecutor(8) as clients:
+        texts = list(clients.map(lambda _: fleet.stream(), range(8)))
     assert set(texts) == {generated}
     counts = fleet.answered()
     assert len(counts) == 2
@@ -256,12 +256,12 @@ def test_both_replicas_answer_with_the_text_of_ssd_generate(fleet: Fleet, genera
     assert fleet.drafters() == [1.0, 1.0]
 
 
-def test_the_same_config_again_changes_nothing(fleet: Fleet, long_text: str) -> None:
+def test_deploying_the_same_config_changes_nothing(fleet: Fleet, long_text: str) -> None:
     until(lambda: both_are_there(fleet))
     before = set(fleet.answered())
     with ThreadPoolExecutor(1) as client:
         streaming = client.submit(fleet.stream, 400)
-        fleet.tell(mode="ssd")
+        fleet.deploy(mode="ssd")
         assert streaming.result() == long_text
     time.sleep(2.0)
     assert set(fleet.answered()) == before
@@ -279,32 +279,22 @@ def test_stream_survives_engine_death_in_replica(fleet: Fleet, long_text: str) -
     assert set(fleet.answered()) == before
 
 
-def an_engine_and_its_replica(fleet: Fleet) -> tuple[psutil.Process, psutil.Process]:
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_lost_replica_is_replaced_while_the_other_one_answers(
+    fleet: Fleet, generated: str, fault: str
+) -> None:
+    until(lambda: both_are_there(fleet))
+    before = set(fleet.answered())
     engine = fleet.verifiers()[0]
     replica = engine.parent()
     assert replica is not None
-    return engine, replica
-
-
-def test_a_dead_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, generated: str) -> None:
-    until(lambda: both_are_there(fleet))
-    before = set(fleet.answered())
-    engine, replica = an_engine_and_its_replica(fleet)
-    replica.kill()
-    # Its processes end with it.
-    assert engine.wait(60) is None
-    assert {fleet.stream() for _ in range(4)} == {generated}
-    until(lambda: both_are_there(fleet))
-    assert len(set(fleet.answered()) - before) == 1
-
-
-def test_a_stopped_replica_is_replaced_while_the_other_one_answers(fleet: Fleet, generated: str) -> None:
-    until(lambda: both_are_there(fleet))
-    before = set(fleet.answered())
-    engine, replica = an_engine_and_its_replica(fleet)
-    replica.suspend()
-    until(lambda: len(fleet.answered()) > 0)  # never an error
-    # A request to the stopped replica is sent to the other one after a timeout.
+    if fault == "dies":
+        replica.kill()
+        assert engine.wait(60) is None  # its processes end with it
+    else:
+        replica.suspend()
+        until(lambda: len(fleet.answered()) > 0)
+    # A request to the hanging replica is sent to the other one after a timeout.
     assert {fleet.stream() for _ in range(4)} == {generated}
     until(lambda: both_are_there(fleet))
     assert len(set(fleet.answered()) - before) == 1
@@ -317,16 +307,17 @@ def test_stream_survives_rolling_update(fleet: Fleet, long_text: str, generated:
     before = set(fleet.answered())
     with ThreadPoolExecutor(1) as client:
         streaming = client.submit(fleet.stream, 400)
-        fleet.tell(mode="ssd", launcher="ray", target_device="cpu:0", draft_device="cpu:1")
+        devices = {"launcher": "ray", "target_device": "cpu:0", "draft_device": "cpu:1"}
+        fleet.deploy("ssd_serve.replicas:app", mode="ssd", **devices)  # the old import path
         assert streaming.result() == long_text
     until(lambda: both_are_there(fleet) and not before & set(fleet.answered()))
     assert {fleet.stream() for _ in range(4)} == {generated}
     assert fleet.drafters() == [1.0, 1.0]
 
 
-def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet, tmp_path: Path) -> None:
+def test_worker_node_joins_and_leaves_without_processes(fleet: Fleet, tmp_path: Path) -> None:
     name, head_port = "ray-worker-cpu", fleet.ports["--port"]
-    assert not healthy(name, node(name, head_port)[1], fleet.environment), "nobody is there"
+    assert not healthy(name, node(name, head_port)[1], fleet.environment)
     with running_node(name, head_port, ["--num-cpus=1"], fleet.environment, tmp_path / "log") as (worker, _):
         until(lambda: fleet.nodes() == 2)
         everything = psutil.Process(worker.pid).children(recursive=True)
@@ -338,7 +329,7 @@ def test_a_worker_joins_the_head_and_leaves_tidily(fleet: Fleet, tmp_path: Path)
 
 
 def test_restarted_head_is_deployed_again(fleet: Fleet, generated: str) -> None:
-    with fleet.told_again():
-        fleet.forget()
+    with fleet.redeployed():
+        fleet.shut_down()
         await_health(fleet.url, 150.0)
         assert fleet.stream() == generated

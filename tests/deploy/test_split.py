@@ -56,7 +56,7 @@ def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rocm", "cuda"])
-def test_services_for_gpus_meet_where_cores_take_their_place(network: Network, kind: str) -> None:
+def test_gpu_services_connect_with_cores_instead_of_gpus(network: Network, kind: str) -> None:
     here = {**WITHOUT_COMPILER, **CPU_FOR_GPU, "SSD_LAUNCHER": "local"}
     target = network.start(f"target-{kind}", {**here, "SSD_DRAFT_DEVICE": ""})
     drafter = network.start(f"drafter-{kind}", here)
@@ -68,7 +68,7 @@ def test_services_for_gpus_meet_where_cores_take_their_place(network: Network, k
 
 
 @pytest.mark.parametrize("kind", ["rocm", "cuda"])
-def test_a_server_for_gpus_runs_on_ray_where_cores_take_their_place(network: Network, kind: str) -> None:
+def test_gpu_server_runs_on_ray_with_cores_instead_of_gpus(network: Network, kind: str) -> None:
     server = network.start(f"ssd-{kind}", {**WITHOUT_COMPILER, **CPU_FOR_GPU})
     assert server.variables["SSD_LAUNCHER"] == "ray"
     await_health(network.url, 240.0)

@@ -14,7 +14,7 @@ from tests.setup_rocm.machine import HIP, ROOT, SCRIPT, TORCH, Machine
 from tests.setup_rocm.pretended_pip import write_module, write_package, write_torch
 
 
-def test_no_driver(machine: Machine) -> None:
+def test_missing_driver(machine: Machine) -> None:
     (machine.place / "kfd").unlink()
     outcome = machine.run()
     assert outcome.code == 10
@@ -22,14 +22,14 @@ def test_no_driver(machine: Machine) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may use every file")
-def test_a_driver_that_this_user_may_not_use(machine: Machine) -> None:
+def test_driver_without_permission(machine: Machine) -> None:
     (machine.place / "kfd").chmod(0)
     outcome = machine.run()
     assert outcome.code == 10
     assert "join its group" in outcome.complained
 
 
-def test_no_gpu(machine: Machine) -> None:
+def test_missing_gpu(machine: Machine) -> None:
     machine.show()
     assert machine.run().code == 10
     machine.command("rocminfo", "exit 1\n")
@@ -39,7 +39,7 @@ def test_no_gpu(machine: Machine) -> None:
     assert machine.calls() == []
 
 
-def test_amd_smi_answers_where_rocminfo_is_missing(machine: Machine) -> None:
+def test_amd_smi_is_used_without_rocminfo(machine: Machine) -> None:
     (machine.place / "bin" / "rocminfo").unlink()
     machine.command("amd-smi", 'echo "        TARGET_GRAPHICS_VERSION: gfx950"\n')
     outcome = machine.run("--dry-run")
@@ -47,7 +47,7 @@ def test_amd_smi_answers_where_rocminfo_is_missing(machine: Machine) -> None:
     assert "GPU: gfx950" in outcome.said
 
 
-def test_the_wrong_architecture(machine: Machine) -> None:
+def test_wrong_architecture(machine: Machine) -> None:
     machine.show("gfx90a", "gfx1100")
     outcome = machine.run()
     assert outcome.code == 11
@@ -55,7 +55,7 @@ def test_the_wrong_architecture(machine: Machine) -> None:
     assert machine.calls() == []
 
 
-def test_other_gpus_beside_a_right_one_do_no_harm(machine: Machine) -> None:
+def test_other_gpus_beside_a_supported_one_are_ignored(machine: Machine) -> None:
     machine.show("gfx1036", "gfx942", "gfx942")
     assert "GPU: gfx942\n" in machine.run("--dry-run").said
 
@@ -63,7 +63,7 @@ def test_other_gpus_beside_a_right_one_do_no_harm(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("version", "cuda", "named"), [("2.13.0+cu130", "13.0", "CUDA 13.0"), ("2.13.0+cpu", None, "CPUs")]
 )
-def test_a_torch_that_is_not_for_rocm(machine: Machine, version: str, cuda: str | None, named: str) -> None:
+def test_torch_that_is_not_for_rocm(machine: Machine, version: str, cuda: str | None, named: str) -> None:
     write_torch(machine.site, version, None, cuda)
     before = machine.torch()
     outcome = machine.run()
@@ -73,7 +73,7 @@ def test_a_torch_that_is_not_for_rocm(machine: Machine, version: str, cuda: str 
     assert machine.calls() == []
 
 
-def test_no_torch_or_a_broken_one(machine: Machine) -> None:
+def test_missing_or_broken_torch(machine: Machine) -> None:
     write_module(machine.site, "torch", "raise OSError('libamdhip64.so: cannot open shared object file')")
     outcome = machine.run()
     assert outcome.code == 13
@@ -98,12 +98,12 @@ def test_no_network(machine: Machine) -> None:
     assert len(machine.calls()) == 1
 
 
-def test_no_python(machine: Machine) -> None:
+def test_missing_python(machine: Machine) -> None:
     machine.variables["PYTHON"] = "no/python"
     assert machine.run().code == 12
 
 
-def test_the_python_of_the_system(machine: Machine) -> None:
+def test_externally_managed_python_is_refused(machine: Machine) -> None:
     (machine.place / "EXTERNALLY-MANAGED").touch()
     write_module(machine.site, "sysconfig", f"def get_path(name): return {str(machine.place)!r}")
     machine.variables["PIP_BREAK_SYSTEM_PACKAGES"] = "0"
@@ -125,7 +125,7 @@ def test_dry_run_prints_commands_and_changes_nothing(machine: Machine) -> None:
     assert "0.5.3+amd.1 is wrong" in outcome.said
 
 
-def test_a_check_lists_everything_and_changes_nothing(machine: Machine) -> None:
+def test_check_lists_all_problems_and_changes_nothing(machine: Machine) -> None:
     machine.show("gfx90a")
     write_package(machine.site, "amd-flashinfer", "0.5.3+amd.1")
     before = machine.files()
@@ -150,19 +150,19 @@ def test_check_mode_reports_the_installation(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("options", [["--fast"], ["--dry-run", "now"], ["--check", "--chekc"]])
-def test_an_unknown_option(machine: Machine, options: list[str]) -> None:
+def test_unknown_option(machine: Machine, options: list[str]) -> None:
     outcome = machine.run(*options)
     assert outcome.code == 2
     assert options[-1] in outcome.complained
     assert machine.calls() == []
 
 
-def test_a_missing_constraints_file(machine: Machine) -> None:
+def test_missing_constraints_file(machine: Machine) -> None:
     machine.variables["SSD_ROCM_CONSTRAINTS"] = "none.txt"
     assert machine.run().code == 2
 
 
-def test_the_help_names_every_code_and_variable(machine: Machine) -> None:
+def test_help_names_every_code_and_variable(machine: Machine) -> None:
     outcome = machine.run("--help")
     assert outcome.code == 0
     source = SCRIPT.read_text(encoding="utf-8")
@@ -179,7 +179,7 @@ def pins(name: str) -> dict[str, str]:
     return {Requirement(line).name.lower(): line for line in lines if line and not line.startswith("#")}
 
 
-def test_the_combination_is_exact_and_agrees_with_the_other_constraints() -> None:
+def test_rocm_constraints_are_exact_and_agree_with_the_others() -> None:
     rocm, usual = pins("constraints-rocm.txt"), pins("constraints.txt")
     assert all(re.match(r"[\w.-]+==[^*\s]+( ;|$)", line) for line in rocm.values())
     own = {"torch", "amd-flashinfer", "ninja"}
@@ -193,7 +193,7 @@ def test_the_combination_is_exact_and_agrees_with_the_other_constraints() -> Non
     assert f"{rocm['torch']} -f $WHEELS/rocm-rel-{named['rocm']}/" in SCRIPT.read_text(encoding="utf-8")
 
 
-def test_all_that_serving_needs_is_in_the_combination() -> None:
+def test_rocm_constraints_cover_the_dependencies() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     listed = project.partition("\ndependencies = [\n")[2].partition("]\n")[0]
     needed = {Requirement(text).name for text in re.findall(r'"(.+)"', listed)}

@@ -18,7 +18,7 @@ def versions(machine: Machine) -> dict[str, str]:
     return {name.replace("_", "-"): version for name, _, version in names}
 
 
-def test_the_right_machine_gets_the_package_flashinfer_and_what_they_need(machine: Machine) -> None:
+def test_package_flashinfer_and_requirements_are_installed(machine: Machine) -> None:
     outcome = machine.run()
     assert outcome.code == 0, outcome
     installed = versions(machine)
@@ -28,12 +28,8 @@ def test_the_right_machine_gets_the_package_flashinfer_and_what_they_need(machin
     assert package.arguments == ["install", "--no-deps", "-e", str(ROOT)]
     assert {"--no-deps", "--index-url"} <= set(flashinfer.arguments)
     assert not any(word.startswith(("torch", "triton")) for word in needed.arguments)
-
-
-def test_exact_versions_come_from_the_constraints_file(machine: Machine) -> None:
-    machine.run()
     lines = (ROOT / "constraints-rocm.txt").read_text(encoding="utf-8").splitlines()
-    assert f"fastapi=={versions(machine)['fastapi']}" in {line.partition(" ")[0] for line in lines}
+    assert f"fastapi=={installed['fastapi']}" in {line.partition(" ")[0] for line in lines}
 
 
 def test_every_pip_call_pins_torch(machine: Machine) -> None:
@@ -49,17 +45,7 @@ def test_every_pip_call_pins_torch(machine: Machine) -> None:
         assert {"numpy==2.1.3", "triton==3.5.1+rocm7.2.0"} <= set(call.constraints)
 
 
-def test_a_pip_that_would_take_another_torch_does_so_when_nothing_holds_it(machine: Machine) -> None:
-    """This pip replaces torch without a pin, so the test above can fail."""
-    machine.mood["torch"] = "wants"
-    machine.run("--check")
-    before = machine.torch()
-    place = machine.place / "bin" / "python3"
-    subprocess.run([place, "-m", "pip", "install", "rich"], check=True, env={"PATH": "/usr/bin:/bin"})
-    assert machine.torch() != before
-
-
-def test_a_torch_that_changed_all_the_same_is_an_error(machine: Machine) -> None:
+def test_replaced_torch_is_an_error(machine: Machine) -> None:
     machine.mood["torch"] = "replaces"
     outcome = machine.run()
     assert outcome.code == 17
@@ -67,7 +53,7 @@ def test_a_torch_that_changed_all_the_same_is_an_error(machine: Machine) -> None
     assert "is now 2.13.0, HIP none" in outcome.complained
 
 
-def test_constraints_of_the_image_are_kept(machine: Machine) -> None:
+def test_constraints_of_the_user_are_kept(machine: Machine) -> None:
     own = machine.place / "image.txt"
     own.write_text("protobuf==5.0\n", encoding="utf-8")
     machine.variables["PIP_CONSTRAINT"] = str(own)
@@ -75,7 +61,7 @@ def test_constraints_of_the_image_are_kept(machine: Machine) -> None:
     assert all("protobuf==5.0" in call.constraints for call in machine.calls())
 
 
-def test_a_second_run_installs_and_changes_nothing(machine: Machine) -> None:
+def test_second_run_changes_nothing(machine: Machine) -> None:
     assert machine.run().code == 0
     before = machine.files()
     assert str(machine.place / "pip.jsonl") in before
@@ -85,19 +71,18 @@ def test_a_second_run_installs_and_changes_nothing(machine: Machine) -> None:
     assert not re.search("^(install|write)", outcome.said, re.MULTILINE)
 
 
-def test_an_old_flashinfer_is_named_as_wrong_and_upgraded(machine: Machine) -> None:
-    write_package(machine.site, "amd-flashinfer", "0.5.3+amd.1")
+@pytest.mark.parametrize(
+    ("present", "kept"), [("0.5.3+amd.1", "0.5.3+amd.2"), ("0.6.18+amd.2", "0.6.18+amd.2")]
+)
+def test_only_old_flashinfer_is_upgraded(machine: Machine, present: str, kept: str) -> None:
+    write_package(machine.site, "amd-flashinfer", present)
+    write_package(machine.site, "amd-flashinfer-jit-cache", "0.5.3+amd.1")  # kernels of another version
+    write_module(machine.site, "flashinfer", "")
     outcome = machine.run()
     assert outcome.code == 0
-    assert "FlashInfer 0.5.3+amd.1 is wrong" in outcome.said
-    assert versions(machine)["amd-flashinfer"] == "0.5.3+amd.2"
-
-
-def test_a_newer_flashinfer_is_left_alone(machine: Machine) -> None:
-    write_package(machine.site, "amd-flashinfer", "0.6.18+amd.2")
-    write_module(machine.site, "flashinfer", "")
-    assert machine.run().code == 0
-    assert versions(machine)["amd-flashinfer"] == "0.6.18+amd.2"
+    assert (f"FlashInfer {present} is wrong" in outcome.said) is (present != kept)
+    assert versions(machine)["amd-flashinfer"] == kept
+    assert "amd-flashinfer-jit-cache" not in versions(machine)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +98,7 @@ def test_a_newer_flashinfer_is_left_alone(machine: Machine) -> None:
         ),
     ],
 )
-def test_another_flashinfer_can_be_asked_for(machine: Machine, spec: str, asked: str, got: str) -> None:
+def test_flashinfer_version_can_be_chosen(machine: Machine, spec: str, asked: str, got: str) -> None:
     """`>=` with a local version is an invalid requirement; the script excludes older versions instead."""
     machine.variables["SSD_FLASHINFER_SPEC"] = spec
     outcome = machine.run()
@@ -126,7 +111,7 @@ def test_another_flashinfer_can_be_asked_for(machine: Machine, spec: str, asked:
 
 
 @pytest.mark.parametrize("spec", ["amd-flashinfer==0.5.3+amd.1", "flashinfer-python", "amd flashinfer"])
-def test_a_requirement_that_will_not_do_is_refused(machine: Machine, spec: str) -> None:
+def test_unsuitable_flashinfer_requirement_is_refused(machine: Machine, spec: str) -> None:
     machine.variables["SSD_FLASHINFER_SPEC"] = spec
     outcome = machine.run()
     assert outcome.code == 2
@@ -134,27 +119,14 @@ def test_a_requirement_that_will_not_do_is_refused(machine: Machine, spec: str) 
     assert machine.calls() == []
 
 
-def test_an_index_without_the_fixed_flashinfer_is_no_success(machine: Machine) -> None:
+def test_index_without_a_fixed_flashinfer_is_an_error(machine: Machine) -> None:
     machine.mood["index"]["amd-flashinfer"] = ["0.5.3+amd.1"]
     outcome = machine.run()
     assert outcome.code == 16
     assert "amd-flashinfer" not in versions(machine)
 
 
-def test_kernels_prebuilt_for_another_flashinfer_are_removed(machine: Machine) -> None:
-    write_package(machine.site, "amd-flashinfer-jit-cache", "0.5.3+amd.1")
-    assert machine.run().code == 0
-    assert "amd-flashinfer-jit-cache" not in versions(machine)
-
-
-def test_flashinfer_for_cuda_is_in_the_way(machine: Machine) -> None:
-    write_package(machine.site, "flashinfer-python", "0.7.2")
-    outcome = machine.run()
-    assert outcome.code == 18
-    assert "pip uninstall flashinfer-python amd-flashinfer" in outcome.complained
-
-
-def test_triton_is_installed_only_where_it_is_missing_and_as_torch_wants_it(machine: Machine) -> None:
+def test_missing_triton_is_installed_as_torch_requires(machine: Machine) -> None:
     machine.remove("triton")
     assert machine.run().code == 0
     call = machine.calls()[-1]
@@ -163,22 +135,21 @@ def test_triton_is_installed_only_where_it_is_missing_and_as_torch_wants_it(mach
     assert "https://repo.radeon.com/rocm/manylinux/rocm-rel-7.2/" in call.arguments
 
 
-def test_without_a_name_for_triton_the_user_is_asked(machine: Machine) -> None:
-    machine.remove("triton")
-    write_package(machine.site, "torch", TORCH)
-    outcome = machine.run()
-    assert outcome.code == 18
-    assert "SSD_TRITON_SPEC" in outcome.complained
-
-
-def test_a_flashinfer_that_cannot_be_imported_is_an_error(machine: Machine) -> None:
+def test_unusable_packages_are_errors_with_advice(machine: Machine) -> None:
     machine.mood["source"] = "raise OSError('libamdhip64.so is missing')"
     outcome = machine.run()
+    assert (outcome.code, "libamdhip64.so is missing" in outcome.complained) == (18, True)
+    machine.remove("triton")
+    write_package(machine.site, "torch", TORCH)  # requires no Triton by name
+    outcome = machine.run()
+    assert (outcome.code, "SSD_TRITON_SPEC" in outcome.complained) == (18, True)
+    write_package(machine.site, "flashinfer-python", "0.7.2")
+    outcome = machine.run()
     assert outcome.code == 18
-    assert "libamdhip64.so is missing" in outcome.complained
+    assert "pip uninstall flashinfer-python amd-flashinfer" in outcome.complained
 
 
-def test_compiled_kernels_get_a_folder_for_each_torch_flashinfer_and_architecture(machine: Machine) -> None:
+def test_kernel_folder_names_torch_flashinfer_and_architecture(machine: Machine) -> None:
     machine.variables["SSD_CACHE_DIR"] = "~/a cache"
     assert machine.run().code == 0
     cache = machine.place / "home" / "a cache"
@@ -201,7 +172,7 @@ def test_compiled_kernels_get_a_folder_for_each_torch_flashinfer_and_architectur
     ]
 
 
-def test_another_combination_is_pointed_out(machine: Machine) -> None:
+def test_untested_combination_is_reported(machine: Machine) -> None:
     assert "instead of" not in re.sub(r"python \S+ instead of 3.12", "", machine.run().said)
     write_torch(machine.site, "2.12.0+rocm7.1.1", "7.1.52802", None)
     assert "rocm 7.1 instead of 7.2, torch 2.12.0 instead of 2.9.1" in machine.run().said
@@ -209,7 +180,7 @@ def test_another_combination_is_pointed_out(machine: Machine) -> None:
     assert "instead of" not in machine.run().said
 
 
-def test_a_doctor_is_asked_where_there_is_one(machine: Machine) -> None:
+def test_doctor_runs_if_the_command_exists(machine: Machine) -> None:
     assert "no command 'doctor'" in machine.run().said
     machine.give_ssd(doctor=True)
     machine.variables["SSD_FLASHINFER_SPEC"] = "amd-flashinfer"
@@ -223,7 +194,7 @@ def test_a_doctor_is_asked_where_there_is_one(machine: Machine) -> None:
     assert machine.run().code == 19
 
 
-def test_an_image_is_made_without_a_gpu_and_without_rocm_env(machine: Machine) -> None:
+def test_image_mode_needs_no_gpu_and_writes_no_rocm_env(machine: Machine) -> None:
     machine.give_ssd(doctor=True, code=1)
     (machine.place / "kfd").unlink()
     assert machine.run().code == 10

@@ -31,7 +31,7 @@ def make(machine: Machine, *words: str, **variables: str) -> "subprocess.Complet
     )
 
 
-def test_after_the_script_make_serve_starts_on_the_torch_that_is_there(machine: Machine) -> None:
+def test_make_serve_uses_the_prepared_python_and_torch(machine: Machine) -> None:
     assert machine.run().code == 0
     installed, torch = len(machine.calls()), machine.torch()
     done = make(machine, "serve", "ARGS=--port 9000")
@@ -43,14 +43,14 @@ def test_after_the_script_make_serve_starts_on_the_torch_that_is_there(machine: 
     assert not (machine.place / "venv").exists()
 
 
-def test_the_script_ends_with_the_command_that_serves(machine: Machine) -> None:
+def test_last_line_is_the_command_that_serves(machine: Machine) -> None:
     command = machine.run().said.splitlines()[-1].strip()
     assert command == f"make -C {ROOT} serve"
     done = make(machine, *command.split()[3:])
     assert done.stdout.startswith(f"serves with HIP {HIP}")
 
 
-def test_the_python_that_was_set_up_serves_unless_another_is_named(machine: Machine) -> None:
+def test_named_python_replaces_the_prepared_one(machine: Machine) -> None:
     shutil.move(machine.place / "bin" / "python3", machine.place / "bin" / "python-of-rocm")
     machine.variables["PYTHON"] = "python-of-rocm"
     assert machine.run().code == 0
@@ -69,7 +69,7 @@ def test_make_serve_requires_the_setup_script(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("open_to_all", ["folder", "file"])
-def test_commands_that_others_could_have_written_are_not_run(machine: Machine, open_to_all: str) -> None:
+def test_environment_file_that_others_can_write_is_refused(machine: Machine, open_to_all: str) -> None:
     assert machine.run().code == 0
     file = machine.environment_file
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -88,21 +88,21 @@ def test_commands_that_others_could_have_written_are_not_run(machine: Machine, o
 
 
 @pytest.mark.parametrize("meant", ["SSD_ALLOW_CPU=1", "SSD_TARGET_DEVICE=cpu:0-3"])
-def test_cores_that_are_meant_need_no_script(machine: Machine, meant: str) -> None:
+def test_explicit_cpu_needs_no_setup_script(machine: Machine, meant: str) -> None:
     name, _, value = meant.partition("=")
     done = make(machine, "-n", "serve", **{name: value})
     assert '-e ".[structured]"' in done.stdout
     assert f"exec {machine.place / 'venv'}/bin/ssd serve" in done.stdout
 
 
-def test_with_nvidias_driver_what_its_gpus_need_is_installed(machine: Machine) -> None:
+def test_nvidia_driver_selects_the_gpu_extras(machine: Machine) -> None:
     (machine.place / "nvidiactl").touch()  # beside the other: a processor with graphics of its own
     done = make(machine, "-n", "serve")
     assert '-e ".[structured,flashinfer,triton]"' in done.stdout
     assert f"exec {machine.place / 'venv'}/bin/ssd serve" in done.stdout
 
 
-def test_a_driver_that_came_later_is_noticed(machine: Machine) -> None:
+def test_new_driver_changes_the_installed_extras(machine: Machine) -> None:
     (machine.place / "kfd").unlink()
     for name in ("venv/bin/python", "venv/.stamp-serving"):
         path = machine.place / name

@@ -21,11 +21,6 @@ RAY_VARIABLE = "RAY_ADDRESS"
 OTHER_VARIABLES = {"hf_token": HUB_TOKEN_VARIABLE, "ray_address": RAY_VARIABLE}
 """Variables of other programs that are read too."""
 SECRETS = frozenset({"api_key", "metrics_key", "cluster_key", "hf_token"})
-KEY_SETTINGS = (
-    *("api_key", "api_keys_file", "key_requests_per_minute", "key_tokens_per_minute", "salt_by_key"),
-    *("tell_cached_tokens", "metrics_key", "metrics_port", "metrics_prefix"),
-)
-"""Settings of API keys; benchmarks ignore them."""
 RENAMED_SETTINGS = {"emulate": ("model_wrapper", "ssd_serve.bench.emulated:device:TABLE")}
 """Removed settings with their successors, and the values that have the same meaning."""
 REMOVED_SETTINGS = {

@@ -16,7 +16,7 @@ from ssd_serve.base.errors import EngineDeadError, PermissionProblemError, Setti
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.trusted_files import cache_folder, is_private, open_lock
-from ssd_serve.cluster.health import LONGEST_SILENCE_S, PulseWatch, WorkerDiedError
+from ssd_serve.cluster.health import LONGEST_SILENCE_S, PulseWatch
 from ssd_serve.cluster.launch import CONNECT_S, RunningEngine
 from ssd_serve.cluster.placement import PinnedModels, Placement, place, resolve_config
 from ssd_serve.cluster.process import WorkerPlan, start_worker, worker_command
@@ -114,15 +114,12 @@ class LocalEngine(RunningEngine):
         run_dir: RunDir,
         log: Logger,
         command: Command = worker_command,
-        on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
         silence_s: float = LONGEST_SILENCE_S,
     ) -> None:
         """`silence_s`: how long a worker may give no sign of life."""
         plans = _plans(placement, config, run_dir, command)
         pulses = PulseWatch(run_dir.ranks.pulse, longest_silence_s=silence_s)
-        supervisor = Supervisor(
-            plans, partial(start_worker, config=config), log, on_failure=on_failure, pulses=pulses
-        )
+        supervisor = Supervisor(plans, partial(start_worker, config=config), log, pulses=pulses)
         super().__init__(config, placement, supervisor)
         self._run_dir = run_dir
 
@@ -145,7 +142,6 @@ def local_engine(
     models: PinnedModels | None = None,
     machine: Machine | None = None,
     command: Command = worker_command,
-    on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
     silence_s: float = LONGEST_SILENCE_S,
 ) -> Generator[LocalEngine]:
     """Start an engine for the length of a `with` block."""
@@ -162,7 +158,7 @@ def local_engine(
     # A warning about the cache folder is logged once, here: workers receive a folder that is private.
     folder = cache_folder(settings.cache_dir, log.warning)
     config = resolve_config(settings, placement, models, cache_dir=folder, run_dir=run_dir.path)
-    engine = LocalEngine(config, placement, run_dir, log, command, on_failure, silence_s)
+    engine = LocalEngine(config, placement, run_dir, log, command, silence_s)
     try:
         engine.supervisor.start()
         yield engine

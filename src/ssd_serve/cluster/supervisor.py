@@ -6,7 +6,7 @@ Drafters are restarted one by one. Peers notice a death sooner, by their closed 
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssd_serve.base.errors import EngineDeadError, RankLostError, SsdError, in_a_line
@@ -57,7 +57,6 @@ class Supervisor:
         plans: Sequence[WorkerPlan],
         starter: Starter,
         log: Logger,
-        on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
         pulses: HeartbeatReceiver | None = None,
         suspicion: HangDetector | None = None,
     ) -> None:
@@ -68,7 +67,6 @@ class Supervisor:
         self._pulses = pulses
         self._log = log
         self._rate_limited = RateLimitedLogger(log)
-        self._on_failure = on_failure
         self._watched: list[_Watched] = []
         self._started = threading.Event()
         self._stopping = threading.Event()
@@ -289,7 +287,6 @@ class Supervisor:
             self._failure = error
             self._log.error("engine dead", why=str(error))
             self._failed.set()
-            self._on_failure(error)
 
     def _end_all(self) -> None:
         running = [watched.process for watched in self._watched if watched.process is not None]

@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings
 from ssd_serve.base.engine_settings import EngineSettings
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings import FrontSettings, Settings
-from ssd_serve.base.settings_sources import flag_name, rename_hint, resolve, suggestion
+from ssd_serve.base.settings_sources import flag_name, rename_hint, suggestion
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 """Type of argparse's subparsers, which has no public name."""
@@ -152,8 +152,3 @@ def given_flags(args: argparse.Namespace) -> dict[str, object]:
         if name.startswith(_PREFIX):
             given[name.removeprefix(_PREFIX)] = value
     return given
-
-
-def settings_from(args: argparse.Namespace) -> Settings:
-    """Return the settings of a command with the flags of `add_settings_flags`."""
-    return resolve(given_flags(args))

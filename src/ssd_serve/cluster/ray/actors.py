@@ -30,7 +30,6 @@ from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import RankFiles
 
 LOOPBACK = "127.0.0.1"
-_TRACE_BYTES = 4000
 _LAST_WORDS_S = 1.0
 
 

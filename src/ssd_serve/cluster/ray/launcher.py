@@ -19,7 +19,7 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import EngineDeadError, SettingsError, in_a_line
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.settings import Settings
-from ssd_serve.cluster.health import HeartbeatReceiver, WorkerDiedError
+from ssd_serve.cluster.health import HeartbeatReceiver
 from ssd_serve.cluster.launch import CONNECT_S, RunningEngine
 from ssd_serve.cluster.placement import PinnedModels, resolve_config
 from ssd_serve.cluster.process import (
@@ -288,7 +288,6 @@ class RayEngine(RunningEngine):
         decision: RayPlacement,
         group: Any,
         log: Logger,
-        on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
         silence_s: float = LONGEST_SILENCE_S,
     ) -> None:
         """`silence_s`: how long an actor may give no sign of life."""
@@ -300,7 +299,6 @@ class RayEngine(RunningEngine):
             _plans(decision),
             self._crew.start,
             log,
-            on_failure=on_failure,
             pulses=pulses,
         )
         super().__init__(config, decision.placement, supervisor)
@@ -347,7 +345,6 @@ def ray_engine(
     log: Logger,
     *,
     models: PinnedModels | None = None,
-    on_failure: Callable[[WorkerDiedError], None] = lambda _error: None,
     place_s: float = _PLACE_S,
     silence_s: float = LONGEST_SILENCE_S,
 ) -> Generator[RayEngine]:
@@ -363,7 +360,7 @@ def ray_engine(
             await_room(group, decision.bundles, place_s, log)
             key = settings.cluster_key or secrets.token_hex(_KEY_BYTES)
             config = resolve_config(settings, decision.placement, models, cluster_key=key)
-            engine = RayEngine(config, cluster, decision, group, log, on_failure, silence_s)
+            engine = RayEngine(config, cluster, decision, group, log, silence_s)
             try:
                 engine.supervisor.start()
                 yield engine
