@@ -1,5 +1,6 @@
-"""The engine dies while descriptors or threads are exhausted, and restarts when they are free again."""
+"""Tests of a server without free descriptors or threads: idle connections, and an engine that dies meanwhile."""
 
+import contextlib
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from tests.hostile.target_server import REQUEST, TargetServer, start_target_server
 
+FEW_DESCRIPTORS = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 HOG = """
 import os, pathlib, resource, threading, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -72,3 +74,16 @@ def test_engine_restarts_after_descriptors_or_threads_ran_out(tmp_path: Path, sh
         assert answers(server, 120.0), server.log
         assert server.workers()["ssd: verifier"].pid != killed
         assert "Traceback" not in server.log
+
+
+def test_more_idle_connections_than_descriptors_block_no_one_else(tmp_path: Path) -> None:
+    """There are 1.5 times as many connections as descriptors of the process."""
+    with start_target_server(tmp_path, before=FEW_DESCRIPTORS) as server:
+        assert "limit=256" in server.log
+        with server.unharmed(), contextlib.ExitStack() as stack:
+            for _ in range(8):
+                for _ in range(48):
+                    stack.enter_context(server.connect())
+                assert httpx.get(f"{server.url}/health", timeout=30.0).status_code == 200
+                assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert "out of system resource" not in server.log

@@ -1,20 +1,15 @@
 """Tests of separation between users: no access to prompts of others, none without a key, and limits."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 
-from ssd_serve.bench.serve import metric
 from tests.hostile.guarded import (
     ANNA,
     BEN,
     COMPLETIONS,
-    METRICS,
     SECRETS,
     Guarded,
-    bearer,
 )
 from tests.hostile.target_server import TargetServer
 
@@ -26,24 +21,6 @@ def cached(answer: httpx.Response) -> int | None:
     assert answer.status_code == 200, answer.text
     details: dict[str, int] | None = answer.json()["usage"]["prompt_tokens_details"]
     return None if details is None else details["cached_tokens"]
-
-
-def chunks(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    return [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
-
-
-def test_cached_tokens_are_hidden_without_keys(server: TargetServer) -> None:
-    ask = {"prompt": SECRET, "max_tokens": 1, "temperature": 0.0}
-    usage = {"include_usage": True, "continuous_usage_stats": True}
-    with server.unharmed():
-        for _ in range(2):
-            assert cached(server.post(COMPLETIONS, ask)) is None
-        many = [[*SECRET[:40], *range(40 + number)] for number in range(100)]
-        assert cached(server.post(COMPLETIONS, {**ask, "prompt": many})) is None
-        stream = server.post(COMPLETIONS, {**ask, "stream": True, "stream_options": usage})
-        assert {str(each["usage"]["prompt_tokens_details"]) for each in chunks(stream)} == {"None"}
-        assert "cached" not in stream.text
 
 
 def test_cache_salt_separates_prefixes_but_its_owner_reuses_them(server: TargetServer) -> None:
@@ -71,16 +48,6 @@ def test_prefix_cache_is_separate_for_each_key(guarded: Guarded) -> None:
     assert min(found) == 0  # type: ignore[type-var]
     assert cached(later) == 0
     assert cached(hers) == len(SECRET)
-
-
-def test_many_wrong_keys_are_refused_and_counted(guarded: Guarded) -> None:
-    wrong = [ANNA[:-1], ANNA + "a", "", "Bearer x", "a" * 8000, "Bearer", "~" * 32, "default", "anna"]
-    with guarded.server.unharmed():
-        with httpx.Client(base_url=guarded.server.url, timeout=30.0) as http:
-            found = {http.get("/v1/models", headers=bearer(wrong[n % 9])).status_code for n in range(400)}
-        assert found == {401}
-        page = httpx.get(guarded.metrics, headers=bearer(METRICS)).text
-    assert metric(page, "ssd_unknown_keys_total") >= 400
 
 
 def test_log_never_contains_prompts_salts_or_keys(guarded: Guarded) -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,7 @@ def listening_server(
     limits: Limits | None = None,
     *,
     ready: bool = True,
+    send_buffer: int | None = None,
 ) -> Generator[ListeningServer, None, None]:
     ours, theirs = channel_pair()
     engine = FakeEngine(theirs, script_of)
@@ -89,6 +91,8 @@ def listening_server(
         engine.tell(READY)
     engine.start()
     sock = listen("127.0.0.1", 0)
+    if send_buffer is not None:  # connections inherit it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port: int = sock.getsockname()[1]
     settings = settings or Settings(drain_seconds=1)
     server = build_server(settings, EngineClient(ours), ByteTokenizer, limits)
@@ -117,13 +121,12 @@ def listening_server(
 
 def wait_until_healthy(url: str, status: int = 200) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health", verify=False).status_code == status:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.01)
+    with httpx.Client(verify=False) as client:
+        while time.monotonic() < deadline:
+            with suppress(httpx.TransportError):
+                if client.get(f"{url}/health", headers={"Connection": "close"}).status_code == status:
+                    return
+            time.sleep(0.01)
     raise AssertionError("the server did not become healthy")
 
 

@@ -10,7 +10,7 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.server.access.auth import exposure_warnings
 from ssd_serve.server.access.tenants import Tenants
 from tests.server.fakes import STATUS, say
-from tests.server.running_server import RunningServer, post, running_server
+from tests.server.running_server import RunningServer, running_server
 from tests.server.test_keys import ANNA, BEN, write
 from tests.server.test_rates import Clock
 
@@ -219,9 +219,3 @@ def test_exposure_warnings(keys: Path) -> None:
         assert len(found) == len(words)
         assert all(each.startswith(word) for each, word in zip(found, words, strict=True))
         assert exposure_warnings(settings, loopback=True) == []
-
-
-async def test_usage_hides_cached_tokens_of_shared_prefixes() -> None:
-    async with running_server(lambda _: say("x")) as server:
-        found = await post(server, COMPLETIONS, prompt="a")
-    assert found["usage"]["prompt_tokens_details"] is None

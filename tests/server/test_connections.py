@@ -70,11 +70,6 @@ def test_silent_connection_is_closed() -> None:
         assert time.monotonic() - began < PATIENCE_S
 
 
-def test_slow_head_is_closed_at_its_deadline() -> None:
-    with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
-        assert drip(client, b"GET /health HTTP/1.1\r\n" + b"X-More: and more\r\n" * 20) < 100
-
-
 def test_slow_later_head_is_closed_at_its_deadline() -> None:
     with listening_server(lambda _: say("x"), limits=SOON) as address, connected(address) as client:
         for _ in range(2):
@@ -139,9 +134,10 @@ def test_connection_limit_closes_the_oldest_idle_connection() -> None:
     settings = Settings(max_connections=8, drain_seconds=1)
     with listening_server(lambda _: say("x"), settings) as address, ExitStack() as stack:
         idle: list[socket.socket] = []
-        for _ in range(20):
+        http = stack.enter_context(httpx.Client(headers={"Connection": "close"}))
+        for _ in range(12):
             idle.append(stack.enter_context(connected(address)))
-            assert httpx.get(f"{address.url}/health").status_code == 200
+            assert http.get(f"{address.url}/health").status_code == 200
         assert is_closed(idle[0])
         idle[-1].settimeout(0.2)
         assert not is_closed(idle[-1])
@@ -226,11 +222,11 @@ def reading_little(address: ListeningServer, choices: int, length: int) -> Gener
 @pytest.mark.parametrize("bytes_a_time", [0, 512])
 def test_client_that_reads_too_little_is_aborted(bytes_a_time: int) -> None:
     with (
-        listening_server(lambda _: say("x" * 400, group=1), limits=SOON) as address,
-        reading_little(address, 64, 400) as client,
+        listening_server(lambda _: say("x" * 200, group=1), limits=SOON, send_buffer=4096) as address,
+        reading_little(address, 8, 200) as client,
     ):
         engine = address.engine
-        engine.wait_for(lambda: len(engine.submits()) == 64)
+        engine.wait_for(lambda: len(engine.submits()) == 8)
         deadline = time.monotonic() + 60.0
         while httpx.get(f"{address.url}/load").json()["server_load"] != 0:
             assert time.monotonic() < deadline

@@ -17,13 +17,11 @@ import openai
 import pytest
 
 from ssd_serve.base.messages import Abort, Submit
-from ssd_serve.base.settings import Settings
 from ssd_serve.bench.serve import by_label
-from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.http.listening import listen
-from ssd_serve.server.http.serving import build_server, stop_signals
+from ssd_serve.server.http.serving import stop_signals
 from ssd_serve.server.limits import Limits
-from tests.server.fakes import END, PATIENCE_S, ByteTokenizer, Script, channel_pair, say, tokens
+from tests.server.fakes import END, PATIENCE_S, Script, say, tokens
 from tests.server.running_server import ListeningServer, listening_server, wait_until_healthy
 
 COMPLETIONS = "/v1/completions"
@@ -161,15 +159,6 @@ def test_upgrade_header_is_ignored() -> None:
                 assert received.startswith(b"HTTP/1.1 200")
 
 
-def test_keep_alive_survives_pauses() -> None:
-    """The timeout must exceed that of proxies, or they send requests on connections that the server closes."""
-    ends = channel_pair()
-    server = build_server(Settings(), EngineClient(ends[0]), ByteTokenizer)
-    for end in ends:
-        end.close()
-    assert server.config.timeout_keep_alive > 60
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold_after", [0, 1])
 def test_disconnect_aborts_requests(stream: bool, hold_after: int) -> None:
@@ -187,39 +176,6 @@ def test_disconnect_aborts_requests(stream: bool, hold_after: int) -> None:
         assert httpx.get(f"{address.url}/load").json() == {"server_load": 0}
         page = httpx.get(f"{address.url}/metrics").text
         assert by_label(page, "ssd_request_success_total", "finished_reason")["abort"] == 2.0
-
-
-def wait_until_idle() -> None:
-    before, deadline = -1.0, time.monotonic() + 60.0
-    while time.process_time() - before > 0.05:
-        assert time.monotonic() < deadline
-        before = time.process_time()
-        time.sleep(0.4)
-
-
-def test_client_that_does_not_read_delays_no_other() -> None:
-    choices, length = 64, 400
-    more = {
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    body = json.dumps({"prompt": "a", "n": choices, "max_tokens": length, "stream": True, **more}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    with listening_server(lambda _: say("x" * length, group=1)) as address, socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(60.0)
-        client.connect(("127.0.0.1", int(address.url.rpartition(":")[2])))
-        client.sendall(f"{head}\r\n".encode() + body)
-        address.engine.wait_for(lambda: len(address.engine.submits()) == choices)
-        wait_until_idle()  # the server has filled the socket buffers
-        other = httpx.post(f"{address.url}{COMPLETIONS}", json={"prompt": "b", "max_tokens": 9}, timeout=10.0)
-        assert other.json()["choices"][0]["text"] == "x" * 9
-        with client.makefile("rb") as whole:
-            lines = list(whole)
-        assert sum(map(len, lines)) > 8 << 20, "more than any buffer holds"
-        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-        text = [choice["text"] for event in events for choice in event["choices"]]
-        assert "".join(text) == "x" * (choices * length)
 
 
 def fill(connection: socket.socket) -> None:

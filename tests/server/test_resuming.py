@@ -17,7 +17,7 @@ from tests.server.fakes import READY, channel_pair, submit
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 async def test_no_token_is_lost_or_repeated_after_engine_crashes(crashing: CrashingEngine, seed: int) -> None:
     source, requests = crashing.source, list[tuple[int, int, int, Heard]]()
     source.seed(seed)
@@ -89,7 +89,7 @@ async def test_large_requests_are_resubmitted_while_next_engine_loads(crashing: 
     crashing.die()
     await crashing.until(lambda: crashing.client.lost_s is not None)
     for seed in range(2):
-        submit(crashing.client, (70_000,) * 1_000_000, parameters, seed, Heard().reports.append)
+        submit(crashing.client, (70_000,) * 600_000, parameters, seed, Heard().reports.append)
     crashing.live()
     await crashing.until(lambda: crashing.client.lost_s is None)
 

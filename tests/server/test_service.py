@@ -284,12 +284,3 @@ async def test_long_texts_are_tokenized_in_a_thread() -> None:
     text = "a" * 300
     async with running_server(lambda _: say("x"), limits=Limits(inline_characters=10)) as server:
         assert (await post(server, "/tokenize", prompt=text))["count"] == 301
-
-
-async def test_openapi_document_describes_bodies() -> None:
-    async with running_server(lambda _: say("x")) as server:
-        document = (await server.http.get("/openapi.json")).json()
-    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
-    reference = body["content"]["application/json"]["schema"]["$ref"]
-    assert reference == "#/components/schemas/ChatRequest"
-    assert "messages" in document["components"]["schemas"]["ChatRequest"]["properties"]

@@ -49,15 +49,6 @@ def test_tls_server_answers(tmp_path: Path) -> None:
             httpx.get(at.url.replace("https://", "http://") + "/health")
 
 
-def test_tls_while_loading(tmp_path: Path) -> None:
-    settings = make_pair(tmp_path, "a")
-    with listening_server(lambda _: say(""), settings, ready=False) as at:
-        answer = httpx.get(f"{at.url}/health", verify=trusting(settings))
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
-        with pytest.raises(httpx.TransportError):
-            httpx.get(at.url.replace("https://", "http://") + "/health")
-
-
 def test_tls_is_off_without_files() -> None:
     assert tls_context(Settings()) is None
 

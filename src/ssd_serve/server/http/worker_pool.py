@@ -5,7 +5,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Generator
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from ssd_serve.base.errors import OverloadedError
 
@@ -38,7 +38,7 @@ class WorkerPool:
         while True:
             done = await self._in_thread(units, lambda: _run_slice(work))
             if done is not None:
-                return done.value
+                return done[0]
 
     async def _in_thread(self, units: int, work: Callable[[], Result]) -> Result:
         """Wait for a thread and use it. The thread counts as used until it ends, even if the caller leaves."""
@@ -76,11 +76,6 @@ class WorkerPool:
         self._free += 1
 
 
-class _Done(Generic[Result]):
-    def __init__(self, value: Result) -> None:
-        self.value = value
-
-
 def _finish(work: Steps[Result]) -> Result:
     try:
         while True:
@@ -90,13 +85,13 @@ def _finish(work: Steps[Result]) -> Result:
         return result
 
 
-def _run_slice(work: Steps[Result]) -> _Done[Result] | None:
-    """Run one slice on a thread; `sleep(0)` at each step lets the event loop run."""
+def _run_slice(work: Steps[Result]) -> tuple[Result] | None:
+    """Run one slice on a thread; `sleep(0)` at each step lets the event loop run. None: there is more to do."""
     until = time.monotonic() + _SLICE_S
     try:
         while time.monotonic() < until:
             next(work)
             time.sleep(0)
     except StopIteration as end:
-        return _Done(end.value)
+        return (end.value,)
     return None

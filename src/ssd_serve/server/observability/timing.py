@@ -4,10 +4,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ssd_serve.base.messages import Figures
 from ssd_serve.server.observability.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from ssd_serve.server.observability.traces import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -119,16 +122,7 @@ class FinishedRequest:
         return sum(choice.output_tokens for choice in self.choices)
 
 
-class RequestTrace(Protocol):
-    """The trace of one request."""
-
-    @property
-    def identifier(self) -> str: ...
-
-    def finished(self, request: FinishedRequest) -> None: ...
-
-
-def log_finished(request: FinishedRequest, trace: RequestTrace | None) -> None:
+def log_finished(request: FinishedRequest, trace: "RequestSpans | None") -> None:
     """Log one line for the request, and complete its trace."""
     if trace is not None:
         trace.finished(request)

@@ -12,7 +12,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace_id, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -93,11 +93,12 @@ class TraceMiddleware:
 
 
 class RequestSpans:
-    """The spans of one request; implements `RequestTrace`."""
+    """The spans of one request."""
 
     def __init__(self, span: Span, traces: Traces) -> None:
         self._span = span
         self._traces = traces
+        self._clock = time.time_ns() - time.monotonic_ns()
 
     @property
     def identifier(self) -> str:
@@ -114,20 +115,10 @@ class RequestSpans:
             }
         )
         if self._span.is_recording():
-            children = _ChildSpans(self._traces.tracer, self._span)
             for choice in request.choices:
-                children.add(choice)
+                self._add_choice(choice)
 
-
-class _ChildSpans:
-    """Child spans, made after the request has ended."""
-
-    def __init__(self, tracer: Tracer, parent: Span) -> None:
-        self._tracer = tracer
-        self._context = set_span_in_context(parent)
-        self._clock = time.time_ns() - time.monotonic_ns()
-
-    def add(self, choice: ChoiceTiming) -> None:
+    def _add_choice(self, choice: ChoiceTiming) -> None:
         """Add the spans `queue`, `prefill` and `decode` of a choice, as far as it got."""
         prefill_at, first = choice.prefill_at, choice.first_token_at
         if first is None:
@@ -143,11 +134,14 @@ class _ChildSpans:
         self._add("decode", first, choice.last_token_at, {"ssd.reason": choice.reason, **output})
 
     def _add(self, name: str, start: float, end: float, attributes: Mapping[str, str | float]) -> None:
-        """`start` and `end` are times of `time.monotonic`."""
-        span = self._tracer.start_span(
-            name, self._context, attributes=attributes, start_time=self._clock + int(1e9 * start)
+        """Add a child span; `start` and `end` are times of `time.monotonic`."""
+        child = self._traces.tracer.start_span(
+            name,
+            set_span_in_context(self._span),
+            attributes=attributes,
+            start_time=self._clock + int(1e9 * start),
         )
-        span.end(self._clock + int(1e9 * end))
+        child.end(self._clock + int(1e9 * end))
 
 
 def _speculation(figures: Figures | None) -> dict[str, float]:
