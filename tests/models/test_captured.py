@@ -130,7 +130,7 @@ def batch_of(seed: int, *sizes: tuple[int, int]) -> Batch:
 
 
 @pytest.mark.parametrize("make_attention", [triton_attention, unrolled_attention])
-def test_one_recording_serves_batches_of_one_shape(pair: Pair) -> None:
+def test_one_capture_serves_batches_of_one_shape(pair: Pair) -> None:
     """Requests, trees, slots, prefixes and numbers of requests differ; one capture serves all batches."""
     pair.compare(batch_of(1, (9, 3), (20, 2), (0, 1)))
     pair.compare(batch_of(2, (14, 1), (30, 1), (3, 4)))
@@ -162,9 +162,7 @@ class Diary(Tape, SingleRank):
         return yes
 
 
-def test_nobody_looks_at_earlier_sums_while_ranks_record(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_group_is_quiesced_before_capture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second, attention = decoder(folder, triton_attention)
     diary = Diary()
     with recording_kernels(diary, monkeypatch):
@@ -187,7 +185,7 @@ class Failing(Tape):
         raise torch.OutOfMemoryError("no memory")
 
 
-def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> None:
+def test_failed_forward_of_a_rank_raises_without_a_vote(folder: Path) -> None:
     """The other ranks are still in that forward: a vote would be added to their all-reduce."""
     second, attention = decoder(folder, triton_attention)
     diary = OfTwo()
@@ -197,7 +195,7 @@ def test_a_rank_whose_forward_fails_says_so_and_does_not_vote(folder: Path) -> N
     assert diary.happened == []
 
 
-def test_a_forward_that_fails_when_padded_runs_unpadded_where_nobody_else_waits(folder: Path) -> None:
+def test_padded_forward_that_fails_runs_unpadded(folder: Path) -> None:
     plain, _ = decoder(folder, triton_attention)
     second, attention = decoder(folder, triton_attention)
     captured = CapturedModel(second, attention, Failing(), padding_slot=SLOTS)
@@ -212,7 +210,7 @@ class Contradicted(SingleRank):
         return False
 
 
-def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> None:
+def test_capture_refused_by_another_rank_is_not_replayed(folder: Path) -> None:
     plain, _ = decoder(folder, triton_attention)
     second, attention = decoder(folder, triton_attention)
     tape = Tape()
@@ -223,7 +221,7 @@ def test_what_another_rank_cannot_record_is_not_replayed_here(folder: Path) -> N
     assert (tape.runs, tape.replays, captured.graphs) == (1, 0, 0)
 
 
-def test_a_forward_that_was_recorded_first_says_so(pair: Pair) -> None:
+def test_result_tells_whether_it_includes_a_capture(pair: Pair) -> None:
     said = [pair.captured.forward(batch_of(seed, (9, 3))).includes_capture for seed in (1, 2, 3)]
     assert said == [True, False, False]
     pair.tape.refuses = "no"
@@ -231,7 +229,7 @@ def test_a_forward_that_was_recorded_first_says_so(pair: Pair) -> None:
     assert said == [True, False]
 
 
-def test_every_shape_has_its_own_recording(pair: Pair) -> None:
+def test_every_shape_has_its_own_graph(pair: Pair) -> None:
     pair.compare(batch_of(4, (9, 1)))
     pair.compare(batch_of(5, (9, 9)))
     pair.compare(batch_of(6, (0, 1)))  # no part of a prefix: the shape has some that are not used
@@ -239,7 +237,7 @@ def test_every_shape_has_its_own_recording(pair: Pair) -> None:
     assert (pair.tape.runs, pair.tape.replays) == (2, 4)
 
 
-def test_what_one_tree_and_single_rows_need_can_be_captured_ahead(pair: Pair) -> None:
+def test_capture_ahead_covers_trees_and_single_rows(pair: Pair) -> None:
     pair.captured.capture_ahead(8)
     assert pair.captured.graphs == pair.tape.runs == 4, "1, 2, 4 and 8 rows, all with the same tiles"
     for batch in (batch_of(4, (9, 1)), batch_of(5, (60, 5)), batch_of(6, *[(5, 1)] * 7)):
@@ -247,7 +245,7 @@ def test_what_one_tree_and_single_rows_need_can_be_captured_ahead(pair: Pair) ->
     assert pair.captured.graphs == 4
 
 
-def test_what_cannot_be_captured_ahead_is_tried_again_when_it_is_met(pair: Pair) -> None:
+def test_failed_capture_ahead_is_tried_again(pair: Pair) -> None:
     pair.tape.refuses = "out of memory"
     pair.captured.capture_ahead(2)
     assert pair.captured.graphs == 0
@@ -267,7 +265,7 @@ def test_rows_whose_logits_are_not_wanted(pair: Pair, monkeypatch: pytest.Monkey
     assert (pair.tape.runs, pair.tape.replays) == (1, 3)
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(pair: Pair) -> None:
+def test_failed_capture_runs_eagerly(pair: Pair) -> None:
     pair.tape.refuses = "an operation is not permitted while a stream is captured"
     pair.compare(batch_of(9, (9, 3)))
     pair.tape.refuses = ""
@@ -275,7 +273,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(pair: Pair) -> None:
     assert (pair.tape.runs, pair.captured.graphs) == (0, 0)
 
 
-def test_row_counts_that_are_recorded() -> None:
+def test_captured_row_counts() -> None:
     sizes = [captured_rows(rows) for rows in range(1, MAX_CAPTURED_ROWS + 1)]
     assert sorted({size for size in sizes if size is not None})[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
     for rows, size in enumerate(sizes, 1):

@@ -137,7 +137,7 @@ def test_pickles_are_not_read_unless_allowed(
         Checkpoint(folder)
 
 
-def test_an_index_of_safetensors_may_not_name_a_pickle(tmp_path: Path) -> None:
+def test_safetensors_index_that_names_a_pickle_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "shard.bin")
     (tmp_path / "pytorch_model.bin.index.json").rename(tmp_path / "model.safetensors.index.json")
     with pytest.raises(CheckpointError, match="SSD_ALLOW_PICKLE=1"):
@@ -161,7 +161,7 @@ def test_an_index_of_safetensors_may_not_name_a_pickle(tmp_path: Path) -> None:
     ],
     ids=["sparse", "sparse, out of bounds", "meta", "a number", "no name", "a tensor", "a list"],
 )
-def test_only_named_dense_tensors_are_taken_from_a_pickle(tmp_path: Path, value: object) -> None:
+def test_pickle_of_other_objects_is_refused(tmp_path: Path, value: object) -> None:
     torch.save(value, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"dense tensors|damaged"):
         Checkpoint(tmp_path, allow_pickle=True)
@@ -201,7 +201,7 @@ def test_tensors_that_do_not_fit_the_architecture(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_bin_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+def test_bin_checkpoint_gives_the_same_logits(tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
     expected = logits(load(folder))
     tensors = load_file(folder / "model.safetensors")

@@ -42,7 +42,7 @@ def pieces(folder: Path, words: list[str]) -> Tokenizer:
     return written(folder, backend)
 
 
-def test_tokens_are_found_by_their_bytes_whatever_their_ids(tmp_path: Path) -> None:
+def test_common_tokens_are_found_by_bytes(tmp_path: Path) -> None:
     target, draft = byte_level(tmp_path / "t", WORDS), byte_level(tmp_path / "d", WORDS[::-1])
     found = common_tokens(target, draft, 7, 7)
     assert found.ids.tolist() == [5, 4, 3, 2, 1, 0, 6]
@@ -59,14 +59,14 @@ def test_byte_level_and_sentencepiece_spell_alike(tmp_path: Path) -> None:
     assert found.share == pytest.approx(4 / 5)
 
 
-def test_padding_counts_for_nothing_and_is_never_meant(tmp_path: Path) -> None:
+def test_padded_ids_are_not_common(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path / "t", WORDS)
     found = common_tokens(tokenizer, tokenizer, 16, 9)
     assert found.ids.tolist() == [*range(7), *[-1] * 9]
     assert found.share == 1.0
 
 
-def test_what_is_missing_is_read_as_the_end_of_its_text(tmp_path: Path) -> None:
+def test_missing_token_is_read_as_the_end_of_its_text(tmp_path: Path) -> None:
     target = byte_level(tmp_path / "t", WORDS)
     draft = byte_level(tmp_path / "d", ["a", "b", "\u0120"], special="<other>")
     found = common_tokens(target, draft, 7, 4)
@@ -75,7 +75,7 @@ def test_what_is_missing_is_read_as_the_end_of_its_text(tmp_path: Path) -> None:
     assert found.share == pytest.approx(2 / 7)
 
 
-def test_a_mapped_draft_computes_what_it_computes_in_its_own_tokens(tmp_path: Path) -> None:
+def test_mapped_model_permutes_logits(tmp_path: Path) -> None:
     write_model(tmp_path / "draft", seed=1, noise=0.0)
     own = load_model(tmp_path / "draft", ModelOptions(device="cpu", dtype="fp32", slots=64, context=None))
     vocabulary = own.facts.vocabulary

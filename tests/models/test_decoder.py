@@ -12,8 +12,10 @@ import torch
 
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights import linear
 from tests.models import checkpoints
 
@@ -21,7 +23,8 @@ TOLERANCE = 1e-4
 SLOTS = 256
 
 
-CASES = [(case, kernels) for case in checkpoints.CASES for kernels in ("torch", "native")]
+NATIVE_CASES = ("llama-linear-biases", "mistral-window", "qwen3-qk-norm")
+CASES = [*((case, "torch") for case in checkpoints.CASES), *((case, "native") for case in NATIVE_CASES)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -48,29 +51,20 @@ def chunk(tokens: Sequence[int], start: int, stop: int, slots: Sequence[int]) ->
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Equal to the tolerance of the issue."""
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, theirs.clone(), atol=TOLERANCE, rtol=0)
 
 
 def numbers(count: int, seed: int) -> list[int]:
-    """Random token ids."""
     return random.Random(seed).choices(range(199), k=count)
 
 
-def test_whole_prompt_in_one_chunk(pair: tuple[Any, Model]) -> None:
-    theirs, ours = pair
-    tokens = numbers(50, 1)
-    batch = build_batch([chunk(tokens, 0, 50, range(5, 55))])
-    close(ours.forward(batch).logits, checkpoints.logits(theirs, tokens))
-
-
+@pytest.mark.parametrize("borders", [[0, 40], [0, 7, 24, 30, *range(31, 41)]])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_chunks_then_decode(pair: tuple[Any, Model], scattered: bool) -> None:
+def test_prefill_in_chunks_then_decode(pair: tuple[Any, Model], scattered: bool, borders: list[int]) -> None:
     theirs, ours = pair
     tokens = numbers(40, 2)
     slots = random.Random(3).sample(range(SLOTS), 40) if scattered else list(range(100, 140))
-    borders = [0, 7, 24, 30, *range(31, 41)]
     pieces = [
         ours.forward(build_batch([chunk(tokens, start, stop, slots)])).logits
         for start, stop in pairwise(borders)
@@ -112,27 +106,15 @@ def test_requests_share_a_batch(pair: tuple[Any, Model]) -> None:
     close(result[1:], checkpoints.logits(theirs, second))
 
 
-def test_only_wanted_rows_have_logits(pair: tuple[Any, Model]) -> None:
-    _, ours = pair
-    tokens = numbers(9, 8)
-    whole = chunk(tokens, 0, 9, range(9))
-    everything = ours.forward(build_batch([whole])).logits
-    some = RequestRows(tokens, range(9), range(9), np.zeros(0, dtype=np.int32), wanted=[2, 8])
-    close(ours.forward(build_batch([some])).logits, everything[[2, 8]])
-    none = RequestRows(tokens, range(9), range(9), np.zeros(0, dtype=np.int32), wanted=[])
-    assert ours.forward(build_batch([none])).logits.shape == (0, 199)
-
-
 @pytest.mark.parametrize("wanted", [[], [3], [0, 11]])
-def test_rows_that_nobody_wants_are_read_by_later_rows_all_the_same(
-    pair: tuple[Any, Model], wanted: list[int]
-) -> None:
-    """Behind the last layer's attention they are not computed; their keys and values are there."""
+def test_rows_without_logits_are_in_the_kv_cache(pair: tuple[Any, Model], wanted: list[int]) -> None:
     theirs, ours = pair
     tokens, slots = numbers(13, 9), range(20, 33)
     read = RequestRows(tokens[:12], range(12), slots[:12], np.zeros(0, dtype=np.int32), wanted=wanted)
     expected = checkpoints.logits(theirs, tokens)
-    close(ours.forward(build_batch([read])).logits, expected[wanted])
+    found = ours.forward(build_batch([read])).logits
+    assert found.shape == (len(wanted), 199)
+    close(found, expected[wanted])
     close(ours.forward(build_batch([chunk(tokens, 12, 13, slots)])).logits, expected[12:])
 
 
@@ -150,15 +132,12 @@ def test_facts(pair: tuple[Any, Model]) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{"max_shard_size": "60KB"}, {}])
-@pytest.mark.parametrize("packed", [False, True])
-def test_layouts_and_formats_agree(
-    tmp_path: Path, options: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch
+def test_shards_and_dense_matrices_give_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not packed:
-        monkeypatch.setattr(linear, "can_pack", lambda _dtype: False)
+    monkeypatch.setattr(linear, "can_pack", lambda _dtype: False)
     theirs = checkpoints.make("llama")
-    folder = checkpoints.save(theirs, tmp_path, **options)
+    folder = checkpoints.save(theirs, tmp_path, max_shard_size="60KB")
     ours = load_model(folder, ModelOptions(device="cpu", dtype="fp32", slots=32, context=32))
     tokens = numbers(20, 9)
     batch = build_batch([chunk(tokens, 0, 20, range(20))])
@@ -173,25 +152,24 @@ def test_hidden_states_on_request(tmp_path: Path) -> None:
     ours = load_model(folder, options)
     tokens = numbers(10, 10)
     with torch.inference_mode():
-        told = theirs.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-        expected = theirs.lm_head(told.last_hidden_state)[0]
+        outputs = theirs.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        expected = theirs.lm_head(outputs.last_hidden_state)[0]
         before = theirs.model.layers[2](
-            told.hidden_states[2],
-            position_embeddings=theirs.model.rotary_emb(told.hidden_states[2], torch.arange(10)[None]),
+            outputs.hidden_states[2],
+            position_embeddings=theirs.model.rotary_emb(outputs.hidden_states[2], torch.arange(10)[None]),
             attention_mask=torch.full((10, 10), -torch.inf).triu(1)[None, None],
         )
     for wanted in (range(10), [3, 9], []):
         part = chunk(tokens, 0, 10, range(10))._replace(wanted=wanted)
         result = ours.forward(build_batch([part]))
         assert set(result.features) == {"layer.0", "layer.2", "final"}
-        close(result.features["layer.0"], told.hidden_states[1][0])
+        close(result.features["layer.0"], outputs.hidden_states[1][0])
         close(result.features["layer.2"], before[0])
-        close(result.features["final"], told.last_hidden_state[0])
+        close(result.features["final"], outputs.last_hidden_state[0])
         close(result.logits, expected[[*wanted]])
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("dtype", "kernels"), [("bf16", "torch"), ("bf16", "native"), ("fp16", "torch")])
 def test_half_precision_is_near(
     tmp_path: Path, dtype: str, kernels: str, request: pytest.FixtureRequest
 ) -> None:
@@ -206,3 +184,17 @@ def test_half_precision_is_near(
     expected = checkpoints.logits(theirs, tokens)
     assert result.dtype == torch.float32
     assert (result - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("case", "layers"), [("qwen2-mixed-windows", 1), ("qwen3-qk-norm", 2)])
+def test_first_layers_equal_a_model_of_that_many_layers(case: str, layers: int, tmp_path: Path) -> None:
+    theirs = checkpoints.make(case)
+    folder = checkpoints.save(theirs, tmp_path)
+    options = ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None, layers=layers)
+    ours = load_model(folder, options)
+    assert ours.facts.layers == layers < len(load_description(folder).sizes(Parallel()).kv)
+    del theirs.model.layers[layers:]
+    theirs.config.num_hidden_layers = layers
+    tokens = numbers(40, 3)
+    found = ours.forward(build_batch([chunk(tokens, 0, 40, range(40))])).logits
+    close(found, checkpoints.logits(theirs, tokens))

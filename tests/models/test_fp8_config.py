@@ -105,7 +105,7 @@ def test_weights_alone_in_fp8_leave_activations_wide() -> None:
         assert parse_quantization(compressed(*groups)) == Fp8Scheme(frozenset({"channel"}))
 
 
-def test_nothing_said_is_nothing_quantised() -> None:
+def test_no_quantization_config_is_no_scheme() -> None:
     assert parse_quantization(None) is None
     assert parse_quantization({}) is None
 
@@ -126,7 +126,7 @@ def test_an_fp8_cache_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("raw", "path", "value"), CHANGES, ids=[f"{path}={json.dumps(value)[:20]}" for _, path, value in CHANGES]
 )
-def test_what_is_not_built_is_named(raw: dict[str, Any], path: str, value: Any) -> None:
+def test_unsupported_values_are_named(raw: dict[str, Any], path: str, value: Any) -> None:
     with pytest.raises(CheckpointError) as error:
         parse_quantization(changed(raw, path, value))
     text = str(error.value)

@@ -31,7 +31,7 @@ def multiply(monkeypatch: pytest.MonkeyPatch, native: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("native", fp8.FORMATS)
-def test_they_are_what_a_loaded_model_holds(
+def test_fp8_sizes_equal_a_loaded_model(
     form: Form, native: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
@@ -57,7 +57,9 @@ def test_they_are_what_a_loaded_model_holds(
     assert sum(narrow) == (0 if blocks or (form.form is FNUZ and native is FN) else 3 * 4)
 
 
-def test_a_byte_a_number_and_four_a_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_sizes_count_one_byte_per_number_and_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     form = FORMS["compressed-tensor-static"]
     weights = write(form, tmp_path).state_dict()
     multiply(monkeypatch, FN)

@@ -115,7 +115,7 @@ def in_a_tree(
 
 @settings(max_examples=examples(12))
 @given(seed=st.integers(0, 2**32))
-def test_logits_are_the_same_to_the_bit(model: Model, seed: int) -> None:
+def test_batch_invariant_logits_are_bitwise_equal(model: Model, seed: int) -> None:
     rng = random.Random(seed)
     tokens = rng.choices(range(199), k=LENGTH)
     plain = one_by_one(model, tokens)
@@ -129,7 +129,7 @@ def test_logits_are_the_same_to_the_bit(model: Model, seed: int) -> None:
     assert torch.equal(logits[mine], plain[committed : committed + len(mine)])
 
 
-def test_without_it_they_are_not(tmp_path: Path) -> None:
+def test_logits_differ_without_batch_invariance(tmp_path: Path) -> None:
     """Chunks change at least one logit without batch invariance."""
     folder = checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path)
     model, rng = load(folder, "fp32", None, False), random.Random(1)
@@ -139,14 +139,16 @@ def test_without_it_they_are_not(tmp_path: Path) -> None:
     )
 
 
-def test_facts_and_the_cost_key_say_so(tmp_path: Path) -> None:
+def test_batch_invariance_is_in_facts_and_cost_identity(tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path)
     plain, fixed = (load(folder, "bf16", None, each) for each in (False, True))
     assert (plain.facts.batch_invariant, fixed.facts.batch_invariant) == (False, True)
     assert identity(plain, "cpu") != identity(fixed, "cpu")
 
 
-def test_a_product_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_that_depends_on_the_batch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Placed(DenseLinear):
         """Product that adds the row number, so that it depends on the batch."""
 
@@ -165,7 +167,7 @@ def test_a_product_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: py
         load(folder, "bf16", None, True)
 
 
-def test_compiled_kernels_are_not_even_tried(
+def test_compiled_kernels_are_not_tried(
     native: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_bf16_products(native):

@@ -76,13 +76,13 @@ def test_container_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert memory.available_memory("cpu") > 1 << 20
 
 
-def test_forward_does_not_depend_on_who_set_the_threads(folder: Path) -> None:
+def test_loading_keeps_the_number_of_threads(folder: Path) -> None:
     before = torch.get_num_threads()
     load.load_model(folder, load.ModelOptions(device="cpu", dtype="fp32", slots=16, context=64))
     assert torch.get_num_threads() == before
 
 
-def test_the_tree_attention_that_was_asked_for(folder: Path, native: NativeLibrary) -> None:
+def test_requested_tree_attention_is_used(folder: Path, native: NativeLibrary) -> None:
     def kernels(backend: str, library: NativeLibrary | None) -> str:
         model = load.load_model(
             folder,

@@ -94,7 +94,7 @@ BATCHES: dict[str, list[RequestRows]] = {
 }
 
 
-def test_every_batch_has_the_logits_and_features_of_one_rank(pair: Pair) -> None:
+def test_logits_and_features_equal_those_of_one_rank(pair: Pair) -> None:
     alone, several = pair
     for name, parts in BATCHES.items():
         batch = build_batch(parts)
@@ -105,7 +105,7 @@ def test_every_batch_has_the_logits_and_features_of_one_rank(pair: Pair) -> None
             torch.testing.assert_close(found.features[layer], values, atol=1e-4, rtol=1e-5, msg=name)
 
 
-def test_facts_are_the_whole_models_and_sizes_a_ranks(pair: Pair) -> None:
+def test_vocabulary_is_whole_and_sizes_are_per_rank(pair: Pair) -> None:
     alone, several = pair
     assert several.facts.vocabulary == alone.facts.vocabulary == 199
     assert (alone.facts.ranks, several.facts.ranks > 1) == (1, True)
@@ -113,7 +113,7 @@ def test_facts_are_the_whole_models_and_sizes_a_ranks(pair: Pair) -> None:
     assert several.facts.kv_bytes_per_slot <= alone.facts.kv_bytes_per_slot
 
 
-def test_a_rank_reads_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_reads_only_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoints.save(checkpoints.make("llama"), tmp_path / "model", max_shard_size="100KB")
     opened: list[Checkpoint] = []
 
@@ -136,7 +136,7 @@ def test_a_rank_reads_no_more_than_its_share(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_narrow_dtypes_stay_close(dtype: str, tmp_path: Path) -> None:
+def test_narrow_dtypes_are_near_one_rank(dtype: str, tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path / "model")
     alone = load_model(folder, ModelOptions(device="cpu", dtype=dtype, slots=SLOTS, context=None))
     batch = build_batch([chunk(0, 30)])
@@ -145,8 +145,8 @@ def test_narrow_dtypes_stay_close(dtype: str, tmp_path: Path) -> None:
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_fp8_weights_are_split_with_their_scales_or_the_split_is_refused(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["quark-tensor-static", "compressed-channel-dynamic", "fp8-block"])
+def test_fp8_shares_have_their_scales_or_are_refused(form: str, tmp_path: Path) -> None:
     write(FORMS[form], tmp_path / "model")
     alone = load_model(
         tmp_path / "model", ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None)
@@ -162,14 +162,14 @@ def test_fp8_weights_are_split_with_their_scales_or_the_split_is_refused(form: s
         torch.testing.assert_close(found, alone.forward(batch).logits, atol=1e-4, rtol=0)
 
 
-def test_a_batch_invariant_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
+def test_batch_invariance_over_ranks(tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path / "model")
-    with ranked(folder, tmp_path / "store", 4, dtype="fp32", batch_invariant=True) as several:
-        whole = several.forward(build_batch([chunk(0, 40)])).logits
-        single = [several.forward(build_batch([chunk(row, row + 1)])).logits for row in range(40)]
-        together = several.forward(build_batch([chunk(20, 40), chunk(0, 30, seed=2)])).logits
+    with ranked(folder, tmp_path / "store", 2, dtype="fp32", batch_invariant=True) as several:
+        whole = several.forward(build_batch([chunk(0, 24)])).logits
+        single = [several.forward(build_batch([chunk(row, row + 1)])).logits for row in range(24)]
+        together = several.forward(build_batch([chunk(12, 24), chunk(0, 30, seed=2)])).logits
     assert torch.equal(torch.cat(single), whole)
-    assert torch.equal(together[:20], whole[20:])
+    assert torch.equal(together[:12], whole[12:])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_batch_invariant_row_does_not_depend_on_its_batch(tmp_path: Path) -> N
         ({"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}, 2, "3 key-value heads"),
     ],
 )
-def test_what_ranks_cannot_share_is_said_before_anything_is_read(
+def test_impossible_number_of_ranks_is_refused_before_reading(
     changes: dict[str, int], size: int, message: str, tmp_path: Path
 ) -> None:
     folder = checkpoints.save(checkpoints.make("llama3-gqa-tied", **{"head_dim": 16, **changes}), tmp_path)
@@ -189,7 +189,7 @@ def test_what_ranks_cannot_share_is_said_before_anything_is_read(
         model_sizes(folder, device="cpu", dtype="fp32", ranks=size)
 
 
-def test_ranks_that_share_a_key_value_head_are_neighbours(tmp_path: Path) -> None:
+def test_neighbouring_ranks_share_a_kv_head(tmp_path: Path) -> None:
     config = load_description(checkpoints.save(checkpoints.make("qwen3-qk-norm", **HEADS), tmp_path)).config
     assert [Parallel(rank, 8).kv_heads(config.kv_heads).start for rank in range(8)] == [0] * 4 + [1] * 4
     assert {rank_config(config, Parallel(rank, 8)).kv_heads for rank in range(8)} == {1}
@@ -201,7 +201,7 @@ def test_all_ranks_must_agree(tmp_path: Path) -> None:
     assert in_ranks(tmp_path / "two", 3, lambda group: group.agree(group.parallel.rank != 1)) == [False] * 3
 
 
-def test_a_rank_that_does_not_come_is_an_error_in_time(tmp_path: Path) -> None:
+def test_missing_rank_raises_rank_lost_error(tmp_path: Path) -> None:
     kept: list[Group] = []
 
     def work(group: Group) -> str:
@@ -217,16 +217,16 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(tmp_path: Path) -> None:
         join_group(tmp_path / "other", Parallel(0, 2), "cpu", patience_s=0.5)
 
 
-def test_ranks_that_load_at_different_speeds_meet_in_spite_of_that(tmp_path: Path) -> None:
+def test_meet_waits_longer_than_patience(tmp_path: Path) -> None:
     def work(group: Group) -> bool:
-        time.sleep(1.5 * group.parallel.rank)
+        time.sleep(0.6 * group.parallel.rank)
         group.meet()
         first = group.agree(True)
         group.quiesce()
         group.meet()
         return first
 
-    assert in_ranks(tmp_path / "store", 2, work, patience_s=0.5) == [True, True]
+    assert in_ranks(tmp_path / "store", 2, work, patience_s=0.3) == [True, True]
 
 
 class Meeting(SingleRank):
@@ -243,13 +243,13 @@ class Meeting(SingleRank):
         return yes
 
 
-def test_ranks_that_load_meet_before_anything_that_has_to_be_quick(tmp_path: Path) -> None:
+def test_ranks_meet_before_they_vote(tmp_path: Path) -> None:
     folder, group = checkpoints.save(checkpoints.make("llama"), tmp_path), Meeting()
     load_model(folder, ModelOptions(device="cpu", dtype="fp32", slots=SLOTS, context=None), group=group)
     assert group.happened[:2] == ["met", "voted"]
 
 
-def test_the_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
     def listening() -> set[str]:
         found = psutil.Process().net_connections(kind="inet")
         return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
@@ -257,7 +257,7 @@ def test_the_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     assert set().union(*in_ranks(tmp_path / "store", 2, lambda _group: listening())) <= {"127.0.0.1"}
 
 
-def test_batches_are_unchanged_by_the_way() -> None:
+def test_packed_batches_are_unpacked_unchanged() -> None:
     for parts in BATCHES.values():
         batch = build_batch(parts)
         again = unpack(bytearray(pack(batch)))

@@ -23,7 +23,7 @@ FUSED = {"mlp": ("gate", "up"), "self_attn": ("q", "k", "v")}
 
 
 @pytest.mark.parametrize("case", checkpoints.CASES)
-def test_the_counts_are_those_of_the_file(case: str, tmp_path: Path) -> None:
+def test_counts_equal_those_of_the_file(case: str, tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make(case), tmp_path)
     sizes = load_description(folder).sizes(Parallel())
     held = {name: each for name, each in load_file(folder / "model.safetensors").items() if each.dim() == 2}
@@ -42,7 +42,7 @@ def test_the_counts_are_those_of_the_file(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_hold_all_of_it_between_them(ranks: int, tmp_path: Path) -> None:
+def test_shares_of_ranks_sum_to_the_whole(ranks: int, tmp_path: Path) -> None:
     folder = checkpoints.save(checkpoints.make("qwen2-biases", **HEADS), tmp_path)
     model = load_description(folder)
     whole, shares = model.sizes(Parallel()), [model.sizes(Parallel(rank, ranks)) for rank in range(ranks)]
@@ -57,7 +57,7 @@ def test_every_registered_architecture_exists(name: str) -> None:
     assert architecture(name).models
 
 
-def test_a_sparse_model_is_read_in_part_and_resident_whole(
+def test_sparse_model_reads_active_and_holds_all_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory check goes by what is resident, cost and plan by what one row's forward reads."""

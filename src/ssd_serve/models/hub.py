@@ -82,7 +82,7 @@ def resolve_model(
         raise CheckpointError(f"{name} is neither a folder nor a hub id such as owner/name")
     if wanted.commit and not ask_hub and _is_whole(folder := _snapshot(wanted)):
         return folder
-    return _from_hub(wanted, _DownloadOptions(token, allow_pickle, free_memory), report, warn)
+    return _from_hub(wanted, token, allow_pickle, free_memory, report, warn)
 
 
 def find_model(
@@ -126,18 +126,16 @@ def embedded_folder(role: Role | Literal["head"]) -> Path:
     return folder
 
 
-@dataclass(frozen=True, slots=True)
-class _DownloadOptions:
-    token: str | None
-    allow_pickle: bool
-    free_memory: int | None
-
-
 def _from_hub(
-    model: HubId, options: _DownloadOptions, report: Callable[[str], None], warn: Callable[[str], None]
+    model: HubId,
+    token: str | None,
+    allow_pickle: bool,
+    free_memory: int | None,
+    report: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> Path:
     try:
-        plan = _look_up(model, options)
+        plan = _look_up(model, token, allow_pickle)
     except HfHubHTTPError as error:
         raise HubError(_explain(model, error)) from error
     except HubError:
@@ -146,13 +144,11 @@ def _from_hub(
         folder = _cached(model, error)
         warn(f"the hub cannot be reached ({in_a_line(error)}): {model} is the cached revision {folder.name}")
         return folder
-    _check_space(model, plan, options.free_memory)
+    _check_space(model, plan, free_memory)
     report(f"fetching {model} ({plan.download_bytes / 1e9:.2f} GB, unless cached)")
     try:
         return Path(
-            snapshot_download(
-                model.name, revision=plan.revision, allow_patterns=plan.files, token=options.token
-            )
+            snapshot_download(model.name, revision=plan.revision, allow_patterns=plan.files, token=token)
         )
     except HfHubHTTPError as error:
         raise HubError(_explain(model, error)) from error
@@ -160,9 +156,9 @@ def _from_hub(
         raise HubError(f"the download of {model} failed: {error}; start again to resume it") from error
 
 
-def _look_up(model: HubId, options: _DownloadOptions) -> _Plan:
+def _look_up(model: HubId, token: str | None, allow_pickle: bool) -> _Plan:
     """Ask the hub which files there are, and choose those that are needed."""
-    info = HfApi(token=options.token).model_info(model.name, revision=model.revision, files_metadata=True)
+    info = HfApi(token=token).model_info(model.name, revision=model.revision, files_metadata=True)
     sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
     weights = [file for file in sizes if _SAFETENSORS.fullmatch(file)]
     pickles = [] if weights else [file for file in sizes if _TORCH.fullmatch(file)]
@@ -171,7 +167,7 @@ def _look_up(model: HubId, options: _DownloadOptions) -> _Plan:
             f"{model} on the hub has no config.json with model.safetensors or pytorch_model.bin beside it; "
             "other formats (GGUF, original checkpoints, adapters) are not supported"
         )
-    if pickles and not options.allow_pickle:
+    if pickles and not allow_pickle:
         raise HubError(f"{model} on the hub has no safetensors, only .bin files; {PICKLES}")
     weights = weights or pickles
     stored = sum(sizes[file] for file in weights)

@@ -6,19 +6,17 @@ batches, weights and attention backends; no trees and no target.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import completion
 from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.contract import ModelParts
+from ssd_serve.models.architectures.dense.decoder import DenseModel
 from ssd_serve.models.architectures.dense.weights import LayerBlocks
 from ssd_serve.models.heads.config import EagleConfig
-from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts
-from ssd_serve.models.rope import rotation_table
+from ssd_serve.models.interface import ForwardResult, Inputs
 from ssd_serve.models.sizes import DTYPES
 from ssd_serve.models.weights.linear import Linear
 
@@ -41,7 +39,7 @@ class EagleWeights:
     proposed: torch.Tensor | None  # int64 [draft vocabulary], ids of the target; None: all
 
 
-class EagleHead:
+class EagleHead(DenseModel):
     """`Model` that takes batches with vectors. Logits cover the target's vocabulary; tokens that it never
     proposes have -inf."""
 
@@ -50,33 +48,12 @@ class EagleHead:
         if weights.embedding is None or weights.head is None:
             raise ValueError("a head needs its target's embedding, and some its target's head")
         embedding = weights.embedding.to(parts.facts.device, DTYPES[parts.facts.dtype])
+        super().__init__(config.layer, parts, embedding.device)
         self._config = config
         self._weights = weights
         self._embedding = embedding
         self._head = weights.head
-        self._attention = parts.attention
-        self._operations = parts.operations
-        self._facts = parts.facts
-        self._slots = parts.slots
-        self._device = embedding.device
         self._proposed = None if weights.proposed is None else weights.proposed.to(self._device)
-        rotations = rotation_table(config.layer.rope, config.layer.head_dim, parts.facts.context)
-        self._rotations = rotations.unsqueeze(1).to(self._device)  # [context, 1, head_dim / 2]
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Sizes and names."""
-        return self._facts
-
-    @property
-    def slots(self) -> int:
-        """Number of KV slots."""
-        return self._slots
-
-    @property
-    def attention(self) -> AttentionBackend[Any]:
-        """The tree attention in use."""
-        return self._attention
 
     @property
     def width(self) -> int:
@@ -126,7 +103,8 @@ class EagleHead:
         rows = self._normed(hidden, self._weights.hidden_norm)
         if self._config.residual_is_normed:
             hidden = rows.clone()
-        added = self._attend(rows if joins else torch.cat((token, rows), dim=-1), rotations, inputs.plan)
+        read = rows if joins else torch.cat((token, rows), dim=-1)  # [rows, hidden or 2 * hidden]
+        added = blocks.output(self._attend(0, blocks, read, rotations, inputs.plan))
         rows = operations.norm(hidden, added, blocks.mlp_norm)
         own = (hidden + blocks.down(operations.gate(blocks.gate_up(rows)))).index_select(0, inputs.wanted)
         normed = self._normed(own, self._weights.norm)
@@ -135,15 +113,6 @@ class EagleHead:
     def _normed(self, rows: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
         """Rows as they are where there is no norm."""
         return rows if norm is None else self._operations.norm(rows, None, norm)
-
-    def _attend(self, rows: torch.Tensor, rotations: torch.Tensor, plan: object) -> torch.Tensor:
-        """Normed rows, [rows, 2 * hidden] or of EAGLE-1 [rows, hidden] -> [rows, hidden]."""
-        c, blocks = self._config.layer, self._weights.blocks
-        heads = blocks.qkv(rows).view(rows.shape[0], -1, c.head_dim)
-        heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, blocks.qk_norm)
-        self._attention.write(0, heads[:, c.heads :], plan)
-        attended = self._attention.run(0, heads[:, : c.heads], plan)
-        return blocks.output(attended.to(rows.dtype))
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Normed rows to logits of the target's vocabulary, float32 [wanted, vocabulary]."""

@@ -44,106 +44,67 @@ _KV_CACHE = (
 _KV_LAYERS = ("k_proj", "v_proj")
 _LONGEST = 60
 
-_OBSERVED: _Fields = {
-    "observer": None,
-    "observer_kwargs": None,
-    "observer_cls": None,
-    "round_method": None,
-    "scale_type": None,
-    "scale_format": None,
-    "scale_dtype": None,
-    "scale_calculation_mode": None,
-    "zp_dtype": None,
-    "zero_point_type": None,
-    "enable_buffer_reuse": None,
-    "max_input_numel": None,
+
+def _any(*names: str) -> dict[str, None]:
+    return dict.fromkeys(names)
+
+
+_STORED_AS = ("float-quantized", "naive-quantized")
+_OBSERVED = {
+    **_any("observer", "observer_kwargs", "observer_cls", "round_method", "max_input_numel"),
+    **_any("scale_type", "scale_format", "scale_dtype", "scale_calculation_mode"),
+    **_any("zp_dtype", "zero_point_type", "enable_buffer_reuse"),
 }
 """Fields about how an export found its scales, which are in tensors."""
-
 _FP8: _Fields = {
-    "quant_method": None,
+    **_any("quant_method", "weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"),
+    **_any("kv_cache_scheme", "export"),
     "activation_scheme": ("dynamic", "static"),
-    "weight_block_size": None,
     "fmt": ("e4m3",),
     "scale_fmt": ("float",),
     "expert_dtype": ("fp8",),
-    "modules_to_not_convert": None,
-    "ignored_layers": None,
-    "dequantize": None,
-    "kv_cache_scheme": None,
-    "export": None,
 }
-_STORED_AS = ("float-quantized", "naive-quantized")
 _COMPRESSED: _Fields = {
-    "quant_method": None,
-    "config_groups": None,
+    **_any("quant_method", "config_groups", "global_compression_ratio", "sparsity_config", "ignore"),
+    **_any("version", "run_compressed", "dequantize", "use_optimized_inference", "kv_cache_scheme"),
     "format": _STORED_AS,
     "quantization_status": ("compressed", "frozen"),
-    "global_compression_ratio": None,
-    "sparsity_config": None,
-    "ignore": None,
-    "version": None,
-    "run_compressed": None,
-    "dequantize": None,
-    "use_optimized_inference": None,
-    "kv_cache_scheme": None,
 }
 _SPARSITY: _Fields = {
+    **_any("global_sparsity", "ignore", "registry_requires_subclass", "sparsity_structure", "targets"),
     "format": ("dense",),
-    "global_sparsity": None,
-    "ignore": None,
-    "registry_requires_subclass": None,
-    "sparsity_structure": None,
-    "targets": None,
 }
-_GROUP: _Fields = {"targets": None, "weights": None, "input_activations": None, "format": _STORED_AS}
+_GROUP: _Fields = {**_any("targets", "weights", "input_activations"), "format": _STORED_AS}
+_EIGHT_BITS: _Fields = {**_OBSERVED, "num_bits": (8,), "type": ("float",), "symmetric": (True,)}
 _GROUP_WEIGHTS: _Fields = {
-    **_OBSERVED,
-    "num_bits": (8,),
-    "type": ("float",),
-    "symmetric": (True,),
+    **_EIGHT_BITS,
+    **_any("block_structure"),
     "strategy": ("tensor", "channel", "block"),
-    "block_structure": None,
 }
 _GROUP_INPUTS: _Fields = {
-    **_OBSERVED,
-    "num_bits": (8,),
-    "type": ("float",),
-    "symmetric": (True,),
+    **_EIGHT_BITS,
+    **_any("group_size"),
     "strategy": ("tensor", "token", "group"),
     "dynamic": (True, False),
-    "group_size": None,
 }
 _QUARK: _Fields = {
-    "quant_method": None,
+    **_any("quant_method", "global_quant_config", "layer_quant_config", "layer_type_quant_config", "export"),
+    **_any("algo_config", "exclude", "version", "pack_method", "log_severity_level"),
+    **_any("kv_cache_quant_config", "kv_cache_post_rope"),
     "quant_mode": ("eager_mode",),
-    "global_quant_config": None,
-    "layer_quant_config": None,
-    "layer_type_quant_config": None,
-    "export": None,
-    "algo_config": None,
-    "exclude": None,
-    "version": None,
-    "pack_method": None,
-    "log_severity_level": None,
-    "kv_cache_quant_config": None,
-    "kv_cache_post_rope": None,
 }
 _QUARK_EXPORT: _Fields = {
+    **_any("pack_method", "weight_merge_groups", "min_kv_scale", "kv_cache_group"),
     "weight_format": ("real_quantized",),
-    "pack_method": None,
-    "weight_merge_groups": None,
-    "min_kv_scale": None,
-    "kv_cache_group": None,
     "custom_mode": ("quark", "fp8"),
 }
-_QUARK_LAYER: _Fields = {"weight": None, "input_tensors": None, "output_tensors": None, "target_device": None}
+_QUARK_LAYER: _Fields = _any("weight", "input_tensors", "output_tensors", "target_device")
 _QUARK_WEIGHT: _Fields = {
     **_OBSERVED,
+    **_any("ch_axis"),
     "dtype": ("fp8_e4m3",),
     "qscheme": ("per_tensor", "per_channel"),
     "symmetric": (True,),
-    "ch_axis": None,
 }
 _QUARK_INPUTS: _Fields = {**_QUARK_WEIGHT, "is_dynamic": (True, False)}
 _QUARK_ALGORITHMS = ("awq", "gptq", "smooth", "smoothquant", "autosmoothquant")

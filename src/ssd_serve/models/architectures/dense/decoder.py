@@ -17,31 +17,26 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import completion
 from ssd_serve.models.architectures.contract import Architecture, ModelParts
 from ssd_serve.models.architectures.dense.config import DecoderConfig, dense_sizes, rank_config
-from ssd_serve.models.architectures.dense.weights import DecoderLayer, DecoderWeights, read_dense
+from ssd_serve.models.architectures.dense.weights import DecoderWeights, LayerBlocks, read_dense
 from ssd_serve.models.config import Json
 from ssd_serve.models.interface import ForwardResult, Inputs, ModelFacts, feature_name
 from ssd_serve.models.rope import rotation_table
 
 
-class DenseDecoder:
-    """`CapturableModel` over a `DecoderConfig`: one rank's share where a group shares the model."""
+class DenseModel:
+    """The parts that decoders and EAGLE heads share: sizes, rotations, and attention without its output."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, parts: ModelParts) -> None:
-        """`config` is the whole model's; weights and parts are one rank's."""
-        self._config = rank_config(config, parts.group.parallel)
-        self._weights = weights
+    def __init__(self, config: DecoderConfig, parts: ModelParts, device: torch.device) -> None:
+        """`config` and `parts` are one rank's."""
+        self._layer_config = config
         self._attention = parts.attention
         self._operations = parts.operations
         self._facts = parts.facts
         self._slots = parts.slots
-        self._features = frozenset(parts.features)
-        # Features are of all rows: where the last layer has some, it computes all of them to its end.
-        self._all_rows = bool(self._features & {FINAL, len(weights.layers) - 1})
-        self._group = parts.group
-        self._device = weights.embedding.device
+        self._device = device
         # [context, 1, head_dim / 2]: one rotation for all heads of a row
         rotations = rotation_table(config.rope, config.head_dim, parts.facts.context)
-        self._rotations = rotations.unsqueeze(1).to(self._device)
+        self._rotations = rotations.unsqueeze(1).to(device)
 
     @property
     def facts(self) -> ModelFacts:
@@ -57,6 +52,32 @@ class DenseDecoder:
     def slots(self) -> int:
         """Number of KV slots."""
         return self._slots
+
+    def _attend(
+        self, index: int, blocks: LayerBlocks, rows: torch.Tensor, rotations: torch.Tensor, plan: object
+    ) -> torch.Tensor:
+        """Compute a layer's attention without its output: normed rows [rows, inputs] -> [rows, heads * head_dim].
+
+        `rotations` are those of the rows' positions, complex64 [rows, 1, head_dim / 2].
+        """
+        c = self._layer_config
+        heads = blocks.qkv(rows).view(rows.shape[0], -1, c.head_dim)
+        heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, blocks.qk_norm)
+        self._attention.write(index, heads[:, c.heads :], plan)
+        return self._attention.run(index, heads[:, : c.heads], plan).to(rows.dtype)
+
+
+class DenseDecoder(DenseModel):
+    """`CapturableModel` over a `DecoderConfig`: one rank's share where a group shares the model."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, parts: ModelParts) -> None:
+        """`config` is the whole model's; weights and parts are one rank's."""
+        super().__init__(rank_config(config, parts.group.parallel), parts, weights.embedding.device)
+        self._weights = weights
+        self._features = frozenset(parts.features)
+        # Features are of all rows: where the last layer has some, it computes all of them to its end.
+        self._all_rows = bool(self._features & {FINAL, len(weights.layers) - 1})
+        self._group = parts.group
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
@@ -107,16 +128,6 @@ class DenseDecoder:
         known = own.clamp(0, len(embedding) - 1)
         others = (own != known).unsqueeze(1)
         return self._group.add(embedding.index_select(0, known).masked_fill_(others, 0))
-
-    def _attend(
-        self, index: int, layer: DecoderLayer, rows: torch.Tensor, rotations: torch.Tensor, plan: object
-    ) -> torch.Tensor:
-        """A layer's attention, all but its output: normed rows [rows, hidden] -> [rows, heads * head_dim]."""
-        c = self._config
-        heads = layer.qkv(rows).view(rows.shape[0], -1, c.head_dim)
-        heads = self._operations.rotate(heads, rotations, c.heads + c.kv_heads, layer.qk_norm)
-        self._attention.write(index, heads[:, c.heads :], plan)
-        return self._attention.run(index, heads[:, : c.heads], plan).to(rows.dtype)
 
     def _last(
         self,
