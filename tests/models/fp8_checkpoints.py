@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -199,6 +200,10 @@ FORMS: dict[str, Form] = {
         name="weight_scale_inv",
     ),
 }
+
+
+QUICK_FORMS = ("quark-tensor-static", "compressed-channel-dynamic", "fp8-block")
+MARKED_FORMS = [pytest.param(name, marks=() if name in QUICK_FORMS else pytest.mark.slow) for name in FORMS]
 
 
 def quantise(weight: torch.Tensor, kind: str, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

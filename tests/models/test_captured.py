@@ -20,7 +20,7 @@ from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.captured import CapturedModel
 from ssd_serve.models.interface import CapturableModel, ModelFacts
-from ssd_serve.models.parallel import Parallel, SingleRank
+from ssd_serve.models.parallel import Group, Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import LinearFactory
 from tests.kernels.test_attention import rows_of
@@ -139,7 +139,7 @@ def test_one_capture_serves_batches_of_one_shape(pair: Pair) -> None:
     assert (pair.captured.graphs, pair.captured.captured_bytes > 0) == (1, True)
 
 
-class Diary(Tape, SingleRank):
+class Diary(Tape, Group):
     """Capture and rank group that record the order of their calls."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def test_padded_forward_that_fails_runs_unpadded(folder: Path) -> None:
     torch.testing.assert_close(captured.forward(batch).logits, plain.forward(batch).logits)
 
 
-class Contradicted(SingleRank):
+class Contradicted(Group):
     """Rank group in which another rank refuses."""
 
     def agree(self, yes: bool) -> bool:

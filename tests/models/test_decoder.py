@@ -21,10 +21,16 @@ from tests.models import checkpoints
 
 TOLERANCE = 1e-4
 SLOTS = 256
-
-
 NATIVE_CASES = ("llama-linear-biases", "mistral-window", "qwen3-qk-norm")
-CASES = [*((case, "torch") for case in checkpoints.CASES), *((case, "native") for case in NATIVE_CASES)]
+QUICK_CASES = [
+    ("llama3-gqa-tied", "torch"),
+    ("mistral-window", "torch"),
+    ("qwen2-mixed-windows", "torch"),
+    ("qwen3-qk-norm", "torch"),
+    ("llama-linear-biases", "native"),
+]
+ALL_CASES = [*((case, "torch") for case in checkpoints.CASES), *((case, "native") for case in NATIVE_CASES)]
+CASES = [pytest.param(each, marks=() if each in QUICK_CASES else pytest.mark.slow) for each in ALL_CASES]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

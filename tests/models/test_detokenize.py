@@ -66,7 +66,7 @@ def test_any_bytes(byte_level: Tokenizer, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nonsense", "no text"])
-def test_output_that_is_no_text_is_not_held_for_ever(byte_level: Tokenizer, kind: str) -> None:
+def test_bytes_without_text_are_not_held_forever(byte_level: Tokenizer, kind: str) -> None:
     special, byte = byte_level.token_to_id("<|end|>"), byte_level.encode("é").ids[0]
     token = special if kind == "no text" else byte
     assert token is not None

@@ -14,7 +14,7 @@ from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
-from ssd_serve.models.parallel import Parallel, SingleRank
+from ssd_serve.models.parallel import Group, Parallel
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import FORMS, write
 from tests.pretended_device import DEVICE, pretended_device
@@ -80,7 +80,7 @@ def test_forward_stays_on_the_device_without_waiting(case: str, backend: str, tm
                 torch.testing.assert_close(mine.cpu(), right, atol=1e-4, rtol=0)
 
 
-class HalfAlone(SingleRank):
+class HalfAlone(Group):
     """Rank 0 of two; the other rank contributes zeros."""
 
     @property
@@ -149,7 +149,7 @@ def both_features(ours: Any, theirs: Any) -> list[tuple[torch.Tensor, torch.Tens
     return [(ours.features[name], theirs.features[name]) for name in ours.features]
 
 
-@pytest.mark.parametrize("native", [fp8.FORMATS[1], None])
+@pytest.mark.parametrize("native", [fp8.FORMATS[1], pytest.param(None, marks=pytest.mark.slow)])
 def test_fp8_weights_and_products_are_on_the_device(
     native: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

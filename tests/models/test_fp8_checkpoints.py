@@ -22,6 +22,8 @@ from ssd_serve.models.weights.quantization import parse_quantization
 from tests.models import checkpoints
 from tests.models.fp8_checkpoints import (
     FORMS,
+    MARKED_FORMS,
+    QUICK_FORMS,
     Form,
     change_config,
     change_tensors,
@@ -66,7 +68,7 @@ def matrix(layer: Linear, inputs: int) -> torch.Tensor:
     return layer(torch.eye(inputs)).T
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=MARKED_FORMS)
 def form(request: pytest.FixtureRequest) -> Form:
     return FORMS[request.param]
 
@@ -114,7 +116,7 @@ def test_tied_embeddings_stay_wide(tmp_path: Path) -> None:
 
 
 def test_shares_of_ranks(tmp_path: Path) -> None:
-    for name in ("quark-tensor-static", "compressed-channel-dynamic", "fp8-block"):
+    for name in QUICK_FORMS:
         form, folder = FORMS[name], tmp_path / name
         weight = write(form, folder).state_dict()[f"{UP}.weight"]
         scheme = load_description(folder).config.fp8

@@ -9,14 +9,14 @@ import torch
 from ssd_serve.kernels import fp8
 from ssd_serve.models import load, sizes
 from ssd_serve.models.weights import linear, matrices
-from tests.models.fp8_checkpoints import FORMS, Form, change_tensors, is_quantised, write
+from tests.models.fp8_checkpoints import FORMS, MARKED_FORMS, Form, change_tensors, is_quantised, write
 
 FN, FNUZ = fp8.FORMATS
 DOWN = "model.layers.1.mlp.down_proj"
 HEAD = 199 * 64
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=MARKED_FORMS)
 def form(request: pytest.FixtureRequest) -> Form:
     return FORMS[request.param]
 

@@ -120,7 +120,7 @@ def test_only_needed_files_are_fetched(fake: FakeHub) -> None:
     ]
 
 
-def test_bin_files_are_not_even_downloaded_unless_allowed(fake: FakeHub) -> None:
+def test_bin_files_are_not_downloaded_unless_allowed(fake: FakeHub) -> None:
     fake.files = {name: size for name, size in FILES.items() if "safetensors" not in name}
     with pytest.raises(HubError, match=r"no safetensors.*SSD_ALLOW_PICKLE=1"):
         hub.resolve_model("owner/name", "target")
@@ -129,7 +129,7 @@ def test_bin_files_are_not_even_downloaded_unless_allowed(fake: FakeHub) -> None
     assert "pytorch_model.bin" in fake.downloads[0]["allow_patterns"]
 
 
-def test_a_named_revision_is_the_one_that_is_looked_up(fake: FakeHub) -> None:
+def test_named_revision_is_looked_up(fake: FakeHub) -> None:
     hub.resolve_model("owner/name@v1.0", "target")
     hub.resolve_model("owner/name@refs/pr/7", "target")
     assert fake.asked == ["v1.0", "refs/pr/7"]
@@ -160,7 +160,7 @@ def test_a_commit_in_the_cache_needs_no_hub(fake: FakeHub) -> None:
         hub.resolve_model(f"owner/name@{COMMIT}", "target")
 
 
-def test_a_folder_that_hides_a_hub_id_is_told(
+def test_folder_that_hides_a_hub_id_is_reported(
     fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "owner" / "name").mkdir(parents=True)
@@ -245,7 +245,7 @@ def test_interrupted_download(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
         hub.resolve_model("owner/name", "target")
 
 
-def test_a_model_is_here_where_its_files_are(tmp_path: Path) -> None:
+def test_model_here_needs_all_files(tmp_path: Path) -> None:
     assert hub.model_here("embedded", "target") == hub.embedded_folder("target")
     assert hub.model_here(str(tmp_path), "target") == tmp_path
     for elsewhere in ("owner/name", f"owner/name@{'a' * 40}", "./nowhere"):

@@ -25,7 +25,6 @@ from tests.models import checkpoints
 SLOTS, LENGTH = 400, 40
 CASES = (
     pytest.param(("llama-linear-biases", "bf16", "torch"), marks=pytest.mark.slow),
-    pytest.param(("mistral-window", "bf16", "torch"), marks=pytest.mark.slow),
     pytest.param(("qwen3-qk-norm", "fp16", "torch"), marks=pytest.mark.slow),
     pytest.param(("llama3-gqa-tied", "fp32", "torch"), marks=pytest.mark.slow),
     pytest.param(("qwen2-mixed-windows", "int8", "torch"), marks=pytest.mark.slow),

@@ -18,11 +18,11 @@ from ssd_serve.models.architectures.dense.config import rank_config
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
-from ssd_serve.models.parallel import Group, Parallel, SingleRank, join_group
+from ssd_serve.models.parallel import Group, Parallel, join_group
 from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from tests.models import checkpoints
-from tests.models.fp8_checkpoints import FORMS, write
+from tests.models.fp8_checkpoints import FORMS, QUICK_FORMS, write
 from tests.models.ranked import SLOTS, in_ranks, ranked
 
 HEADS = {"num_attention_heads": 8}
@@ -145,7 +145,7 @@ def test_narrow_dtypes_are_near_one_rank(dtype: str, tmp_path: Path) -> None:
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("form", ["quark-tensor-static", "compressed-channel-dynamic", "fp8-block"])
+@pytest.mark.parametrize("form", QUICK_FORMS)
 def test_fp8_shares_have_their_scales_or_are_refused(form: str, tmp_path: Path) -> None:
     write(FORMS[form], tmp_path / "model")
     alone = load_model(
@@ -229,7 +229,7 @@ def test_meet_waits_longer_than_patience(tmp_path: Path) -> None:
     assert in_ranks(tmp_path / "store", 2, work, patience_s=0.3) == [True, True]
 
 
-class Meeting(SingleRank):
+class Meeting(Group):
     """Rank group that records the order of barriers and votes."""
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ FAILING = [
 
 
 @pytest.mark.parametrize("source", ORDINARY)
-def test_ordinary_templates_give_what_they_give_without_bounds(source: str) -> None:
+def test_ordinary_templates_render_as_in_jinja(source: str) -> None:
     options: dict[str, Any] = {"extensions": ["jinja2.ext.loopcontrols"], "trim_blocks": True}
     plain = ImmutableSandboxedEnvironment(**options)
     bounded = BoundedEnvironment(60.0, 10**6, **options)
@@ -96,8 +96,8 @@ def test_ordinary_templates_give_what_they_give_without_bounds(source: str) -> N
 
 
 @pytest.mark.parametrize("source", ENDLESS + GROWN)
-def test_a_template_without_end_is_ended(source: str) -> None:
-    template = ChatTemplate(source, {}, seconds=0.5, characters=200_000)
+def test_endless_template_is_stopped(source: str) -> None:
+    template = ChatTemplate(source, {}, seconds=0.1, characters=200_000)
     began = time.monotonic()
     with pytest.raises(RequestError, match="does not accept these messages"):
         template.render(MESSAGES, add_generation_prompt=True)
@@ -105,13 +105,13 @@ def test_a_template_without_end_is_ended(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", FAILING)
-def test_whatever_fails_in_a_template_is_an_error_of_the_request(source: str) -> None:
+def test_failing_template_is_a_request_error(source: str) -> None:
     with pytest.raises(RequestError, match=r"does not accept these messages: .") as failed:
         ChatTemplate(source, {}).render(MESSAGES, add_generation_prompt=True)
     assert failed.value.field == "messages"
 
 
-def test_what_a_template_says_of_long_messages_is_cut() -> None:
+def test_long_template_error_is_cut() -> None:
     with pytest.raises(RequestError) as failed:
         ChatTemplate("{{ raise_exception(messages[0].content) }}", {}).render(
             [{"content": "a" * 100_000}], add_generation_prompt=True
@@ -119,7 +119,7 @@ def test_what_a_template_says_of_long_messages_is_cut() -> None:
     assert len(str(failed.value)) < 1_000
 
 
-def test_each_rendering_has_a_budget_of_its_own() -> None:
+def test_each_rendering_has_its_own_budget() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {}, seconds=60.0, characters=100)
     answers = list[str]()
 
@@ -135,7 +135,7 @@ def test_each_rendering_has_a_budget_of_its_own() -> None:
     assert sorted(answers) == ["a" * 60] * 50 + ["b" * 60] * 50
 
 
-def test_loops_and_joins_cannot_be_given_another_meaning() -> None:
+def test_bounded_operators_cannot_be_redefined() -> None:
     source = (
         "{% set counted = 1 %}{% set environment = 2 %}{% for a in range(99999) %}{% for b in range(99999) %}"
     )

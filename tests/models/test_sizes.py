@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ssd_serve.app.plan.known_models import Computing, sized
-from ssd_serve.base.errors import MemoryShortError
+from ssd_serve.base.errors import MemoryShortError, UserError
 from ssd_serve.models import load, memory
 from ssd_serve.models.architectures.contract import Sizes
 from ssd_serve.models.architectures.registry import ARCHITECTURES, architecture, load_description
@@ -39,6 +39,12 @@ def test_counts_equal_those_of_the_file(case: str, tmp_path: Path) -> None:
         for block, names in FUSED.items()
     ]
     assert sizes.largest == max(head.numel(), *fused)
+
+
+def test_dimension_that_ranks_cannot_split_is_refused() -> None:
+    assert [Parallel(rank, 3).part(12) for rank in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    with pytest.raises(UserError, match="cannot be split"):
+        Parallel(0, 5).part(12)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -95,7 +95,7 @@ def test_named_templates(folder: Path) -> None:
     assert Tokenizer(folder).apply_chat_template(MESSAGES) == "d"
 
 
-def test_what_a_template_refuses_is_a_request_error(folder: Path) -> None:
+def test_template_error_is_a_request_error(folder: Path) -> None:
     with pytest.raises(RequestError, match="bad role") as caught:
         Tokenizer(folder).apply_chat_template([{"role": "tool", "content": ""}])
     assert caught.value.field == "messages"

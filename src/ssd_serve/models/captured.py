@@ -17,7 +17,7 @@ from ssd_serve.kernels.attention.contract import Capturable
 from ssd_serve.kernels.batch import Batch, padded
 from ssd_serve.kernels.device import MAX_CAPTURED_ROWS, CapturedGraph, GraphCapture, captured_rows, completion
 from ssd_serve.models.interface import CapturableModel, ForwardResult, Inputs
-from ssd_serve.models.parallel import Group, SingleRank
+from ssd_serve.models.parallel import Group
 from ssd_serve.models.warmup import one_tree, single_rows
 from ssd_serve.models.wrapped import WrappedModel
 
@@ -57,7 +57,7 @@ class CapturedModel(WrappedModel):
         self._capturable = capturable
         self._graphs = capture
         self._padding_slot = padding_slot
-        self._group = group or SingleRank()
+        self._group = group or Group()
         self._log = log
         self._device = torch.device(model.facts.device)
         # Tokens, then positions.

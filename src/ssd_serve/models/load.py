@@ -32,7 +32,7 @@ from ssd_serve.models.config import model_name
 from ssd_serve.models.interface import CapturableModel, Model, ModelFacts
 from ssd_serve.models.invariant import InvariantLinears, invariant_operations
 from ssd_serve.models.memory import available_memory, require_memory
-from ssd_serve.models.parallel import Group, SingleRank
+from ssd_serve.models.parallel import Group
 from ssd_serve.models.sizes import (
     DTYPES,
     INT8,
@@ -76,7 +76,7 @@ def load_model(
 ) -> Model:
     """Load a model folder, or the share of one rank of a `group`, with its KV cache. Raises `CheckpointError`
     and `MemoryShortError`."""
-    group = group or SingleRank()
+    group = group or Group()
     sizes = model_sizes(
         path,
         device=options.device,
@@ -98,7 +98,7 @@ def load_sized(
     log: Logger | None = None,
 ) -> Model:
     """Load what these are the sizes of."""
-    return _Loading(path, options, sizes, group or SingleRank(), log).model()
+    return _Loading(path, options, sizes, group or Group(), log).model()
 
 
 class _Loading:

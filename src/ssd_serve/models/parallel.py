@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,66 +51,44 @@ class Parallel:
         return slice(own, own + 1)
 
 
-class Group(Protocol):
-    """The ranks that share one model, as one of them sees them. All ranks make the same calls in the same
-    order. Raises `RankLostError` where another rank has died or does not come."""
+class Group:
+    """The ranks that share one model, as one of them sees them; this base class is a model on one rank.
+
+    All ranks make the same calls in the same order. Raises `RankLostError` where another rank has died or does
+    not come.
+    """
 
     @property
     def parallel(self) -> Parallel:
         """This rank, and the number of ranks."""
-        ...
-
-    def add(self, rows: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `rows` on every rank; may be written in place."""
-        ...
-
-    def gather(self, share: torch.Tensor, whole: int) -> torch.Tensor:
-        """On rank 0 all ranks' columns, [rows, whole]; every rank gives its `nearly_even` share of them.
-        Other ranks get nothing of use."""
-        ...
-
-    def agree(self, yes: bool) -> bool:
-        """Return True if all ranks say yes."""
-        ...
-
-    def meet(self) -> None:
-        """Return when all ranks are here, however long they take: they load at different speeds."""
-        ...
-
-    def quiesce(self) -> None:
-        """Return when no thread polls work of earlier calls. During a capture such polling makes ROCm end the
-        process."""
-        ...
-
-
-class SingleRank:
-    """`Group` of a model that one rank holds."""
-
-    @property
-    def parallel(self) -> Parallel:
-        """The only one."""
         return Parallel()
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return `rows`."""
+        """Return the sum of all ranks' `rows` on every rank; it may be written in place."""
         return rows
 
-    def gather(self, share: torch.Tensor, whole: int) -> torch.Tensor:  # noqa: ARG002 of the protocol
-        """Return `share`."""
+    def gather(self, share: torch.Tensor, whole: int) -> torch.Tensor:  # noqa: ARG002 (of other groups)
+        """Return all ranks' columns [rows, whole] on rank 0; other ranks get nothing of use.
+
+        Every rank gives its `nearly_even` share of the columns.
+        """
         return share
 
     def agree(self, yes: bool) -> bool:
-        """Return `yes`."""
+        """Return True if all ranks pass True."""
         return yes
 
     def meet(self) -> None:
-        """Return at once."""
+        """Return when all ranks are here, however long they take: they load at different speeds."""
 
     def quiesce(self) -> None:
-        """Return at once."""
+        """Return when no thread polls work of earlier calls.
+
+        During a capture such polling makes ROCm end the process.
+        """
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """`Group` over a process group. `ordered`: sums are added in the order of the ranks, so that they do not
     depend on how many rows there are, at the price of moving more numbers."""
 
@@ -132,7 +110,6 @@ class TorchGroup:
 
     @property
     def parallel(self) -> Parallel:
-        """This rank, and the number of ranks."""
         return self._parallel
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:

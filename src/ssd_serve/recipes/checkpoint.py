@@ -99,16 +99,11 @@ def llama_config(shape: Shape) -> dict[str, Any]:
         "max_position_embeddings": shape.context,
         "rms_norm_eps": shape.epsilon,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "initializer_range": 0.02,
-        "use_cache": True,
         "bos_token_id": 0,
         "eos_token_id": 0,
-        "pad_token_id": None,
         "torch_dtype": "bfloat16",
     }
 

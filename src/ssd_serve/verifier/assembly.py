@@ -29,7 +29,7 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import Model, ModelFacts
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.parallel import Group, SingleRank
+from ssd_serve.models.parallel import Group
 from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
@@ -171,7 +171,7 @@ def assemble_verifier(
             group=group,
         )
 
-    model = share(SingleRank()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
+    model = share(Group()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
     model = wrap_model(model, "target", config.model_wrapper)
     say("measuring step times")
     folder = cache_folder(config.cache_dir, log.warning)

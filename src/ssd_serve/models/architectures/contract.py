@@ -15,7 +15,7 @@ from ssd_serve.kernels.attention.contract import AttentionBackend
 from ssd_serve.kernels.rows import RowOperations
 from ssd_serve.models.config import Json
 from ssd_serve.models.interface import CapturableModel, ModelFacts
-from ssd_serve.models.parallel import Group, Parallel, SingleRank
+from ssd_serve.models.parallel import Group, Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.linear import Linears
 from ssd_serve.models.weights.quantization import Fp8Scheme
@@ -134,7 +134,7 @@ class ModelParts:
     facts: ModelFacts
     slots: int
     features: tuple[int, ...] = ()
-    group: Group = field(default_factory=SingleRank)
+    group: Group = field(default_factory=Group)
 
 
 C = TypeVar("C", bound=ModelConfig)

@@ -24,20 +24,14 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LONG_CHARACTERS = 4096
 _CONTEXT = 8
 """Tokens of a prompt's end that its continuation is decoded with."""
-
-
-Decode = Callable[[Sequence[int]], str]
-
-
+_MISSING = -1
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-
-
 _MAX_PIECES = 3
 """Tokens that may be waiting for the last byte of a character."""
-
-
 _MAX_HELD = 16
 """A character has at most four bytes; more tokens than this are not waiting for the rest of one."""
+
+Decode = Callable[[Sequence[int]], str]
 
 
 class DetokenizeStream:
@@ -99,13 +93,9 @@ class Tokenizer:
             None if parts.chat_template is None else ChatTemplate(parts.chat_template, dict(parts.special))
         )
         own, ids = self.token_id(parts.special.get("eos_token", "")), parts.eos_token_ids
-        self._eos = ids if own is None or own in ids else (*ids, own)
-        self.name = model_name(folder)
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
+        self.eos_token_ids = ids if own is None or own in ids else (*ids, own)
         """Ids that end a text, from the model's configuration and the tokenizer's."""
-        return self._eos
+        self.name = model_name(folder)
 
     @property
     def has_chat_template(self) -> bool:
@@ -120,10 +110,6 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
         return self._backend.token_to_id(token)
-
-    def token(self, token_id: int) -> str | None:
-        """The name of an id in the vocabulary."""
-        return self._backend.id_to_token(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; names of special tokens in the text become those tokens."""
@@ -189,9 +175,6 @@ def _bytes_of_pieces(name: str) -> bytes:
     if _BYTE.fullmatch(name):
         return bytes([int(name[3:5], 16)])
     return name.replace("\u2581", " ").encode("utf-8", "surrogatepass")
-
-
-_MISSING = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,10 +93,7 @@ class DenseDecoder(DenseModel):
         return ForwardResult(logits, features, completion(self._device))
 
     def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Logits of the wanted rows, float32 [wanted, vocabulary], and features, from what is on the device.
-
-        Nothing here depends on values: with a capturable attention it can be captured and replayed.
-        """
+        """Return logits of the wanted rows and features; see `CapturableModel.run`."""
         rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2], complex64
         hidden = self._embed(inputs.tokens)  # [rows, hidden]
         features: dict[str, torch.Tensor] = {}
@@ -104,16 +101,17 @@ class DenseDecoder(DenseModel):
         layers, wanted = self._weights.layers, inputs.wanted
         for index, layer in enumerate(layers):
             rows = self._operations.norm(hidden, added, layer.input_norm)
-            attended = self._attend(index, layer, rows, rotations, inputs.plan)
+            blocks = layer.blocks
+            attended = self._attend(index, blocks, rows, rotations, inputs.plan)
             if index == len(layers) - 1 and wanted is not None and not self._all_rows:
                 # Of the other rows nothing is needed any more: their keys and values are stored.
                 if not len(wanted):
                     return self._logits(hidden[:0]), features
                 hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
                 wanted = None
-            added = self._group.add(layer.output(attended))
-            rows = self._operations.norm(hidden, added, layer.mlp_norm)
-            added = self._group.add(layer.down(self._operations.gate(layer.gate_up(rows))))
+            added = self._group.add(blocks.output(attended))
+            rows = self._operations.norm(hidden, added, blocks.mlp_norm)
+            added = self._group.add(blocks.down(self._operations.gate(blocks.gate_up(rows))))
             if index in self._features:
                 features[feature_name(index)] = hidden + added
         last = self._last(hidden, added, wanted, features)

@@ -28,10 +28,11 @@ class LayerBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderLayer(LayerBlocks):
-    """Weights of one layer, with the norm of what its attention reads."""
+class DecoderLayer:
+    """Weights of one layer."""
 
     input_norm: RmsNorm  # [hidden]
+    blocks: LayerBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +91,7 @@ def read_dense(config: DecoderConfig, checkpoint: Checkpoint, make: Linears) -> 
 def _read_layer(config: DecoderConfig, make: Linears, prefix: str) -> DecoderLayer:
     norm = make.tensor(f"{prefix}.input_layernorm.weight", (config.hidden,))
     blocks = read_blocks(config, make, prefix, config.hidden)
-    return DecoderLayer(
-        qkv=blocks.qkv,
-        qk_norm=blocks.qk_norm,
-        output=blocks.output,
-        mlp_norm=blocks.mlp_norm,
-        gate_up=blocks.gate_up,
-        down=blocks.down,
-        input_norm=RmsNorm(norm, config.norm_epsilon),
-    )
+    return DecoderLayer(input_norm=RmsNorm(norm, config.norm_epsilon), blocks=blocks)
 
 
 def read_blocks(config: DecoderConfig, make: Linears, prefix: str, inputs: int) -> LayerBlocks:
