@@ -1,5 +1,7 @@
 """Tree attention through FlashInfer's wrappers, by doubles that compute from the buffers they are given."""
 
+import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +17,9 @@ from ssd_serve.kernels.attention import self_test
 from ssd_serve.kernels.attention.invariance import UnrolledAttention, depends_on_batch
 from ssd_serve.kernels.attention.self_test import Heads
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan
+from ssd_serve.kernels.device import Clock
+from ssd_serve.kernels.flashinfer.attention import FlashInferAttention, FlashInferPlan, workspace_for
+from ssd_serve.kernels.flashinfer.factory import fastest_page_size
 from tests.examples import examples
 from tests.kernels.flashinfer_double import WORKSPACE, Doubles
 from tests.kernels.flashinfer_signatures import ALL, PORT, PORT_MAIN, UPSTREAM, Recorded
@@ -172,3 +176,73 @@ def test_the_self_test_tries_masks_pages_and_what_is_recorded(
         (False, False, True, 1),
         (False, False, False, 16),
     }
+
+
+PAGED = KVLayout((LayerKV(2, 16),), torch.float32, order="slots")
+
+
+def clock_of(*seconds: float) -> Clock:
+    """A clock by which a forward takes these seconds, one page size after another; inf: it raises."""
+    reads = itertools.count()
+
+    def now() -> float:
+        size, read = divmod(next(reads), 12)  # before and after each of six forwards
+        if seconds[size] == math.inf:
+            for _ in range(11):
+                next(reads)
+            raise RuntimeError("no kernel for pages of this size")
+        return read * seconds[size]
+
+    return now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"), [((3.0, 1.0, 2.0), 16), ((1.0, 1.0, 1.0), 1), ((3.0, math.inf, 2.0), 64)]
+)
+def test_page_size_is_the_fastest_that_works(seconds: tuple[float, ...], best: int) -> None:
+    cache, package = KVCache(PAGED, 2200, "cpu"), Doubles(UPSTREAM).package()
+    clock = clock_of(*seconds)
+    assert fastest_page_size(cache, 4, package, clock=clock, workspace_bytes=WORKSPACE) == best
+
+
+def test_page_size_of_short_and_windowed_caches_is_not_measured() -> None:
+    package, windowed = Doubles(UPSTREAM).package(), replace(PAGED, layers=(LayerKV(2, 16, 7),))
+    sizes = [
+        fastest_page_size(KVCache(layout, slots, "cpu"), 4, package, clock=clock_of())
+        for layout, slots in ((PAGED, 15), (PAGED, 2000), (windowed, 2200))
+    ]
+    assert sizes == [1, 16, 1]
+
+
+def test_workspace_fits_the_largest_kind_of_layer_on_all_processors() -> None:
+    small, large = LayerKV(8, 128), LayerKV(1, 256)
+    assert workspace_for([small], 32, 1) == 128 << 20
+    assert workspace_for([small, large], 32, 132) == workspace_for([large], 32, 132)
+    partial_results = 32 * (2 * 132) * 128 * (256 + 1) * 4  # heads, tiles at once, rows, numbers and a sum
+    assert workspace_for([large], 32, 132) > partial_results
+
+
+def test_forwards_beyond_the_limits_of_fixed_buffers_are_not_captured() -> None:
+    """The double refuses what does not fit into a buffer, so a plan that is made does fit."""
+    cache = KVCache(PAGED, SLOTS, "cpu")
+    attention = FlashInferAttention(cache, 4, Doubles(UPSTREAM).package(), workspace_bytes=WORKSPACE)
+    last = attention.plan(build_batch([chunk([1], [2])]))
+    rows = {count: build_batch([chunk([], [slot]) for slot in range(count)]) for count in (3, 8, 64, 72)}
+    assert [count for count, batch in rows.items() if attention.plan_to_capture(batch) is not None] == [8, 64]
+    shared = list(range(600))  # a prefix that all requests have, of nearly all slots
+    for requests, fits in ((4, True), (8, False)):
+        batch = build_batch([chunk(shared, [610 + index]) for index in range(requests)])
+        assert (attention.plan_to_capture(batch) is not None) == fits
+    with pytest.raises(RuntimeError, match="one plan at a time"):
+        attention.run(0, torch.ones((1, 4, 16)), last)
+
+
+@pytest.mark.parametrize(("context", "fits"), [(60_000, True), (69_000, False)])
+def test_forwards_with_masks_beyond_512_kib_are_not_captured(context: int, fits: bool) -> None:
+    """A mask has a bit for each of 64 rows and each entry of the context."""
+    cache = KVCache(PAGED, 70_000, "cpu")
+    attention = FlashInferAttention(cache, 4, Doubles(UPSTREAM).package(), workspace_bytes=WORKSPACE)
+    positions, own = [context, *[context + 1] * 63], list(range(context, context + 64))
+    tree = [[0], *([0, node] for node in range(1, 64))]
+    batch = build_batch([rows_of(range(64), list(range(context)), own, positions, tree)])
+    assert (attention.plan_to_capture(batch) is not None) == fits

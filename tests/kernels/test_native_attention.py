@@ -5,7 +5,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +16,7 @@ from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import SOURCES, NativeLibrary
 from tests.examples import examples
+from tests.kernels.test_attention import random_paths, rows_of
 
 SLOTS = 512
 
@@ -65,34 +65,11 @@ class Model:
         return self.attention.run(0, queries, self.attention.plan(batch))
 
 
-def part(
-    prefix: Sequence[int],
-    own: Sequence[int],
-    paths: Sequence[Sequence[int]] | None = None,
-    rows: Sequence[int] | None = None,
-) -> RequestRows:
-    """Rows of a request with the tree `own`: of all its nodes, or of some; without paths it is a chunk."""
-    paths = [range(node + 1) for node in range(len(own))] if paths is None else paths
+def part(prefix: Sequence[int], own: Sequence[int], paths: Sequence[list[int]] | None = None) -> RequestRows:
+    """Rows of a request with the tree `own`; without paths it is a chunk."""
+    paths = [list(range(node + 1)) for node in range(len(own))] if paths is None else list(paths)
     positions = [len(prefix) + len(path) - 1 for path in paths]
-    rows = range(len(own)) if rows is None else rows
-    return RequestRows(
-        tokens=[0] * len(rows),
-        positions=[positions[row] for row in rows],
-        write_slots=[own[row] for row in rows],
-        prefix_slots=np.asarray(prefix, dtype=np.int32),
-        wanted=[],
-        ancestry=[sum(1 << index for index in paths[row]) for row in rows],
-        tree_slots=own,
-        tree_positions=positions,
-    )
-
-
-def random_tree(rng: random.Random, nodes: int) -> list[list[int]]:
-    """For each node: its ancestors' indices and its own."""
-    paths: list[list[int]] = [[0]]
-    for node in range(1, nodes):
-        paths.append([*paths[rng.randrange(max(0, node - 4), node)], node])
-    return paths
+    return rows_of(range(len(own)), list(prefix), list(own), positions, paths)
 
 
 @settings(max_examples=examples(40))
@@ -117,7 +94,7 @@ def test_tree_rows_are_those_of_plain_decoding(
     model = Model(library, seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
     slots = rng.sample(range(SLOTS), before + nodes)
     prefix, own = slots[:before], slots[before:]
-    paths = random_tree(rng, nodes)
+    paths = random_paths(rng, nodes)
     tree = model.run([part(prefix, own, paths)])
     for node in rng.sample(range(nodes), min(nodes, 6)):
         committed = [*prefix, *(own[index] for index in paths[node][:-1])]
@@ -144,7 +121,7 @@ def test_rows_do_not_depend_on_batch_or_threads(library: NativeLibrary) -> None:
     parts: list[RequestRows] = []
     for nodes in (1, 9, 70, 3, 1, 150, 12):
         prefix = [slots.pop() for _ in range(rng.choice([0, 5, 120, 330]))]
-        parts.append(part(prefix, [slots.pop() for _ in range(nodes)], random_tree(rng, nodes)))
+        parts.append(part(prefix, [slots.pop() for _ in range(nodes)], random_paths(rng, nodes)))
     alone = torch.cat([model.run([one]) for one in parts])
     together = model.run(parts)
     threads = torch.get_num_threads()

@@ -79,7 +79,6 @@ def test_right_results_pass_in_every_dtype(dtype: torch.dtype, head_dim: int) ->
     trials = self_test(SdpaAttention, dtype, head_dim, "cpu")
     assert [(trial.heads.heads, trial.heads.kv_heads) for trial in trials] == list(RATIOS)
     assert all(trial.right for trial in trials)
-    assert first_failure(SdpaAttention, dtype, head_dim, "cpu") == ""
 
 
 @pytest.mark.parametrize("dtype", MOSTLY_SLOW)
@@ -98,12 +97,6 @@ def test_padding_rows_may_overwrite_each_other_in_any_order() -> None:
         FirstStays(KVCache(KVLayout((LayerKV(2, 64),), torch.float32), 8, "cpu"), 4), Capturable
     )
     assert first_failure(FirstStays, torch.float32, 64, "cpu") == ""
-
-
-def test_what_is_wrong_is_said_in_words() -> None:
-    assert "16/4 heads of 64 in bfloat16: off by" in first_failure(WrongHead, torch.bfloat16, 64, "cpu")
-    assert "inf" in first_failure(NotANumber, torch.float32, 64, "cpu")
-    assert first_failure(Raising, torch.float32, 64, "cpu") == "RuntimeError: unsupported architecture gfx000"
 
 
 class Log:
@@ -126,10 +119,17 @@ def choose(asked: str, makers: dict[str, Maker], missing: str = "") -> tuple[str
     return choose_attention(asked, cache, 8, found, log).name, log
 
 
-@pytest.mark.parametrize("wrong", [Inflated, WrongHead, NotANumber, Raising])
-def test_a_wrong_backend_is_an_error_by_name_or_skipped_with_a_warning(wrong: Maker) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (Inflated, "8/2 heads of 64 in float32: off by "),
+        (NotANumber, "8/2 heads of 64 in float32: off by inf"),
+        (Raising, "RuntimeError: unsupported architecture gfx000[)]"),
+    ],
+)
+def test_a_wrong_backend_is_an_error_by_name_or_skipped_with_a_warning(wrong: Maker, why: str) -> None:
     makers: dict[str, Maker] = {"fast": wrong, "sdpa": SdpaAttention}
-    with pytest.raises(UserError, match="'fast' cannot be used here: its self-test failed"):
+    with pytest.raises(UserError, match=f"'fast' cannot be used here: its self-test failed [(]{why}"):
         choose("fast", makers)
     name, log = choose("auto", makers)
     assert name == "sdpa"

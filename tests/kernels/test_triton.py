@@ -1,6 +1,10 @@
-"""Tests of the Triton kernels under Triton's interpreter."""
+"""Tree attention in Triton: under its interpreter, and compiled for GPUs of other machines."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +17,9 @@ from ssd_serve.kernels.triton.attention import TritonAttention
 from ssd_serve.kernels.triton.shapes import SPLIT, TILES, tile_of
 from ssd_serve.models.warmup import one_tree, single_rows
 from tests.kernels.test_attention import SLOTS, filled_cache, largest_difference, random_request, rows_of
+from tests.kernels.triton_compilation import (
+    TARGETS,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -128,3 +135,16 @@ def test_tiles_hold_whole_rows_of_a_group() -> None:
     assert (plan.shape.tile, set(requests)) == (64, {0})
     assert counts == [10, 10, 10, 0]
     assert firsts[:3] == list(np.cumsum([0, *counts[:2]]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [target.name for target in TARGETS])
+def test_every_configuration_compiles_for_every_gpu_without_spills(tmp_path: Path, gpu: str) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    del environment["TRITON_INTERPRET"]
+    words = [sys.executable, "-m", "tests.kernels.triton_compilation", gpu]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stdout
+    for kernel, least in (("attend_parts", 17), ("merge_parts", 10), ("fill_noise", 0)):
+        assert done.stdout.count(kernel) > least

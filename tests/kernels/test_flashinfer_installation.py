@@ -1,17 +1,23 @@
-"""FlashInfer compiles into a folder for each combination, without stale kernels, chosen before the import."""
+"""Which FlashInfer is used, and its folder of compiled kernels: one for each build, private, never stale."""
 
+import importlib.metadata
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from ssd_serve.base.errors import PermissionProblemError, UserError
-from ssd_serve.kernels.flashinfer import installation
-from ssd_serve.kernels.flashinfer.installation import Build, clear_stale, use_folder
+from ssd_serve.kernels.flashinfer import factory, installation
+from ssd_serve.kernels.flashinfer.factory import load_package
+from ssd_serve.kernels.flashinfer.installation import Build, choose, clear_stale, use_folder
+from tests.kernels import flashinfer_signatures as signatures
+from tests.kernels.flashinfer_signatures import ALL, Recorded
 
 UPSTREAM = Build("flashinfer-python", "0.7.2.post1", "2.13.0+cu130", "9.0")
 PORT = Build("amd-flashinfer", "0.5.3+amd.2", "2.9.1+rocm7.2", "gfx942")
@@ -166,3 +172,128 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PermissionProblemError, match=str(tmp_path / "file")):
         use_folder(tmp_path / "file", PORT, None)
+
+
+@pytest.mark.parametrize("recorded", ALL, ids=str)
+def test_the_package_that_fits_torch_is_chosen(recorded: Recorded) -> None:
+    rocm = recorded.name == "amd-flashinfer"
+    assert choose({recorded.name: recorded.version}, rocm=rocm) == (recorded.name, recorded.version)
+
+
+def test_what_to_install_is_said() -> None:
+    with pytest.raises(UserError, match=r"pip install 'ssd-serve\[flashinfer\]'$"):
+        choose({}, rocm=False)
+    with pytest.raises(UserError, match=r"amd-flashinfer: install 0\.5\.3\+amd\.2 or later$"):
+        choose({}, rocm=True)
+
+
+def test_the_other_package_does_not_do() -> None:
+    with pytest.raises(UserError, match=r"needs the package amd-flashinfer.*is for the other kind of GPU"):
+        choose({"flashinfer-python": "0.7.2"}, rocm=True)
+    with pytest.raises(UserError, match=r"needs the package flashinfer-python.*is for the other kind of GPU"):
+        choose({"amd-flashinfer": "0.5.3+amd.2"}, rocm=False)
+
+
+@pytest.mark.parametrize(("rocm", "wanted"), [(True, "amd-flashinfer"), (False, "flashinfer-python")])
+def test_both_packages_overwrite_each_other(rocm: bool, wanted: str) -> None:
+    both = {"flashinfer-python": "0.7.2", "amd-flashinfer": "0.5.3+amd.2"}
+    with pytest.raises(UserError, match=f"uninstall both, then install {wanted} alone"):
+        choose(both, rocm=rocm)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        "0.5.3+amd.1",
+        "0.5.3+amd.1rc1",
+        "0.5.3+amd.2rc1",
+        "0.3.1+amd.1",
+        "0.2.5+amd.2",
+        "0.2.5+rocm.1",
+        "0.5.2.post9",
+    ],
+)
+def test_ports_with_wrong_kernels_are_refused_by_name(version: str) -> None:
+    with pytest.raises(
+        UserError, match=r"amd-flashinfer \S+ computes wrong attention.*1\.875.*wrong heads"
+    ) as refused:
+        choose({"amd-flashinfer": version}, rocm=True)
+    assert version in str(refused.value)
+    assert str(refused.value).endswith("install 0.5.3+amd.2 or later")
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["0.5.3+amd.2", "0.5.3+amd.3rc1", "0.5.3+amd.10", "0.5.3+amd.2.dev7", "0.6.0+amd.1", "0.5.3.post1.dev40"],
+)
+def test_later_ports_are_accepted(version: str) -> None:
+    assert choose({"amd-flashinfer": version}, rocm=True) == ("amd-flashinfer", version)
+
+
+@pytest.mark.parametrize("version", ["0.7.1", "0.6.15.post2", "0.2.0", "unknown"])
+def test_upstream_that_nobody_read_is_refused(version: str) -> None:
+    with pytest.raises(UserError, match="is too old"):
+        choose({"flashinfer-python": version}, rocm=False)
+    assert choose({"flashinfer-python": "0.10.0"}, rocm=False)[1] == "0.10.0"
+
+
+def test_installed_packages_are_found_by_their_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "flashinfer-python":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert installation.installed_versions() == {"flashinfer-python": "1.2.3"}
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "architecture"), [(signatures.UPSTREAM, "9.0"), (signatures.PORT, "gfx942")], ids=str
+)
+def test_the_folder_is_chosen_before_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Recorded, architecture: str
+) -> None:
+    for name in ("FLASHINFER_WORKSPACE_BASE", "FLASHINFER_ROCM_ARCH_LIST", "FLASHINFER_CUDA_ARCH_LIST"):
+        monkeypatch.setenv(name, "")
+    on_rocm = recorded is signatures.PORT
+    (tmp_path / "flashinfer.py").write_text(
+        "import os\n"
+        "from tests.kernels.flashinfer_double import Doubles\n"
+        "from tests.kernels import flashinfer_signatures as recorded\n"
+        f"BatchPrefillWithPagedKVCacheWrapper = Doubles(recorded.{'PORT' if on_rocm else 'UPSTREAM'})\n"
+        "seen = os.environ['FLASHINFER_WORKSPACE_BASE']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.version, "hip", "7.2" if on_rocm else None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(factory, "architecture", lambda device: architecture)
+    monkeypatch.setattr(factory, "installed_versions", lambda: {recorded.name: recorded.version})
+    package = load_package(GPU, tmp_path / "kernels")
+    module = sys.modules["flashinfer"]
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    assert (package.name, package.version) == (recorded.name, recorded.version)
+    assert package.make is module.BatchPrefillWithPagedKVCacheWrapper
+    assert Path(module.seen).parent == tmp_path / "kernels"
+    assert module.seen == os.environ["FLASHINFER_WORKSPACE_BASE"]
+    assert architecture in (os.environ["FLASHINFER_ROCM_ARCH_LIST"], os.environ["FLASHINFER_CUDA_ARCH_LIST"])
+
+
+def test_nothing_is_touched_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "installed_versions", dict)
+    before = dict(os.environ)
+    with pytest.raises(UserError, match="needs the package"):
+        load_package(GPU, tmp_path / "kernels")
+    assert dict(os.environ) == before
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_a_cpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a GPU, not cpu"):
+        load_package(torch.device("cpu"), tmp_path)
