@@ -13,6 +13,7 @@ from ssd_serve.cache.expansions import ROOT_STEP, PackedExpansion
 from ssd_serve.cache.tree import SpeculationTree
 from tests.cache.tree_access import Path, find, reach
 from tests.cache.tree_access import candidates as ranked_nodes
+from tests.examples import examples
 
 ROOT = 77
 LIMIT = 60
@@ -59,7 +60,7 @@ def candidates(tree: SpeculationTree) -> dict[Path, float]:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_lazy_and_eager_unpacking_give_the_same_tree(data: st.DataObject) -> None:
     late, at_once = SpeculationTree(ROOT, LIMIT), SpeculationTree(ROOT, LIMIT)
     for _ in range(data.draw(st.integers(1, 25))):

@@ -309,7 +309,7 @@ def test_restart_expects_sequence_0() -> None:
     assert not replica.apply(growth_of(sequence=2))
 
 
-def test_a_full_replica_drops_growth_and_goes_on() -> None:
+def test_full_replica_drops_growth() -> None:
     replica = Replica(REQUEST, 1, 50, limit=3, vocabulary=VOCABULARY)
     assert replica.apply(growth_of(ROOT_EXPANSION, BELOW))
     assert len(replica.tree) == 2
@@ -320,8 +320,8 @@ def test_a_full_replica_drops_growth_and_goes_on() -> None:
 
 def test_orphans_are_bounded_by_candidates_and_do_not_keep_messages() -> None:
     replica = Replica(REQUEST, 1, 50, limit=100, vocabulary=VOCABULARY)
-    for parent in range(1000, 1400):
-        replica.apply(growth_of(*[Expansion(parent, step, [1, 2], [-0.5, -1.0]) for step in range(300)]))
+    for parent in range(1000, 1300):
+        replica.apply(growth_of(*[Expansion(parent, step, [1, 2], [-0.5, -1.0]) for step in range(60)]))
     orphans = [each for several in replica._orphans.values() for each in several]  # pyright: ignore[reportPrivateUsage]
     assert sum(each.expansion.size for each in orphans) <= 100
     assert sum(len(each.expansion.tokens) for each in orphans) <= 400

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ssd_serve.cache.slots import SlotError, SlotPool
+from tests.examples import examples
 
 SLOTS = 24
 
@@ -62,7 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.available == SLOTS - len(self.model)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
+PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=25)
 TestPool = PoolMachine.TestCase
 
 

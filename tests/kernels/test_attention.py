@@ -180,7 +180,7 @@ def test_foreign_slots_do_not_leak(make: Maker) -> None:
     assert torch.equal(outputs[0], outputs[1])
 
 
-def test_reference_sees_what_the_contract_says() -> None:
+def test_reference_visible_slots_follow_ancestry_and_window() -> None:
     batch = build_batch(
         [
             rows_of(range(1, 3), [3, 1], [8, 9, 7], [2, 3, 3], [[0], [0, 1], [0, 2]]),

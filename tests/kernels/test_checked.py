@@ -45,20 +45,20 @@ def serve(kind: type[SdpaAttention], forwards: int, every: int) -> tuple[list[Di
     return found, out
 
 
-def test_right_results_are_silent_and_unchanged() -> None:
+def test_equal_results_are_not_reported() -> None:
     found, out = serve(SdpaAttention, 3, every=1)
     assert found == []
     assert torch.equal(out, serve(SdpaAttention, 1, every=100)[1])
 
 
-def test_the_first_request_row_and_head_that_differ_are_named() -> None:
+def test_first_difference_names_layer_request_row_and_head() -> None:
     (found,), _ = serve(OneWrong, 1, every=1)
     assert (found.layer, found.request, found.row, found.head) == (1, 1, 1, 2)
     assert found.error > 100
 
 
 @pytest.mark.parametrize("every", [1, 4, 64])
-def test_a_share_of_the_batches_is_checked(every: int) -> None:
+def test_every_nth_batch_is_checked(every: int) -> None:
     assert len(serve(OneWrong, 64, every)[0]) == 64 // every
 
 
@@ -81,7 +81,7 @@ class Silent(SdpaAttention):
 
 @pytest.mark.parametrize("scale", [1.0, 0.02])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_outputs_are_held_to_small_differences(scale: float, dtype: torch.dtype) -> None:
+def test_tolerance_scales_with_small_outputs(scale: float, dtype: torch.dtype) -> None:
     def found(kind: type[SdpaAttention]) -> int:
         cache = KVCache(KVLayout((LayerKV(2, HEAD_DIM),), dtype), 64, "cpu")
         data = torch.randn((64, 4, HEAD_DIM), generator=torch.Generator().manual_seed(1)) * scale

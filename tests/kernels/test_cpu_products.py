@@ -115,7 +115,7 @@ def test_leading_dimensions_are_kept() -> None:
     assert matrix(x[:0]).shape == (0, 24)
 
 
-def test_numbers_that_are_none_are_seen() -> None:
+def test_int8_product_of_nan_is_nan() -> None:
     needs_int8()
     matrix, x = cpu_products.Int8Matrix(cpu_products.quantise(weight_of(24, 40))), rows_of(2, 40)
     x[1, 3] = float("nan")
@@ -145,7 +145,7 @@ def test_packed_products_are_torchs_up_to_rounding_and_equal_in_bf16(
 
 
 @EITHER
-def test_nothing_is_packed_without_onednn(
+def test_products_are_not_packed_without_onednn(
     can_pack: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
@@ -158,7 +158,7 @@ def test_int8_is_not_packed_without_vnni(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @EITHER
-def test_nothing_is_packed_when_an_operator_changed(
+def test_products_are_not_packed_when_an_operator_changed(
     can_pack: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_nothing_is_packed_when_an_operator_changed(
 
 
 @EITHER
-def test_wrong_products_are_not_used_and_logged_once(
+def test_wrong_onednn_products_are_not_used_and_logged_once(
     can_pack: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sums of int8 products that saturate, and products that are zero."""

@@ -31,7 +31,7 @@ def double(rows: torch.Tensor) -> torch.Tensor:
 
 
 @given(count=st.integers(1, 70), padded=st.booleans(), single=st.booleans())
-def test_every_row_is_computed_once_and_in_order(count: int, padded: bool, single: bool) -> None:
+def test_blocks_compute_every_row_once_in_order(count: int, padded: bool, single: bool) -> None:
     seen: list[int] = []
 
     def function(rows: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_every_row_is_computed_once_and_in_order(count: int, padded: bool, singl
     assert seen == ([16] * blocks if padded else [16] * (blocks - 1) + [count - 16 * (blocks - 1)])
 
 
-def test_threads_are_given_back() -> None:
+def test_thread_count_is_restored() -> None:
     before = torch.get_num_threads()
     with threads(before + 1):
         assert torch.get_num_threads() == before + 1
@@ -53,7 +53,7 @@ def test_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_a_function_that_adds_up_by_the_number_of_rows_is_padded() -> None:
+def test_settle_pads_functions_that_depend_on_row_count() -> None:
     """A stand-in for libraries that choose another kernel for few rows."""
     weight, rows = trial_product(16, 64, 96, torch.bfloat16)
 
@@ -67,7 +67,7 @@ def test_a_function_that_adds_up_by_the_number_of_rows_is_padded() -> None:
     assert settle(product, (rows,), [BlockForm(16, padded=False), BlockForm(16)], "it").padded
 
 
-def test_a_function_whose_rows_depend_on_their_place_is_refused() -> None:
+def test_settle_refuses_functions_that_depend_on_row_place() -> None:
     def shifting(rows: torch.Tensor) -> torch.Tensor:
         return rows + torch.arange(len(rows))[:, None] * 1e-3
 
@@ -78,7 +78,7 @@ def test_a_function_whose_rows_depend_on_their_place_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(48, 32), (96, 101), (512, 1408)])
-def test_trial_products_are_nothing_but_rounding(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_trial_products_are_zero_except_for_rounding(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, rows = trial_product(16, *shape, dtype)
     assert (weight.shape, rows.shape) == (shape, (16, shape[1]))
     assert weight.dtype is rows.dtype is dtype
@@ -88,7 +88,7 @@ def test_trial_products_are_nothing_but_rounding(dtype: torch.dtype, shape: tupl
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (512, 1408), (199, 64)])
-def test_a_product_in_the_settled_way_is_the_same_alone_and_anywhere(shape: tuple[int, int]) -> None:
+def test_settled_product_is_batch_invariant(shape: tuple[int, int]) -> None:
     weight, rows = trial_product(16, *shape, torch.bfloat16)
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_compiled_products_need_no_blocks(native: NativeLibrary, shape: tuple[in
         settle(NativeInt8Matrix(native, quantise(weight)), (rows,), unpadded, "it")
 
 
-def test_on_gpus_blocks_are_always_whole() -> None:
+def test_blocks_on_gpus_are_padded() -> None:
     assert product_ways("cuda") == [BlockForm(64)]
     assert operation_way("cuda") == BlockForm(64)
     assert operation_way("cpu").single

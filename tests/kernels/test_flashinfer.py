@@ -81,7 +81,7 @@ def test_equals_reference(
 @pytest.mark.parametrize(
     ("recorded", "place"), [(UPSTREAM, "cpu"), (PORT, "meta"), (PORT_MAIN, "meta")], ids=str
 )
-def test_where_index_buffers_are(recorded: Recorded, place: str) -> None:
+def test_index_buffers_are_on_the_device_the_package_needs(recorded: Recorded, place: str) -> None:
     """The port wants them on the device (and its double refuses others); upstream reads them on the host."""
     doubles = Doubles(recorded)
     attention = attention_over([LayerKV(2, 16)], doubles, device="meta")
@@ -94,7 +94,7 @@ def test_where_index_buffers_are(recorded: Recorded, place: str) -> None:
     assert doubles.planned(masked=True)[0]["custom_mask"].device.type == "meta"
 
 
-def test_a_plan_is_good_until_the_next() -> None:
+def test_plan_is_invalid_after_the_next_plan() -> None:
     attention = attention_over([LayerKV(2, 16)], Doubles(UPSTREAM))
     batch = build_batch([chunk([1], [2])])
     old, _ = attention.plan(batch), attention.plan(batch)
@@ -104,7 +104,7 @@ def test_a_plan_is_good_until_the_next() -> None:
 
 
 @PACKAGES
-def test_unrolled_rows_are_causal_and_their_own_to_the_bit(recorded: Recorded) -> None:
+def test_unrolled_rows_are_causal_and_batch_invariant(recorded: Recorded) -> None:
     doubles = Doubles(recorded)
 
     def make(cache: KVCache, heads: int) -> UnrolledAttention[FlashInferPlan]:
@@ -115,7 +115,7 @@ def test_unrolled_rows_are_causal_and_their_own_to_the_bit(recorded: Recorded) -
     assert all(each.planned["custom_mask"] is None and each.planned["causal"] for each in doubles.made)
 
 
-def test_splits_are_fixed_only_where_the_package_can() -> None:
+def test_fixed_splits_need_package_support() -> None:
     cache = KVCache(KVLayout((LayerKV(2, 64),), torch.bfloat16, order="slots"), 8, "cpu")
     doubles = Doubles(UPSTREAM)
     attention = FlashInferAttention(cache, 4, doubles.package(), workspace_bytes=8, split_pages=512)
@@ -133,7 +133,7 @@ def test_splits_are_fixed_only_where_the_package_can() -> None:
         (KVLayout((LayerKV(2, 64), LayerKV(2, 96)), torch.bfloat16, order="slots"), "heads of 64, 96"),
     ],
 )
-def test_what_kernels_cannot_do_is_refused(layout: KVLayout, text: str) -> None:
+def test_dtypes_and_head_sizes_without_kernels_are_refused(layout: KVLayout, text: str) -> None:
     package = replace(
         Doubles(UPSTREAM).package(),
         dtypes=frozenset({torch.float16, torch.bfloat16}),
@@ -143,14 +143,14 @@ def test_what_kernels_cannot_do_is_refused(layout: KVLayout, text: str) -> None:
         FlashInferAttention(KVCache(layout, 8, "cpu"), 4, package, workspace_bytes=8)
 
 
-def test_a_layout_with_heads_first_is_refused() -> None:
+def test_layout_with_heads_first_is_refused() -> None:
     cache = KVCache(KVLayout((LayerKV(2, 64),), torch.bfloat16), 8, "cpu")
     with pytest.raises(ValueError, match='order "slots"'):
         FlashInferAttention(cache, 4, Doubles(UPSTREAM).package(), workspace_bytes=8)
 
 
 @PACKAGES
-def test_the_self_test_tries_masks_pages_and_what_is_recorded(
+def test_self_test_covers_masks_pages_and_captured_wrappers(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubles = Doubles(recorded)

@@ -19,7 +19,7 @@ RECORDED = pytest.mark.parametrize("recorded", ALL, ids=str)
 
 
 @RECORDED
-def test_what_each_package_can(recorded: Recorded) -> None:
+def test_package_capabilities(recorded: Recorded) -> None:
     package = describe(recorded.name, recorded.version, cast(MakeWrapper, Doubles(recorded)))
     assert package.indices_on_device == (recorded is not UPSTREAM)
     assert package.can_fix_splits == (recorded is UPSTREAM)  # the port's main branch refuses it
@@ -49,7 +49,7 @@ def test_import_takes_the_wrapper_of_the_module(monkeypatch: pytest.MonkeyPatch)
     assert doubles.made == [wrapper]
 
 
-def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_import_error_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", cast(ModuleType, None))  # as if it could not be imported
     with pytest.raises(
         UserError, match=r"flashinfer-python 0\.7\.2 is installed but cannot be imported: .*halted"

@@ -74,7 +74,7 @@ def test_a_folder_for_each_combination(tmp_path: Path) -> None:
     assert Path(folders[1]).name == "amd_flashinfer-0.5.3_amd.2-torch_2.9.1_rocm7.2-gfx942"
 
 
-def test_nobody_else_gets_into_the_folder(tmp_path: Path) -> None:
+def test_kernel_folder_is_private_to_the_user(tmp_path: Path) -> None:
     use_folder(tmp_path, PORT, None)
     folder = Path(os.environ["FLASHINFER_WORKSPACE_BASE"])
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -83,7 +83,7 @@ def test_nobody_else_gets_into_the_folder(tmp_path: Path) -> None:
         use_folder(tmp_path, PORT, None)
 
 
-def test_what_others_could_have_written_is_compiled_again(tmp_path: Path, package: Path) -> None:
+def test_kernels_writable_by_others_are_cleared(tmp_path: Path, package: Path) -> None:
     folder = tmp_path / PORT.folder_name
     planted, sound = kernel(folder, "planted", package), kernel(folder, "sound", package)
     folder.chmod(0o755)
@@ -97,7 +97,7 @@ def test_what_others_could_have_written_is_compiled_again(tmp_path: Path, packag
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_each_package_is_told_the_architecture_in_its_own_variable(tmp_path: Path) -> None:
+def test_architecture_is_set_in_each_packages_variable(tmp_path: Path) -> None:
     use_folder(tmp_path, PORT, None)
     assert {name: value for name, value in variables().items() if "ARCH" in name} == {
         "FLASHINFER_ROCM_ARCH_LIST": "gfx942"
@@ -124,12 +124,12 @@ def test_kernels_older_than_a_source_are_cleared(tmp_path: Path, package: Path, 
     assert new.exists()
 
 
-def test_kernels_of_another_installation_are_cleared(tmp_path: Path, package: Path) -> None:
+def test_kernels_compiled_from_another_installation_are_cleared(tmp_path: Path, package: Path) -> None:
     kernel(tmp_path, "moved", tmp_path / "elsewhere" / "flashinfer")
     assert clear_stale(tmp_path, package) == ["moved"]
 
 
-def test_use_clears_what_is_stale(tmp_path: Path, package: Path) -> None:
+def test_use_folder_clears_stale_kernels(tmp_path: Path, package: Path) -> None:
     use_folder(tmp_path, PORT, package)
     folder = Path(os.environ["FLASHINFER_WORKSPACE_BASE"])
     kernel(folder, "kept", package)
@@ -180,14 +180,14 @@ def test_the_package_that_fits_torch_is_chosen(recorded: Recorded) -> None:
     assert choose({recorded.name: recorded.version}, rocm=rocm) == (recorded.name, recorded.version)
 
 
-def test_what_to_install_is_said() -> None:
+def test_missing_package_error_names_what_to_install() -> None:
     with pytest.raises(UserError, match=r"pip install 'ssd-serve\[flashinfer\]'$"):
         choose({}, rocm=False)
     with pytest.raises(UserError, match=r"amd-flashinfer: install 0\.5\.3\+amd\.2 or later$"):
         choose({}, rocm=True)
 
 
-def test_the_other_package_does_not_do() -> None:
+def test_package_for_the_other_kind_of_gpu_is_refused() -> None:
     with pytest.raises(UserError, match=r"needs the package amd-flashinfer.*is for the other kind of GPU"):
         choose({"flashinfer-python": "0.7.2"}, rocm=True)
     with pytest.raises(UserError, match=r"needs the package flashinfer-python.*is for the other kind of GPU"):
@@ -195,7 +195,7 @@ def test_the_other_package_does_not_do() -> None:
 
 
 @pytest.mark.parametrize(("rocm", "wanted"), [(True, "amd-flashinfer"), (False, "flashinfer-python")])
-def test_both_packages_overwrite_each_other(rocm: bool, wanted: str) -> None:
+def test_both_packages_installed_is_an_error(rocm: bool, wanted: str) -> None:
     both = {"flashinfer-python": "0.7.2", "amd-flashinfer": "0.5.3+amd.2"}
     with pytest.raises(UserError, match=f"uninstall both, then install {wanted} alone"):
         choose(both, rocm=rocm)
@@ -231,7 +231,7 @@ def test_later_ports_are_accepted(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.7.1", "0.6.15.post2", "0.2.0", "unknown"])
-def test_upstream_that_nobody_read_is_refused(version: str) -> None:
+def test_upstream_versions_before_0_7_2_are_refused(version: str) -> None:
     with pytest.raises(UserError, match="is too old"):
         choose({"flashinfer-python": version}, rocm=False)
     assert choose({"flashinfer-python": "0.10.0"}, rocm=False)[1] == "0.10.0"
@@ -283,7 +283,7 @@ def test_the_folder_is_chosen_before_the_import(
     assert architecture in (os.environ["FLASHINFER_ROCM_ARCH_LIST"], os.environ["FLASHINFER_CUDA_ARCH_LIST"])
 
 
-def test_nothing_is_touched_where_it_is_not_installed(
+def test_missing_package_changes_no_environment_or_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(factory, "installed_versions", dict)

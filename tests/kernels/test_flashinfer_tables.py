@@ -47,7 +47,7 @@ def seen_by(batch: Batch, request: int, window: int | None) -> Seen:
 
 
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 6))
-def test_causal_is_what_looks_causal(seed: int, requests: int) -> None:
+def test_causal_requests_match_the_reference(seed: int, requests: int) -> None:
     batch = random_batch(seed, requests)
     expected: list[bool] = []
     for request in range(requests):
@@ -71,7 +71,7 @@ def test_positions_with_a_gap_are_not_causal() -> None:
 
 
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 6), window=st.sampled_from([None, 1, 5, 200]))
-def test_masks_say_what_rows_see(seed: int, requests: int, window: int | None) -> None:
+def test_masks_match_the_visible_slots(seed: int, requests: int, window: int | None) -> None:
     batch = random_batch(seed, requests)
     chosen = np.flatnonzero(np.random.default_rng(seed).random(requests) < 0.7)
     chosen = chosen if len(chosen) else np.arange(requests)

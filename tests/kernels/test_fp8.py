@@ -34,7 +34,7 @@ def test_the_meaning_of_every_byte() -> None:
             assert fp8.holds_nan(BYTES[byte : byte + 1].view(form)) == (byte in nan)
 
 
-def test_every_byte_of_fn_becomes_half_of_it_in_fnuz() -> None:
+def test_fnuz_conversion_halves_every_fn_byte() -> None:
     numbers = BYTES.view(FN)
     converted = fp8.to_fnuz(numbers)
     assert converted.dtype is FNUZ
@@ -113,7 +113,7 @@ def test_the_format_that_multiplies_rightly_is_found(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("error", [TypeError, RuntimeError, AttributeError, ValueError, NotImplementedError])
-def test_nothing_is_multiplied_when_the_operator_changed(
+def test_fp8_products_are_not_used_when_the_operator_changed(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object, **options: object) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_wrong_fp8_products_are_not_used_and_logged_once(
 
 
 @pytest.mark.parametrize("form", fp8.FORMATS)
-def test_scaled_products_are_what_torch_demands_of_a_gpu(form: torch.dtype) -> None:
+def test_scaled_products_meet_torchs_requirements_on_a_gpu(form: torch.dtype) -> None:
     with checked_device():
         weight = torch.empty((48, 64), device=DEVICE).to(form)
         scales, bias, one = (torch.empty(shape, device=DEVICE) for shape in ((48,), (48,), ()))

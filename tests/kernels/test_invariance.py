@@ -41,7 +41,7 @@ def unrolling(make: Maker) -> Maker:
     ordered=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_a_row_of_torchs_attention_is_its_own_to_the_bit(
+def test_sdpa_rows_are_batch_invariant(
     seed: int, shape: tuple[int, int, int], ordered: bool, dtype: torch.dtype
 ) -> None:
     """SingleRank after its context was committed, in a mixed batch, and with another number of threads."""
@@ -63,7 +63,7 @@ def test_a_row_of_torchs_attention_is_its_own_to_the_bit(
 
 
 @pytest.mark.slow
-def test_a_row_of_the_triton_kernels_is_its_own_to_the_bit() -> None:
+def test_triton_rows_are_batch_invariant_when_unrolled() -> None:
     rng = random.Random(2)
     prefix = [rng.sample(range(100, SLOTS), size) for size in (SPLIT + 5, 20)]
     paths = random_paths(rng, 9)
@@ -98,7 +98,7 @@ def test_triton_kernels_need_unrolled_trees() -> None:
     assert torch.equal(last, rows.run(0, queries[2:], rows.plan(plain))[0])
 
 
-def test_unrolled_rows_have_one_tile_whatever_the_batch() -> None:
+def test_unrolled_rows_have_one_tile_in_every_batch() -> None:
     attention = UnrolledAttention(
         TritonAttention(KVCache(KVLayout((LayerKV(2, 16),), torch.bfloat16), 99, "cpu"), 12)
     )
@@ -116,18 +116,18 @@ def test_dependence_is_found(dtype: torch.dtype) -> None:
     assert depends_on_batch(SdpaAttention, form, "cpu")
 
 
-def test_the_compiled_kernel_does_not_depend_on_the_batch(native: NativeLibrary) -> None:
+def test_native_attention_is_batch_invariant(native: NativeLibrary) -> None:
     assert not depends_on_batch(partial(NativeAttention, native), SMALL, "cpu")
 
 
-def test_rows_that_do_not_come_one_by_one_are_refused() -> None:
+def test_sdpa_rows_refuse_batches_that_are_not_unrolled() -> None:
     batch = build_batch([rows_of(range(2), [4], [7, 8], [1, 2], None)])
     attention = SdpaRows(KVCache(KVLayout((LayerKV(2, 16),), torch.float32), 16, "cpu"), 4)
     with pytest.raises(ValueError, match="unroll the batch"):
         attention.plan(batch)
 
 
-def test_a_backend_that_depends_on_its_batch_is_not_chosen(tmp_path: Path) -> None:
+def test_backend_that_depends_on_its_batch_is_refused(tmp_path: Path) -> None:
     cache = KVCache(KVLayout((LayerKV(2, 16),), torch.float32), 16, "cpu")
     found = {each.name: each for each in candidates(cache, None, tmp_path, invariant=True)}
     assert all(each.invariant for each in found.values())
@@ -192,7 +192,7 @@ def test_a_gap_between_prefix_and_ancestors_is_refused() -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-def test_the_compiled_kernel_needs_no_unrolling(native: NativeLibrary, seed: int) -> None:
+def test_native_attention_is_equal_with_and_without_unrolling(native: NativeLibrary, seed: int) -> None:
     batch = some_batch(seed)
     layers = [LayerKV(2, 16), LayerKV(2, 16, 7)]
     cache = filled_cache(layers, torch.float32, torch.Generator().manual_seed(3))
@@ -203,7 +203,7 @@ def test_the_compiled_kernel_needs_no_unrolling(native: NativeLibrary, seed: int
         assert torch.equal(rolled, attention.run(layer, queries, attention.plan(unrolled(batch))))
 
 
-def test_what_can_be_captured_stays_so() -> None:
+def test_unrolling_keeps_a_backend_capturable() -> None:
     cache = filled_cache([LayerKV(2, 16)], torch.float32, torch.Generator().manual_seed(3))
     triton = UnrolledAttention(TritonAttention(cache, 4, widen=True))
     two, same = (triton.plan(some_batch(1, requests)) for requests in (1, 1))

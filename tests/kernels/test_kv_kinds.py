@@ -25,7 +25,7 @@ def cache_of(*layers: LayerKV, order: str = "heads") -> KVCache:
 
 
 @ORDERS
-def test_latent_is_one_vector_whose_beginning_is_the_value(order: str) -> None:
+def test_latent_values_are_the_beginning_of_its_keys(order: str) -> None:
     cache = cache_of(LATENT, order=order)
     rows = torch.randn(2, *LATENT.stored)
     cache.write(0, torch.tensor([7, 3]), rows)

@@ -80,7 +80,7 @@ def part(prefix: Sequence[int], own: Sequence[int], paths: Sequence[list[int]] |
     shape=st.sampled_from([(6, 2, 64), (1, 1, 64), (8, 1, 24), (4, 4, 40), (13, 1, 16), (2, 1, 128)]),
     window=st.sampled_from([None, None, 7, 40]),
 )
-def test_tree_rows_are_those_of_plain_decoding(
+def test_tree_rows_equal_plain_decoding(
     library: NativeLibrary,
     seed: int,
     before: int,
@@ -151,7 +151,7 @@ def test_flat_and_steep_scores(library: NativeLibrary, scale: float) -> None:
     assert float((model.run(batch) - model.run(batch, reference=True)).abs().max()) < 2e-5 * max(1.0, scale)
 
 
-def test_a_row_that_sees_nothing_gets_zeros(library: NativeLibrary) -> None:
+def test_row_without_visible_slots_gets_zeros(library: NativeLibrary) -> None:
     batch = [part([], [3, 4], [[], [0, 1]])]
     result = Model(library, 6).run(batch)
     assert torch.equal(result[0], torch.zeros_like(result[0]))
@@ -159,7 +159,7 @@ def test_a_row_that_sees_nothing_gets_zeros(library: NativeLibrary) -> None:
     assert result[1].any()
 
 
-def test_write_stores_what_the_cache_would(library: NativeLibrary) -> None:
+def test_native_write_equals_the_caches(library: NativeLibrary) -> None:
     model, expected = Model(library, 7), Model(library, 7)
     own = [5, 400, 17]
     rows = torch.randn((3, 10, 64), generator=torch.Generator().manual_seed(7))

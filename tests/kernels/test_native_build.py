@@ -24,7 +24,7 @@ from ssd_serve.kernels.native.library import (
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("native")
-def test_a_second_start_uses_what_the_first_compiled(tmp_path: Path) -> None:
+def test_compiled_library_is_reused_at_the_next_start(tmp_path: Path) -> None:
     path = build(tmp_path)
     written = path.stat().st_mtime_ns
     assert build(tmp_path) == path
@@ -50,13 +50,13 @@ def test_sources_compile_for_other_processors(kind: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_reason_names_the_compilers_that_were_looked_for(tmp_path: Path) -> None:
+def test_missing_compiler_error_names_the_compilers(tmp_path: Path) -> None:
     with pytest.raises(NativeError, match="no C compiler \\(nothing-here\\)"):
         build(tmp_path, ["nothing-here"])
     assert load_native(tmp_path, compilers=["nothing-here"]) is None
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
+def test_compiler_error_is_quoted_and_leaves_no_file(tmp_path: Path) -> None:
     broken = tmp_path / "broken-cc"
     broken.write_text("#!/bin/sh\necho 'out of registers' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -104,7 +104,7 @@ def test_a_planted_library_is_compiled_over(tmp_path: Path, compiler: list[str],
     assert evil.read_text() == "evil"
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(
+def test_folder_writable_by_others_is_not_used(
     tmp_path: Path, compiler: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "shared"
@@ -123,7 +123,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     assert list(folder.iterdir()) == [planted]
 
 
-def test_a_lock_that_is_a_link_costs_only_speed(tmp_path: Path, compiler: list[str]) -> None:
+def test_lock_that_is_a_symbolic_link_disables_the_kernels(tmp_path: Path, compiler: list[str]) -> None:
     precious = tmp_path / "precious"
     precious.write_text("x")
     (tmp_path / "cache").mkdir(mode=0o700)

@@ -60,7 +60,7 @@ def scaled_once(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 23, 49])
 @pytest.mark.parametrize("tiles", [False, True])
-def test_results_are_those_of_the_scheme_bit_for_bit(
+def test_native_int8_equals_its_reference_bit_for_bit(
     library: NativeLibrary, shape: tuple[int, int], rows: int, tiles: bool
 ) -> None:
     weight, x = weight_of(*shape), rows_of(rows, shape[1])
@@ -72,7 +72,7 @@ def test_results_are_those_of_the_scheme_bit_for_bit(
         assert result.count_nonzero() > 0.9 * result.numel()
 
 
-def test_results_are_those_of_onednn_bit_for_bit(library: NativeLibrary) -> None:
+def test_native_int8_equals_onednn_bit_for_bit(library: NativeLibrary) -> None:
     if not cpu_products.can_multiply_int8():
         pytest.skip("this torch has no int8 products")
     weight = weight_of(200, 136)
@@ -81,7 +81,7 @@ def test_results_are_those_of_onednn_bit_for_bit(library: NativeLibrary) -> None
         assert torch.equal(ours(rows_of(rows, 136)), theirs(rows_of(rows, 136)))
 
 
-def test_the_largest_sums_there_are_do_not_overflow(library: NativeLibrary) -> None:
+def test_largest_int8_sums_do_not_overflow(library: NativeLibrary) -> None:
     numbers = torch.full((32, 1 << 17), 127, dtype=torch.int8)
     numbers[1::2] = -127
     weight = cpu_products.QuantisedWeight(numbers, torch.full((32,), 1e-3))
@@ -104,7 +104,7 @@ def test_leading_dimensions_are_kept_and_rows_may_be_spread(library: NativeLibra
     assert matrix(x[:0]).shape == (0, 24)
 
 
-def test_numbers_that_are_none_are_seen_and_zeros_stay_zeros(library: NativeLibrary) -> None:
+def test_int8_product_keeps_nan_and_zero_rows(library: NativeLibrary) -> None:
     matrix, x = NativeInt8Matrix(library, weight_of(40, 40)), rows_of(3, 40)
     x[1, 3], x[2] = float("nan"), 0.0
     result = matrix(x)

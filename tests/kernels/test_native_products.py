@@ -46,9 +46,7 @@ def test_products_are_exact_but_for_one_rounding(
 
 @pytest.mark.parametrize("rows", [2, 3, 7, 14, 17, 32, 33, 97])
 @pytest.mark.parametrize("inputs", [INPUTS, 768])
-def test_a_row_has_the_same_result_alone_and_among_others(
-    library: NativeLibrary, tiles: bool, rows: int, inputs: int
-) -> None:
+def test_rows_are_batch_invariant(library: NativeLibrary, tiles: bool, rows: int, inputs: int) -> None:
     matrix = products.NativeMatrix(library, some(96, inputs), tiles=tiles)
     x = some(rows, inputs)
     alone = torch.cat([matrix(x[row : row + 1]) for row in range(rows)])
@@ -66,7 +64,7 @@ def test_threads_do_not_change_results(library: NativeLibrary, tiles: bool, rows
         torch.set_num_threads(1)
 
 
-def test_what_is_too_small_to_be_normal_is_nothing_for_one_row_as_for_many(library: NativeLibrary) -> None:
+def test_subnormal_numbers_are_batch_invariant(library: NativeLibrary) -> None:
     if not products.has_tiles(library):
         pytest.skip("this processor has no tiles, or its kernel does not give them away")
     tiny = torch.tensor([1e-39, 1e-20, 3e-39, -1e-20] * 16).bfloat16()
@@ -86,9 +84,7 @@ def test_no_rows_give_no_results(library: NativeLibrary, tiles: bool) -> None:
     assert products.NativeMatrix(library, some(40, 64), tiles=tiles)(some(3, 64)[:0]).shape == (0, 40)
 
 
-def test_memory_that_is_short_is_told_with_what_it_was_for(
-    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_error_names_rows_and_inputs(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = products.NativeMatrix(library, some(40, 64))
     monkeypatch.setattr(matrix, "_multiply", lambda *_arguments: 0)
     with pytest.raises(MemoryError, match="to widen 3 rows of 64 numbers"):

@@ -59,7 +59,7 @@ def test_rotate(native: NativeLibrary, dtype: torch.dtype, normed: bool) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_result_alone_and_among_others(native: NativeLibrary, dtype: torch.dtype) -> None:
+def test_rows_are_batch_invariant(native: NativeLibrary, dtype: torch.dtype) -> None:
     operations: RowOperations = NativeRows(native, dtype)
     rows = some(dtype, 6, 2 * 72)
     norm = RmsNorm(torch.ones(144), 1e-5)
@@ -69,7 +69,7 @@ def test_a_row_has_the_same_result_alone_and_among_others(native: NativeLibrary,
             assert torch.equal(operation(rows[row : row + 1]), together[row : row + 1])
 
 
-def test_other_dtypes_are_left_to_torch(native: NativeLibrary) -> None:
+def test_native_rows_serve_float32_and_bf16_only(native: NativeLibrary) -> None:
     assert [can_operate(native, dtype) for dtype in (*DTYPES, torch.float16)] == [True, True, False]
 
 

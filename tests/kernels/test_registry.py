@@ -39,11 +39,11 @@ def test_every_backend_is_a_candidate_and_some_run_anywhere(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [AUTO, *names()])
-def test_a_backend_can_be_asked_for(name: str) -> None:
+def test_every_backend_name_is_a_valid_setting(name: str) -> None:
     assert Settings(tree_decode_backend=name).tree_decode_backend == name
 
 
-def test_another_cannot() -> None:
+def test_unknown_backend_is_a_settings_error() -> None:
     with pytest.raises(SettingsError) as error:
         resolve({"tree_decode_backend": "fast"})
     assert "input should be 'auto', 'native', 'flashinfer', 'triton'" in str(error.value)

@@ -82,17 +82,17 @@ def test_right_results_pass_in_every_dtype(dtype: torch.dtype, head_dim: int) ->
 
 
 @pytest.mark.parametrize("dtype", MOSTLY_SLOW)
-def test_an_inflated_denominator_is_found_in_every_ratio(dtype: torch.dtype) -> None:
+def test_self_test_finds_an_inflated_denominator(dtype: torch.dtype) -> None:
     assert not any(trial.right for trial in self_test(Inflated, dtype, 64, "cpu"))
 
 
 @pytest.mark.parametrize("dtype", MOSTLY_SLOW)
-def test_the_mask_of_another_head_is_found_wherever_heads_share_keys(dtype: torch.dtype) -> None:
+def test_self_test_finds_masks_of_another_head(dtype: torch.dtype) -> None:
     right = [trial.right for trial in self_test(WrongHead, dtype, 64, "cpu")]
     assert right == [heads == kv_heads for heads, kv_heads in RATIOS]
 
 
-def test_padding_rows_may_overwrite_each_other_in_any_order() -> None:
+def test_self_test_ignores_padding_rows() -> None:
     assert isinstance(
         FirstStays(KVCache(KVLayout((LayerKV(2, 64),), torch.float32), 8, "cpu"), 4), Capturable
     )
@@ -127,7 +127,7 @@ def choose(asked: str, makers: dict[str, Maker], missing: str = "") -> tuple[str
         (Raising, "RuntimeError: unsupported architecture gfx000[)]"),
     ],
 )
-def test_a_wrong_backend_is_an_error_by_name_or_skipped_with_a_warning(wrong: Maker, why: str) -> None:
+def test_wrong_backend_is_an_error_by_name_and_skipped_under_auto(wrong: Maker, why: str) -> None:
     makers: dict[str, Maker] = {"fast": wrong, "sdpa": SdpaAttention}
     with pytest.raises(UserError, match=f"'fast' cannot be used here: its self-test failed [(]{why}"):
         choose("fast", makers)
@@ -139,7 +139,7 @@ def test_a_wrong_backend_is_an_error_by_name_or_skipped_with_a_warning(wrong: Ma
     ]
 
 
-def test_a_backend_that_is_not_there_is_named_only_when_it_was_asked_for() -> None:
+def test_missing_backend_is_an_error_only_if_named() -> None:
     makers: dict[str, Maker] = {"absent": SdpaAttention, "sdpa": SdpaAttention}
     with pytest.raises(UserError, match="'absent' cannot be used here: it needs a GPU"):
         choose("absent", makers, missing="it needs a GPU")
@@ -147,12 +147,12 @@ def test_a_backend_that_is_not_there_is_named_only_when_it_was_asked_for() -> No
     assert (name, len(log.lines)) == ("sdpa", 1)
 
 
-def test_nothing_wrong_ever_serves() -> None:
+def test_no_right_backend_is_an_error() -> None:
     with pytest.raises(UserError, match="no tree attention passes"):
         choose("auto", {"fast": Inflated, "sdpa": Inflated})
 
 
-def test_auto_takes_the_fastest_of_those_that_are_right() -> None:
+def test_auto_chooses_the_fastest_right_backend() -> None:
     """Wrong backends are not timed, and one that fails during timing is skipped too."""
 
     class Slower(SdpaAttention):
@@ -189,7 +189,7 @@ def test_auto_takes_the_fastest_of_those_that_are_right() -> None:
         choose_attention("auto", cache, 8, found[:2], None, seconds)
 
 
-def test_the_time_of_a_forward_counts_every_layer() -> None:
+def test_forward_time_counts_every_layer() -> None:
     """Layers of one shape run one after the other in the same memory."""
     runs: list[int] = []
 

@@ -56,7 +56,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert worst < 20 * 8 * torch.finfo(dtype).eps
 
 
-def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch() -> None:
+def test_triton_row_is_batch_invariant() -> None:
     """Parts and blocks of the context have fixed lengths, which do not depend on the rest of the batch."""
     rng = random.Random(3)
     prefix = rng.sample(range(100, 100 + SPLIT), 90)
@@ -72,7 +72,7 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 1 << 10, 4 << 10])
-def test_what_does_not_fit_into_scratch_memory_is_attended_in_several_launches(scratch_bytes: int) -> None:
+def test_batches_beyond_scratch_memory_use_several_launches(scratch_bytes: int) -> None:
     rng = random.Random(5)
     slots = rng.sample(range(SLOTS), SLOTS)
     batch = build_batch([random_request(rng, slots) for _ in range(3)])
@@ -90,7 +90,7 @@ def test_what_does_not_fit_into_scratch_memory_is_attended_in_several_launches(s
         assert torch.equal(part, expected)
 
 
-def test_a_batch_that_is_too_large_for_fixed_memory_gets_its_own() -> None:
+def test_batch_beyond_fixed_memory_is_not_captured() -> None:
     rng = random.Random(8)
     slots = rng.sample(range(SLOTS), SLOTS)
     cache = filled_cache([LayerKV(1, 16)], torch.float32, torch.Generator().manual_seed(9))
@@ -104,7 +104,7 @@ def test_a_batch_that_is_too_large_for_fixed_memory_gets_its_own() -> None:
 
 
 @pytest.mark.parametrize("heads", [4, 6, 16])
-def test_a_tree_of_any_size_has_the_shape_of_its_row_count(heads: int) -> None:
+def test_tree_shape_depends_only_on_row_count(heads: int) -> None:
     rng, cache = random.Random(heads), KVCache(KVLayout((LayerKV(2, 16),), torch.bfloat16), 2600, "cpu")
     attention, slots = TritonAttention(cache, heads), list(range(2600))
     for rows in (*range(1, 65), 100, 128, 200, 256):
@@ -139,7 +139,7 @@ def test_tiles_hold_whole_rows_of_a_group() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [target.name for target in TARGETS])
-def test_every_configuration_compiles_for_every_gpu_without_spills(tmp_path: Path, gpu: str) -> None:
+def test_all_configurations_compile_without_register_spills(tmp_path: Path, gpu: str) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     del environment["TRITON_INTERPRET"]
     words = [sys.executable, "-m", "tests.kernels.triton_compilation", gpu]

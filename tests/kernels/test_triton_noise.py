@@ -31,7 +31,7 @@ def rows(seeds: list[int], positions: list[int], vocabulary: int) -> Float32Arra
 @pytest.mark.slow
 @given(WORD_64, WORD_32, st.integers(1, 1100))
 @settings(max_examples=30)
-def test_any_row_is_the_definition(seed: int, position: int, vocabulary: int) -> None:
+def test_triton_noise_equals_its_definition(seed: int, position: int, vocabulary: int) -> None:
     ours = rows([seed], [position], vocabulary)
     assert steps_apart(ours, log_exponential([seed], [position], vocabulary)).max() <= 1
 
@@ -67,7 +67,7 @@ def test_a_folder_of_this_users_alone_stays(tmp_path: Path, monkeypatch: pytest.
     assert knobs.cache.dir == str(mine)
 
 
-def test_a_folder_that_others_write_to_is_left(
+def test_triton_cache_folder_writable_by_others_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = tmp_path / "triton"

@@ -6,8 +6,8 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from ssd_serve.base.errors import EngineDeadError, ProtocolError, SettingsError
 from ssd_serve.base.messages import Abort
 from ssd_serve.transport.channel import ReceiveLimits, SocketChannel, poll
 from ssd_serve.transport.listener import Listener, connect
-from tests.transport.tls_peers import shaken_pair
+from tests.transport.tls_peers import no_descriptor_left, shaken_pair
 
 Pair = tuple[SocketChannel, SocketChannel]
 
@@ -153,15 +153,6 @@ def test_a_unix_listener_is_private_to_its_user(tmp_path: Path) -> None:
     assert not Path(listener.address).exists()
 
 
-def test_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
-    stale = Listener.unix(tmp_path / "s")
-    fresh = Listener.unix(tmp_path / "s")
-    connect(fresh.address).close()
-    assert fresh.wait(1.0)
-    for listener in (stale, fresh):
-        listener.close()
-
-
 def test_connecting_to_no_listener_names_the_address(tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match=r"no process answers at .*none"):
         connect(str(tmp_path / "none"), timeout_s=0.05)
@@ -172,19 +163,6 @@ def test_connecting_to_no_listener_names_the_address(tmp_path: Path) -> None:
 def test_a_socket_path_that_is_too_long_is_a_settings_error() -> None:
     with pytest.raises(SettingsError, match="SSD_RUN_DIR"):
         Listener.unix("/tmp/" + "x" * 120)
-
-
-@contextmanager
-def no_descriptor_left() -> Generator[None]:
-    """Exhaust the descriptors: every free one is beyond the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = os.dup(0)
-    os.close(spare)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_accept_pauses_while_descriptors_are_exhausted(tmp_path: Path) -> None:

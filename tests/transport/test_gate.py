@@ -1,8 +1,6 @@
 """Handshakes of unknown, slow and hostile peers: they cost little and delay no others."""
 
 import contextlib
-import os
-import resource
 import select
 import socket
 import threading
@@ -17,7 +15,7 @@ from ssd_serve.transport.channel import SocketChannel, poll
 from ssd_serve.transport.handshake import KeyGate
 from ssd_serve.transport.listener import connect
 from ssd_serve.transport.tls import TlsStream, identity
-from tests.transport.tls_peers import KEY, Guarded, Heard, meet
+from tests.transport.tls_peers import KEY, Guarded, Heard, meet, no_descriptor_left
 
 
 def test_silent_and_slow_peers_do_not_delay_a_valid_handshake(guarded: Guarded) -> None:
@@ -25,7 +23,7 @@ def test_silent_and_slow_peers_do_not_delay_a_valid_handshake(guarded: Guarded) 
     strangers[0].send(b"x" * 10)
     assert guarded.listener.accept() is None
     server, client = meet(guarded.listener)
-    assert not [why for why in guarded.refused if "in time" in why], "nobody's patience was waited for"
+    assert not [why for why in guarded.refused if "in time" in why]
     for channel in (server, client):
         channel.close()
     for stranger in strangers:
@@ -138,16 +136,9 @@ def aborts(channel: SocketChannel) -> list[Abort]:
 
 
 def test_handshakes_resume_after_descriptor_exhaustion(guarded: Guarded) -> None:
-    with closing(guarded.stranger()):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        spare = os.dup(0)
-        os.close(spare)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
-        try:
-            assert guarded.listener.accept() is None
-            assert not guarded.listener.wait(0.05), "it wakes nobody up"
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with closing(guarded.stranger()), no_descriptor_left():
+        assert guarded.listener.accept() is None
+        assert not guarded.listener.wait(0.05)
     server, client = meet(guarded.listener)
     server.close()
     client.close()

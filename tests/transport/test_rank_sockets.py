@@ -69,7 +69,7 @@ def test_rank_0_waits_until_all_are_ready(tmp_path: Path) -> None:
         timer.join()
 
 
-def test_a_lost_rank_is_an_error_of_rank_0(tmp_path: Path) -> None:
+def test_lost_rank_is_an_error_of_rank_0(tmp_path: Path) -> None:
     with met(tmp_path, 3) as (leader, followers):
         followers[1].close()
         followers[0].send_ready()

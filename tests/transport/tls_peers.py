@@ -1,8 +1,12 @@
 """TLS peers for tests: a listener, raw connections, and handshakes without sockets."""
 
+import os
+import resource
 import socket
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.transport.listener import Listener, connect
@@ -41,6 +45,19 @@ def meet(listener: Listener) -> tuple[SocketChannel, SocketChannel]:
     thread.join()
     assert server is not None
     return server, ends[0]
+
+
+@contextmanager
+def no_descriptor_left() -> Generator[None]:
+    """Exhaust the descriptors: every free one is beyond the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(0)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Heard:

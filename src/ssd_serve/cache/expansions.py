@@ -67,43 +67,24 @@ def pack(
     """Encode expansions as one growth message."""
     tokens = [token for each in expansions for token in each.tokens]
     values = [value for each in expansions for value in each.log_probabilities]
-    return _message(
-        (request, epoch, sequence),
-        [(each.parent, each.step) for each in expansions],
-        [len(each.tokens) for each in expansions],
-        (np.array(tokens, dtype=_SIGNED), np.array(values, dtype=_FLOATS)),
-        (source, snapshot),
-    )
+    places = [(each.parent, each.step) for each in expansions]
+    counts = [len(each.tokens) for each in expansions]
+    arrays = np.array(tokens, dtype=_SIGNED), np.array(values, dtype=_FLOATS)
+    return pack_arrays(request, epoch, sequence, places, counts, *arrays, source, snapshot)
 
 
-def pack_uniform(
+def pack_arrays(
     request: int,
     epoch: int,
     sequence: int,
     places: Sequence[tuple[int, int]],
-    candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
-    source: str,
-) -> Growth:
-    """`pack` for expansions with equal numbers of candidates.
-
-    `places` are parents and steps; `candidates` are tokens and log-probabilities, each [expansions,
-    candidates].
-    """
-    tokens, values = candidates
-    counts = [tokens.shape[1]] * len(places)
-    return _message((request, epoch, sequence), places, counts, (tokens, values), (source, False))
-
-
-def _message(
-    number: tuple[int, int, int],
-    places: Sequence[tuple[int, int]],
     counts: Sequence[int],
-    candidates: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
-    origin: tuple[str, bool],
+    tokens: npt.NDArray[np.int32],
+    log_probabilities: npt.NDArray[np.float32],
+    source: str,
+    snapshot: bool = False,
 ) -> Growth:
-    request, epoch, sequence = number
-    tokens, values = candidates
-    source, snapshot = origin
+    """`pack` for arrays of all candidates in order; `places` are parents and steps, `counts` candidates."""
     as_parents, as_steps, as_counts = _places(len(places))
     return Growth(
         request=request,
@@ -113,7 +94,7 @@ def _message(
         steps=as_steps.pack(*[step for _, step in places]),
         counts=as_counts.pack(*counts),
         tokens=tokens.astype(_SIGNED, copy=False).tobytes(),
-        log_probabilities=values.astype(_FLOATS, copy=False).tobytes(),
+        log_probabilities=log_probabilities.astype(_FLOATS, copy=False).tobytes(),
         source=source,
         snapshot=snapshot,
     )

@@ -25,7 +25,7 @@ from ssd_serve.base.draft_messages import (
     Resync,
 )
 from ssd_serve.base.logs import Logger, get_logger
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_uniform
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_arrays
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cache.vectors import from_bytes
@@ -279,7 +279,9 @@ class DrafterCore:
             rows = [index for index, _ in nodes]
             tokens, values = tokens[rows], values[rows]
         addresses = [address_of(node) for _, node in nodes]
-        growth = pack_uniform(request, draft.epoch, draft.sequence, addresses, (tokens, values), self._name)
+        counts = [tokens.shape[1]] * len(addresses)
+        place = request, draft.epoch, draft.sequence
+        growth = pack_arrays(*place, addresses, counts, tokens, values, self._name)
         draft.sequence += 1
         return growth
 

@@ -136,25 +136,15 @@ class Leader:
             wire.close()
 
 
-class Follower:
-    """Another rank's connection to rank 0."""
-
-    def __init__(self, wire: _MessageSocket) -> None:
-        self._wire = wire
+class Follower(_MessageSocket):
+    """Another rank's connection to rank 0; `receive` returns None if rank 0 is gone."""
 
     @classmethod
     def connect(cls, path: Path, rank: int, free: int, timeout_s: float = _JOIN_S) -> "Follower":
         """Connect to rank 0 and report this device's `free` bytes. Raises `EngineDeadError`."""
-        wire = _MessageSocket(connect_socket(str(path), timeout_s))
-        wire.send(_JOIN.pack(rank, free))
-        return cls(wire)
+        follower = cls(connect_socket(str(path), timeout_s))
+        follower.send(_JOIN.pack(rank, free))
+        return follower
 
     def send_ready(self) -> None:
-        self._wire.send(b"ready")
-
-    def receive(self) -> bytearray | None:
-        """The next message; None if rank 0 is gone."""
-        return self._wire.receive()
-
-    def close(self) -> None:
-        self._wire.close()
+        self.send(b"ready")

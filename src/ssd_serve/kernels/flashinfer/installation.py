@@ -1,4 +1,4 @@
-"""Which FlashInfer is installed, and the folder where it compiles kernels.
+"""Finds the installed FlashInfer, and prepares the folder where it compiles kernels.
 
 Upstream's package is for CUDA, AMD's port for ROCm. Both are imported as `flashinfer`, and overwrite each
 other's files.

@@ -17,26 +17,26 @@ from ssd_serve.kernels.attention.contract import AttentionFactory, BackendContex
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import POINTER, SIZE, NativeLibrary
 
+_SIZES = ("requests", "heads", "kv_heads", "head_dim", "slots", "ancestry_words", "threads")
+_ARRAYS = {
+    "positions": np.int64,
+    "request_offsets": np.int32,
+    "prefix_slots": np.int32,
+    "prefix_offsets": np.int32,
+    "tree_slots": np.int32,
+    "tree_offsets": np.int32,
+    "tree_positions": np.int64,
+    "ancestry": np.uint64,
+}
+"""Arrays of a batch with their types in C."""
+
 
 class _Batch(ctypes.Structure):
-    """`batch` in attention.c: the batch's own arrays, and the sizes of the model."""
+    """`batch` in attention.c: the sizes of the model, and the batch's own arrays."""
 
     _fields_ = (
-        ("requests", SIZE),
-        ("heads", SIZE),
-        ("kv_heads", SIZE),
-        ("head_dim", SIZE),
-        ("slots", SIZE),
-        ("ancestry_words", SIZE),
-        ("threads", SIZE),
-        ("positions", POINTER),
-        ("request_offsets", POINTER),
-        ("prefix_slots", POINTER),
-        ("prefix_offsets", POINTER),
-        ("tree_slots", POINTER),
-        ("tree_offsets", POINTER),
-        ("tree_positions", POINTER),
-        ("ancestry", POINTER),
+        *((name, SIZE) for name in _SIZES),
+        *((name, POINTER) for name in _ARRAYS),
         ("scratch", POINTER),
         ("scratch_size", SIZE),
     )
@@ -83,16 +83,7 @@ class NativeAttention:
 
     def plan(self, batch: Batch) -> NativePlan:
         """Hand the batch's arrays over; nothing is copied that has the right type already."""
-        arrays = (
-            np.ascontiguousarray(batch.positions, np.int64),
-            np.ascontiguousarray(batch.request_offsets, np.int32),
-            np.ascontiguousarray(batch.prefix_slots, np.int32),
-            np.ascontiguousarray(batch.prefix_offsets, np.int32),
-            np.ascontiguousarray(batch.tree_slots, np.int32),
-            np.ascontiguousarray(batch.tree_offsets, np.int32),
-            np.ascontiguousarray(batch.tree_positions, np.int64),
-            np.ascontiguousarray(batch.ancestry, np.uint64),
-        )
+        arrays = [np.ascontiguousarray(getattr(batch, name), kind) for name, kind in _ARRAYS.items()]
         threads = torch.get_num_threads()
         struct = _Batch(
             batch.requests,
