@@ -74,28 +74,6 @@ def test_openai_client_streams_completions_and_chats() -> None:
         assert (finished, tokens_used) == ("stop", 10)
 
 
-def test_openai_client_reads_answers_and_logprobs() -> None:
-    with listening_server(answer) as address, official(address) as client:
-        completion = client.completions.create(model="ssd-embedded", prompt="x", logprobs=1, seed=5)
-        assert completion.choices[0].text == "Hi 🙂 5"
-        assert completion.choices[0].logprobs is not None
-        chat = client.chat.completions.create(
-            model="ssd-embedded",
-            messages=[{"role": "user", "content": "Hi"}],
-            logprobs=True,
-            top_logprobs=2,
-            n=2,
-            seed=6,
-            extra_body={"top_k": 5, "min_p": 0.1},
-        )
-        assert chat.choices[0].message.content == "Hi 🙂 6"
-        assert chat.choices[0].logprobs is not None
-        assert chat.usage is not None
-        assert chat.model_extra is not None
-        assert chat.model_extra["seed"] == 6
-        assert len(chat.choices) == 2
-
-
 def test_openai_client_raises_typed_errors() -> None:
     with listening_server(answer) as address, official(address) as client:
         with pytest.raises(openai.NotFoundError):

@@ -14,10 +14,9 @@ HEADER = "X-Request-Id"
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "begin"),
-    [(COMPLETIONS, {"prompt": "a"}, "cmpl-"), (CHAT, {"messages": ASK}, "chatcmpl-")],
+    ("path", "body", "begin", "stream"),
+    [(COMPLETIONS, {"prompt": "a"}, "cmpl-", False), (CHAT, {"messages": ASK}, "chatcmpl-", True)],
 )
-@pytest.mark.parametrize("stream", [False, True])
 async def test_request_id_of_the_client_is_returned(
     path: str, body: dict[str, object], begin: str, stream: bool
 ) -> None:

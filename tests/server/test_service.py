@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
 
 from ssd_serve.base.messages import (
@@ -20,8 +21,10 @@ from ssd_serve.base.messages import (
 )
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench.serve import metric
+from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.information import Load
 from ssd_serve.server.limits import Limits
+from ssd_serve.server.observability.metrics import ServerMetrics, join_pages
 from ssd_serve.server.service import model_name
 from tests.server.fakes import CONTEXT, FIGURES, READY, STATUS, say
 from tests.server.running_server import RunningServer, post, running_server
@@ -258,13 +261,6 @@ async def test_server_info() -> None:
     assert info["settings"] == {"draft_depth": 7, **dict.fromkeys(private, "set")}
 
 
-async def test_model_card_has_the_commit_of_a_hub_model() -> None:
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    async with running_server(lambda _: say("x"), Settings(target=f"owner/name@{commit}")) as server:
-        (card,) = (await server.http.get("/v1/models")).json()["data"]
-    assert (card["id"], card["root"], card["revision"]) == ("owner/name", "owner/name", commit)
-
-
 async def test_tokenize_and_detokenize_are_inverse() -> None:
     async with running_server(lambda _: say("x")) as server:
         told = await post(server, "/tokenize", prompt="hé", add_special_tokens=False, return_token_strs=True)
@@ -280,7 +276,29 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
     assert (neither.status_code, outside.status_code) == (400, 400)
 
 
-async def test_long_texts_are_tokenized_in_a_thread() -> None:
-    text = "a" * 300
-    async with running_server(lambda _: say("x"), limits=Limits(inline_characters=10)) as server:
-        assert (await post(server, "/tokenize", prompt=text))["count"] == 301
+def metrics_page(requests: int) -> str:
+    metrics = ServerMetrics(EngineClient(), lambda: True)
+    for _ in range(requests):
+        metrics.ended.labels("stop").inc()
+        metrics.first_token.observe(0.2)
+    return metrics.render().decode()
+
+
+def test_joined_metrics_have_a_replica_label() -> None:
+    joined = join_pages({"a": metrics_page(1), "b": metrics_page(2)}).decode()
+    assert 'ssd_request_success_total{finished_reason="stop",replica="a"} 1.0' in joined
+    assert 'ssd_request_success_total{finished_reason="stop",replica="b"} 2.0' in joined
+    assert 'ssd_time_to_first_token_seconds_bucket{le="0.25",replica="b"} 2.0' in joined
+
+
+def test_joined_metrics_keep_all_samples() -> None:
+    alone, joined = metrics_page(1), join_pages({"a": metrics_page(1), "b": metrics_page(1)}).decode()
+    assert joined.count("# TYPE") == alone.count("# TYPE")
+    families = {family.name: family for family in text_string_to_metric_families(joined)}
+    for family in text_string_to_metric_families(alone):
+        assert len(families[family.name].samples) == 2 * len(family.samples)
+        assert families[family.name].type == family.type
+
+
+def test_joined_metrics_without_pages() -> None:
+    assert join_pages({}) == b""

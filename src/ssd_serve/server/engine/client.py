@@ -18,7 +18,7 @@ from typing import Protocol
 from ssd_serve.base.draft_messages import PROTOCOL_VERSION, Message
 from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError, in_a_line
 from ssd_serve.base.messages import Abort, Committed, Finish, Finished, Progress, Ready, Refused, Status
-from ssd_serve.server.engine.connection import AsyncConnection, NullChannel
+from ssd_serve.server.engine.connection import AsyncConnection
 from ssd_serve.server.engine.inflight import (
     MAX_TOKENS,
     InflightRequest,
@@ -80,7 +80,7 @@ class EngineClient:
 
         Without `engine`, the first death is final, as is any death before the first `Ready`.
         """
-        self._connection = AsyncConnection(channel or NullChannel(), self._on_messages, self._on_lost)
+        self._connection = None if channel is None else self._connect(channel)
         self._engine = engine
         self._silence_limit_s = silence_limit_s
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,7 +118,8 @@ class EngineClient:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._received_at = time.monotonic()
-            self._connection.start(self._loop)
+            if self._connection is not None:
+                self._connection.start(self._loop)
             self._check_silence(self._loop)
 
     def attach(self, channel: Channel, engine: Engine) -> None:
@@ -127,9 +128,8 @@ class EngineClient:
         if self.dead is not None or self._loop is None:
             channel.close()
             return
-        self._connection.close()
         self._received_at = time.monotonic()
-        self._connection = AsyncConnection(channel, self._on_messages, self._on_lost)
+        self._connection = self._connect(channel)
         self._connection.start(self._loop)
 
     def stop(self) -> None:
@@ -137,7 +137,7 @@ class EngineClient:
         if self._engine is not None:
             self._engine.supervisor.expect_end()
         for number in self._running:
-            self._connection.send_or_queue(Abort(request=number))
+            self._send_or_queue(Abort(request=number))
         self._die("the server is shutting down")
 
     def next_number(self) -> int:
@@ -152,28 +152,36 @@ class EngineClient:
         """
         if any(len(each.submit.prompt) + len(each.submit.output) > MAX_TOKENS for each in requests):
             raise RequestError(f"a prompt and its output have more than {MAX_TOKENS} tokens", "prompt")
-        if self.dead is None and self._lost_at is None and self._connection.closed:
-            self._connection.drain()
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        if self._quarantine.over and not self._connection.closed:
-            self._send(requests)
+        connection = self._connection
+        if connection is not None and self.dead is None and self._lost_at is None and connection.closed:
+            connection.drain()
+        if self.dead is not None or connection is None:
+            raise EngineDeadError(self.dead or "no engine has been started")
+        if self._quarantine.over and not connection.closed:
+            self._send(requests, connection)
         self._running.update({each.number: each for each in requests})
 
-    def _send(self, requests: Sequence[InflightRequest]) -> None:
+    def _connect(self, channel: Channel) -> AsyncConnection:
+        return AsyncConnection(channel, self._on_messages, self._on_lost)
+
+    def _send_or_queue(self, message: Message) -> None:
+        if self._connection is not None:
+            self._connection.send_or_queue(message)
+
+    def _send(self, requests: Sequence[InflightRequest], connection: AsyncConnection) -> None:
         messages = group_choices(each.submit for each in requests)
         if self._lost_at is not None:
             for message in messages:
-                self._connection.send_or_queue(message)
-        elif not self._connection.send_all(messages):
+                connection.send_or_queue(message)
+        elif not connection.send_all(messages):
             raise OverloadedError("the engine does not take requests fast enough", retry_after_s=1.0)
         for each in requests:
-            each.sent = not self._connection.closed
+            each.sent = not connection.closed
 
     def abort(self, number: int) -> None:
         """Free a request after its client is gone. Does nothing when it has already ended."""
         if self._running.pop(number, None) is not None:
-            self._connection.send_or_queue(Abort(request=number))
+            self._send_or_queue(Abort(request=number))
 
     def finish(self, number: int) -> None:
         """End a request at its stop string. `Finished` follows, or an error where the engine died."""
@@ -182,9 +190,9 @@ class EngineClient:
             return
         request.finishing = True
         if self._lost_at is None:
-            self._connection.send_or_queue(Finish(request=number))
+            self._send_or_queue(Finish(request=number))
         else:
-            self._connection.send_or_queue(Abort(request=number))  # the next engine may already have it
+            self._send_or_queue(Abort(request=number))  # the next engine may already have it
             self._end(number, EngineDeadError("the request's statistics were lost with the engine"))
 
     def _on_messages(self, messages: Sequence[Message]) -> None:
@@ -305,7 +313,7 @@ class EngineClient:
         if self.dead is not None or self._loop is None:
             found.close()
             return
-        self._connection = AsyncConnection(found, self._on_messages, self._on_lost)
+        self._connection = self._connect(found)
         for request in self._running.values():
             request.sent = False  # an engine may also have died before it read anything
         self._quarantine = Quarantine(self._running)
@@ -315,7 +323,7 @@ class EngineClient:
     def _send_admitted(self) -> None:
         admitted = self._quarantine.next_requests()
         for message in group_choices(request.resubmission() for request in admitted):
-            self._connection.send_or_queue(message)
+            self._send_or_queue(message)
         for request in admitted:
             request.sent = True
 
@@ -323,7 +331,8 @@ class EngineClient:
         if self.dead is not None:
             return
         self.dead = reason
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
         running, self._running = self._running, {}
         for request in running.values():
             request.deliver(EngineDeadError(reason))

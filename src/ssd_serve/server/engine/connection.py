@@ -14,35 +14,6 @@ from ssd_serve.transport.channel import Channel
 RETRY_SEND_S = 0.01
 
 
-class NullChannel:
-    """Stands for the channel until the first engine is started: open, silent, and always full."""
-
-    closed = False
-    pending = 0
-
-    def send(self, message: Message) -> bool:
-        del message
-        return False
-
-    post = send
-
-    def flush(self) -> bool:
-        return True
-
-    def receive(self) -> list[Message]:
-        return []
-
-    def wait(self, timeout_s: float) -> bool:
-        del timeout_s
-        return False
-
-    def fileno(self) -> int:
-        return -1
-
-    def close(self) -> None:
-        pass
-
-
 class AsyncConnection:
     """A channel, from `start` on the event loop to `close`.
 
