@@ -14,9 +14,9 @@ from tests.hostile.target_server import FIRST_WRITES_MB, KEPT_MB, TargetServer
 LIMIT = 8 * 2**20
 BODY_BYTES = LIMIT - 300
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ONE_BODY_MB = 64.0
-"""Six times the body's size, with one wide character: the body, its text at four bytes a character, and the
-decoder's buffer; the rest for the other client."""
+ONE_BODY_MB = 96.0
+"""Ten times the body's size with one wide character: the body, its text at four bytes a character, and the
+decoder's buffers; the rest for the other client."""
 
 
 def filled(unit: bytes) -> bytes:
