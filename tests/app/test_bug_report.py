@@ -72,20 +72,17 @@ def report(tmp_path: Path, code: str, secrets: list[str], step_s: float = 60.0) 
     return read(out)
 
 
-def test_secrets_are_found_inside_json(tmp_path: Path) -> None:
+def test_secrets_inside_json_and_invalid_utf8_are_replaced(tmp_path: Path) -> None:
     secret = 'pass"word\\ä'
     code = f"import json; print(json.dumps({{'key': {secret!r}}}))"
     assert json.loads(report(tmp_path, code, [secret])["ssd-report/it.json"]) == {"key": "<left out>"}
+    code = "import sys; sys.stdout.buffer.write(b'before \\xff after')"
+    assert report(tmp_path, code, [])["ssd-report/it.json"] == "before \ufffd after"
     code = f"import json, sys; sys.stdout.buffer.write(json.dumps([{secret!r}], ensure_ascii=False).encode())"
     assert report(tmp_path, code, [secret])["ssd-report/it.json"] == '["<left out>"]'
 
 
-def test_what_is_no_utf8_is_packed(tmp_path: Path) -> None:
-    code = "import sys; sys.stdout.buffer.write(b'before \\xff after')"
-    assert report(tmp_path, code, [])["ssd-report/it.json"] == "before \ufffd after"
-
-
-def test_a_user_without_a_home_gets_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -93,14 +90,14 @@ def test_a_user_without_a_home_gets_a_report(tmp_path: Path, monkeypatch: pytest
     assert report(tmp_path, "print('here')", [])["ssd-report/it.json"] == "here\n"
 
 
-def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_hanging_step_is_killed_with_its_children(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)"
     )
-    found = report(tmp_path, code, [], step_s=3.0)
+    found = report(tmp_path, code, [], step_s=1.0)
     assert json.loads(found["ssd-report/summary.json"])["exit_codes"] == {"it": TIMED_OUT}
     assert gone(int(found["ssd-report/it.json"]))
 
@@ -117,9 +114,7 @@ def gone(process: int) -> bool:
     return False
 
 
-def test_what_is_there_is_packed_when_it_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_report_packs_finished_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import os, signal, sys, time\nprint('begun', flush=True)\nif sys.argv[1] == 'hangs':\n"
     code += f"    os.kill({os.getpid()}, signal.SIGINT)\n    time.sleep(600)"
     todo = [Step("done", ("prints",)), Step("cut", ("hangs",)), Step("never", ("prints",))]
@@ -137,7 +132,7 @@ def test_what_is_there_is_packed_when_it_is_interrupted(
     assert "ssd-report/never.json" not in found
 
 
-def test_the_place_of_the_archive_is_made_or_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_archive_folder_is_made_or_refused_before_the_first_step(tmp_path: Path) -> None:
     program = (sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')")
     todo = [Step("it", ("prints",))]
     (tmp_path / "file").write_text("")
@@ -151,16 +146,7 @@ def test_the_place_of_the_archive_is_made_or_refused_before_the_first_step(tmp_p
     assert sorted(read(out)) == first, "an archive that was there is replaced"
 
 
-def test_every_step_is_a_command_that_exists() -> None:
-    parser = build_parser()
-    for step in steps("cpu", quick=False):
-        assert callable(parser.parse_args(list(step.arguments)).run)
-    assert {step.name for step in steps("cpu", quick=False)} - {
-        step.name for step in steps("cpu", quick=True)
-    } == {"modes"}
-
-
-def test_every_step_knows_what_it_measures() -> None:
+def test_steps_are_commands_on_the_device() -> None:
     assert {step.name: step.device for step in steps("cuda:0", quick=False)} == {
         "settings": None,
         "doctor": None,
@@ -172,10 +158,14 @@ def test_every_step_knows_what_it_measures() -> None:
     for step in steps("cuda:0", quick=False):
         arguments = " ".join(step.arguments)
         assert ("--device cuda:0" in arguments) == (step.device is not None)
-        assert build_parser().parse_args(step.arguments)
+        args = build_parser().parse_args(step.arguments)
+        assert callable(args.run)
+    assert (args.prompts, args.num_prompts) == (None, 4)
+    quick = [step.name for step in steps("cuda:0", quick=True)]
+    assert quick == ["settings", "doctor", "conformance", "kernels", "divergence"]
 
 
-def test_secrets_of_settings_and_of_the_environment_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_settings_and_environment_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         monkeypatch.delenv(name)
     monkeypatch.setenv("SOME_API_KEY", "from the environment")
@@ -194,7 +184,7 @@ def test_secrets_of_settings_and_of_the_environment_are_known(monkeypatch: pytes
     assert blotted("ab abc", {"ab": "X", "abc": "Y"}) == "X Y"
 
 
-def test_values_that_results_need_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_results_need_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "something long")
@@ -203,10 +193,3 @@ def test_values_that_results_need_are_no_secrets(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("USE_AUTH", "false")
     monkeypatch.setenv("NO_PROXY", "localhost,127.0.0.1")
     assert known_secrets([None, ""]) == []
-
-
-def test_the_table_of_modes_is_measured_on_few_prompts_of_the_projects_own() -> None:
-    step = next(step for step in steps("cuda:0", quick=False) if step.name == "modes")
-    args = build_parser().parse_args([each.format(file="out.json") for each in step.arguments])
-    assert args.prompts is None
-    assert args.num_prompts <= 4

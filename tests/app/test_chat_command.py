@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,10 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 Captured = pytest.CaptureFixture[str]
 
 
-def a_model(folder: Path, template: str | None) -> Path:
+CHEAP = ["--no-native-kernels", "--kv-memory-mb", "64", "--context", "256", "--mode", "ar"]
+
+
+def model_with(folder: Path, template: str | None) -> Path:
     shutil.copytree(embedded_folder("target"), folder)
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
@@ -24,30 +28,28 @@ def a_model(folder: Path, template: str | None) -> Path:
     return folder
 
 
-def test_a_conversation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    model = a_model(tmp_path / "model", TEMPLATE)
-    told: list[str] = []
-    for lines in ("x = 1\ny = 2\n\n", "x = 1\n/new\ny = 2\n"):
-        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-        words = ["--max-tokens", "5", "--temperature", "0", "--mode", "sd", "--draft", "ngram"]
-        assert cli.main(["chat", str(model), *words]) == 0
-        told.append(capsys.readouterr().out)
-    figures = [line for line in told[0].splitlines() if line.startswith("[5 tokens, mode sd")]
-    assert len(figures) == 2
-    assert "\x1b" not in told[0]
-    first, second = (each.split("[5 tokens")[0] for each in told)
-    assert first == second
+def test_chat_keeps_the_conversation_until_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    model = model_with(tmp_path / "model", TEMPLATE)
+    monkeypatch.setattr("sys.stdin", io.StringIO("x = 1\nx = 1\n/new\nx = 1\n\n"))
+    assert cli.main(["chat", str(model), "--max-tokens", "5", "--temperature", "0", *CHEAP]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    first, second, third = re.split(r"\n\[5 tokens, mode ar.*\]\n", shown)[:-1]
+    assert first == third != second
 
 
-def test_a_model_without_a_template_is_refused(
+@pytest.mark.slow
+def test_chat_without_a_template_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    assert cli.main(["chat", str(a_model(tmp_path / "model", None)), "--mode", "ar"]) == 2
+    assert cli.main(["chat", str(model_with(tmp_path / "model", None)), *CHEAP]) == 2
     assert "has no chat template" in capsys.readouterr().err
 
 
-def test_what_was_guessed_is_green_on_a_terminal() -> None:
+def test_accepted_draft_tokens_are_green_on_a_terminal() -> None:
     for colours, shown in ((True, "\x1b[32mab\x1b[0mc"), (False, "abc")):
         out = io.StringIO()
         ChatTerminal(io.StringIO(), out, colours).show(Piece("abc"), "ab")

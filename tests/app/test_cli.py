@@ -14,7 +14,7 @@ from ssd_serve.app.cli import main as cli
 from ssd_serve.app.cli.output import as_table
 from ssd_serve.app.cli.serve import address
 from ssd_serve.base.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
-from ssd_serve.base.logs import Logger, ProgressLine
+from ssd_serve.base.logs import ProgressLine
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import flag_name
 from ssd_serve.cluster.health import WorkerDiedError
@@ -62,13 +62,13 @@ def test_mistakes(arguments: list[str], sentence: str, capsys: Captured, tmp_pat
     assert sentence in captured.err
 
 
-def test_an_unknown_variable_stops_every_command(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setenv("SSD_PROT", "1")
     assert cli.main(["settings"]) == 2
     assert "did you mean SSD_PORT?" in capsys.readouterr().err
 
 
-def test_no_command_prints_help(capsys: Captured) -> None:
+def test_missing_command_prints_help(capsys: Captured) -> None:
     assert cli.main([]) == 2
     assert "exit codes" in capsys.readouterr().err
 
@@ -88,21 +88,22 @@ def test_settings_as_table_and_as_json(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert rows["SSD_MODE"]["origin"] == "variable"
 
 
-def test_the_table_fits_the_terminal() -> None:
+def test_settings_table_fits_the_terminal() -> None:
     from ssd_serve.base.settings_sources import origins
 
     lines = as_table(origins(Settings(), {}), width=100).splitlines()
     assert max(len(line) for line in lines[:-1]) <= 100
 
 
-def test_every_setting_is_a_flag_of_serve_and_generate(capsys: Captured) -> None:
-    for command in ("serve", "generate"):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([command, "--help"])
-        assert ended.value.code == 0
-        text = capsys.readouterr().out
-        for name in Settings.model_fields:
-            assert flag_name(name) in text
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_help_lists_settings_with_choices_types_and_defaults(command: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    words = ("--mode {ar,sd,ssd,auto}", "--port N", "(8000)", "--cache-dir PATH", "front end (each is")
+    for expected in (*map(flag_name, Settings.model_fields), *words):
+        assert expected in text
 
 
 def test_help_needs_no_torch_and_hides_workers() -> None:
@@ -142,14 +143,14 @@ def test_errors_become_exit_codes(
     assert (capsys.readouterr().err == "") == quiet
 
 
-def test_a_taken_port_is_exit_code_3(capsys: Captured) -> None:
+def test_taken_port_has_exit_code_3(capsys: Captured) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)]) == 3
     assert f"port {port} on 127.0.0.1 is taken" in capsys.readouterr().err
 
 
-def test_a_taken_port_of_the_metrics_lets_the_other_go(capsys: Captured) -> None:
+def test_taken_metrics_port_releases_the_other_port(capsys: Captured) -> None:
     with listen("127.0.0.1", 0) as taken, listen("127.0.0.1", 0) as other:
         port, free = taken.getsockname()[1], other.getsockname()[1]
         other.close()
@@ -160,31 +161,31 @@ def test_a_taken_port_of_the_metrics_lets_the_other_go(capsys: Captured) -> None
         listen_all(Settings(metrics_port=8000))
 
 
-def test_a_key_that_is_set_but_empty_is_an_error(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_api_key_is_refused(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_API_KEY", "")
     assert cli.main(["serve", "--port", "0"]) == 2
     assert "SSD_API_KEY is set but empty" in capsys.readouterr().err
 
 
-def test_a_file_of_keys_that_is_wrong_ends_the_start(capsys: Captured, tmp_path: Path) -> None:
+def test_invalid_keys_file_is_refused(capsys: Captured, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("anna\n")
     assert cli.main(["serve", "--port", "0", "--api-keys-file", str(tmp_path / "keys")]) == 2
     assert "(SSD_API_KEYS_FILE): line 1: a line is: name key" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on every port")
-def test_a_port_that_needs_root() -> None:
+def test_privileged_port_is_refused() -> None:
     with pytest.raises(PermissionProblemError, match="1024"):
         listen("127.0.0.1", 80)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
-def test_an_address_that_is_not_ours(host: str) -> None:
+def test_foreign_address_is_refused(host: str) -> None:
     with pytest.raises(SettingsError, match="SSD_HOST"):
         listen(host, 0)
 
 
-def test_addresses_are_shown_as_people_can_use_them() -> None:
+def test_wildcard_addresses_are_shown_as_loopback() -> None:
     with listen("0.0.0.0", 0) as everywhere:
         assert address(everywhere) == f"http://127.0.0.1:{everywhere.getsockname()[1]}"
     if socket.has_ipv6:
@@ -192,22 +193,11 @@ def test_addresses_are_shown_as_people_can_use_them() -> None:
             assert address(six).startswith("http://[::1]:")
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_closed_stdout_is_no_error() -> None:
     command = f"{sys.executable} -m ssd_serve settings | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("VARIABLE")
-
-
-def test_log_lines_for_people_and_for_machines(capsys: Captured) -> None:
-    text = Logger("verifier")
-    text.bind(name="drafter-0").info("drafter joined", step_ms=1.23456, note="two words")
-    text.debug("not shown")
-    line = capsys.readouterr().err
-    assert line.endswith(' info    verifier: drafter joined name=drafter-0 step_ms=1.235 note="two words"\n')
-    Logger("server", style="json").error("bad\nline", path=Path("/x"))
-    record = json.loads(capsys.readouterr().err)
-    assert (record["process"], record["event"], record["path"]) == ("server", "bad\nline", "/x")
 
 
 def test_progress_without_a_terminal_is_plain_lines(capsys: Captured) -> None:
@@ -218,7 +208,7 @@ def test_progress_without_a_terminal_is_plain_lines(capsys: Captured) -> None:
     assert capsys.readouterr().err == "loading\nmeasuring\n"
 
 
-def test_a_broken_benchmark_stops_no_other_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_bench_package_leaves_other_commands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for room in ("bench", "recipes"):
         monkeypatch.setitem(sys.modules, f"ssd_serve.{room}.commands", None)
     assert cli.main(["settings"]) == 0
@@ -227,7 +217,7 @@ def test_a_broken_benchmark_stops_no_other_command(monkeypatch: pytest.MonkeyPat
             cli.main(words)
 
 
-def test_other_servers_names_of_flags_are_taken(capsys: Captured) -> None:
+def test_flags_of_other_servers_are_accepted(capsys: Captured) -> None:
     words = ["-m", "/t", "-md", "/d", "-tp", "2", "--max-model-len", "512", "-np", "3", "--alias", "mine"]
     assert cli.main(["settings", "--json", *words, "--dtype", "bfloat16"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -235,15 +225,7 @@ def test_other_servers_names_of_flags_are_taken(capsys: Captured) -> None:
     assert [told[f"SSD_{name}"]["value"] for name in names] == ["/t", "/d", "2", "512", "3", "mine", "bf16"]
 
 
-def test_help_shows_choices_types_and_defaults(capsys: Captured) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    for words in ("--mode {ar,sd,ssd,auto}", "--port N", "(8000)", "--cache-dir PATH", "front end (each is"):
-        assert words in told
-
-
-def test_a_file_comes_after_flags_and_variables(
+def test_config_file_is_below_flags_and_variables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
     file = tmp_path / "ssd.yaml"
@@ -269,13 +251,13 @@ def test_a_file_comes_after_flags_and_variables(
         ("!!python/object:os.system {}", "is no YAML"),
     ],
 )
-def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path, capsys: Captured) -> None:
+def test_invalid_config_file_is_refused(text: str, words: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "ssd.yaml").write_text(text)
     assert cli.main(["settings", "--config", str(tmp_path / "ssd.yaml")]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_the_version_and_what_it_runs_on(capsys: Captured) -> None:
+def test_version_prints_packages_and_cores(capsys: Captured) -> None:
     assert cli.main(["version"]) == 0
     short = capsys.readouterr().out
     assert cli.main(["version", "--full"]) == 0
@@ -285,13 +267,13 @@ def test_the_version_and_what_it_runs_on(capsys: Captured) -> None:
     assert told["cores"] >= 1
 
 
-def test_a_model_that_is_here_need_not_be_pulled(capsys: Captured) -> None:
+def test_pull_of_the_embedded_model(capsys: Captured) -> None:
     assert cli.main(["pull", "embedded"]) == 0
     assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands_and_flags(shell: str, capsys: Captured) -> None:
+def test_completion_scripts_have_commands_and_flags(shell: str, capsys: Captured) -> None:
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert "serve chat generate" in script
@@ -299,7 +281,7 @@ def test_shells_complete_commands_and_flags(shell: str, capsys: Captured) -> Non
     assert not re.search(r"\bworker\b", script)
 
 
-def test_bash_completes_what_was_begun(tmp_path: Path, capsys: Captured) -> None:
+def test_bash_completion_completes_words(tmp_path: Path, capsys: Captured) -> None:
     assert cli.main(["completion", "bash"]) == 0
     script = tmp_path / "complete.bash"
     script.write_text(capsys.readouterr().out)

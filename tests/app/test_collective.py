@@ -22,16 +22,16 @@ def test_ranks_on_cpus_sum(tmp_path: Path) -> None:
     assert sums("cpu", 0, 1, tmp_path / "other")  # a process group that was not destroyed would make it fail
 
 
-def test_missing_device_is_reported_in_the_librarys_words() -> None:
+def test_missing_device_error_is_that_of_the_library() -> None:
     assert "cuda" in failure(["cuda:0"]).lower()
 
 
-def test_a_library_that_hangs_is_ended() -> None:
+def test_hanging_library_is_killed() -> None:
     hanging = program("import time; time.sleep(60)")
     assert failure(["cpu", "cpu"], timeout_s=0.5, program=hanging) == "no answer within 0.5 s"
 
 
-def test_a_rank_that_does_not_come_is_noticed() -> None:
+def test_missing_rank_is_reported() -> None:
     other = "sys.exit('gone' if sys.argv[3] == '1' else main(sys.argv[1:]))"
     text = f"import sys; from ssd_serve.app.doctor.collective import main; {other}"
     assert failure(["cpu", "cpu"], timeout_s=10.0, program=program(text)) == "gone"
@@ -49,12 +49,12 @@ def test_library_failure_is_reported_in_one_line(text: str, words: str) -> None:
     assert failure(["cpu"], program=program(text)) == words
 
 
-def test_a_wrong_sum_is_a_failure() -> None:
+def test_wrong_sum_is_a_failure() -> None:
     text = "import sys; from ssd_serve.app.doctor import collective; collective.sums = lambda *_: False; "
     assert failure(["cpu"], program=program(text + "collective.main(sys.argv[1:])")) == "the sum is wrong"
 
 
-def test_what_cannot_be_recorded_is_a_failure() -> None:
+def test_capture_failure_is_reported() -> None:
     assert failure(["cpu"], captured=True) != ""
 
 

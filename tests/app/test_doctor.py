@@ -10,7 +10,6 @@ import torch
 
 from ssd_serve.app.cli.main import main
 from ssd_serve.app.doctor import checks as doctor
-from ssd_serve.app.doctor import checks as doctor_checks
 from ssd_serve.app.doctor.checks import Check, State, examine
 from ssd_serve.app.doctor.command import as_table
 from ssd_serve.base.devices import Device, Machine, parse_device
@@ -30,14 +29,14 @@ CPU = Settings()
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray is replaced because its start takes seconds."""
-    monkeypatch.setattr(doctor_checks, "ray_view", lambda: RayView(4, 0))
+    monkeypatch.setattr(doctor, "ray_view", lambda: RayView(4, 0))
 
 
 def found(checks: list[Check], name: str) -> Check:
     return next(check for check in checks if check.name == name)
 
 
-def test_this_machine_can_serve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_of_this_machine_has_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["would serve"]["state"] == "ok"
@@ -47,22 +46,16 @@ def test_this_machine_can_serve(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_backend_that_cannot_run_here_is_a_problem_when_it_was_asked_for() -> None:
-    checks = examine(Settings(tree_decode_backend="triton"), lambda text: None)
-    problem = found(checks, "would serve")
-    assert problem.state is State.PROBLEM
-    assert "it needs a GPU" in problem.advice
-    assert [check.name for check in checks if check.state is State.PROBLEM] == ["would serve"]
+def test_requested_backend_that_cannot_run_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--tree-decode-backend", "triton"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    (problem,) = (row for row in rows if row["state"] == "problem")
+    assert problem["check"] == "would serve"
+    assert "it needs a GPU" in problem["advice"]
 
 
 @pytest.mark.slow
-def test_problem_sets_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--tree-decode-backend", "triton"]) == 1
-    assert "would serve" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_without_compiled_kernels_torch_serves(tmp_path: Path) -> None:
+def test_torch_serves_without_compiled_kernels(tmp_path: Path) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
     for settings in (Settings(native_kernels=False), Settings(cache_dir=blocked / "cache")):
@@ -71,29 +64,30 @@ def test_without_compiled_kernels_torch_serves(tmp_path: Path) -> None:
         assert found(checks, "would serve").found.startswith("sdpa")
 
 
-def told_of(make: Maker, monkeypatch: pytest.MonkeyPatch) -> Check:
+def tried(make: Maker, monkeypatch: pytest.MonkeyPatch) -> Check:
     one = [Candidate("tried", "", make)]
     monkeypatch.setattr(doctor, "candidates", lambda *given: one)
     return found(examine(CPU, lambda text: None), "tried, float32")
 
 
-def test_a_backend_that_does_not_have_the_dtype_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(cache: KVCache, heads: int) -> AttentionBackend[Any]:
-        raise UserError("no kernels for float32: use bfloat16")
-
-    told = told_of(refuse, monkeypatch)
-    assert told.state is State.OK
-    assert told.found.startswith("not for this dtype")
-    assert told.advice == "no kernels for float32: use bfloat16"
-
-
-def test_failing_backend_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "state", "found", "advice"),
+    [
+        (UserError("no kernels for float32"), State.OK, "not for this dtype", "no kernels for float32"),
+        (RuntimeError("no image\nand a trace"), State.NOTE, "RuntimeError: no image", "report it"),
+    ],
+)
+def test_backend_that_cannot_be_built_is_reported_in_one_line(
+    error: Exception, state: State, found: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(cache: KVCache, heads: int) -> AttentionBackend[Any]:
-        raise RuntimeError("no kernel image\nand a long trace")
+        raise error
 
-    told = told_of(fail, monkeypatch)
-    assert (told.state, told.found) == (State.NOTE, "RuntimeError: no kernel image")
-    assert "report it" in told.advice
+    check = tried(fail, monkeypatch)
+    assert check.state is state
+    assert check.found.startswith(found)
+    assert "\n" not in check.found
+    assert advice in check.advice
 
 
 class Doubled(SdpaAttention):
@@ -104,20 +98,20 @@ class Doubled(SdpaAttention):
 
 
 def test_wrong_backend_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = told_of(Doubled, monkeypatch)
+    told = tried(Doubled, monkeypatch)
     assert told.state is State.NOTE
     assert "heads of 128 in float32: off by" in told.found
     assert "results are wrong" in told.advice
 
 
-def test_a_right_backend_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_backend_is_tested_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
     def make(cache: KVCache, heads: int) -> AttentionBackend[Any]:
         made.append(heads)
         return SdpaAttention(cache, heads)
 
-    assert told_of(make, monkeypatch).state is State.OK
+    assert tried(make, monkeypatch).state is State.OK
     assert len(made) == len(RATIOS) * len(SMALL)
 
 
@@ -148,7 +142,7 @@ def asked_of_attention(settings: Settings, monkeypatch: pytest.MonkeyPatch, kind
     ("dtype", "expected"),
     [("auto", torch.bfloat16), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)],
 )
-def test_attention_is_chosen_in_the_targets_dtype_and_on_its_gpu(
+def test_attention_is_chosen_for_dtype_and_gpu_of_the_target(
     monkeypatch: pytest.MonkeyPatch, dtype: Any, expected: torch.dtype
 ) -> None:
     settings = Settings(target_device="cuda:1", dtype=dtype)
@@ -156,8 +150,8 @@ def test_attention_is_chosen_in_the_targets_dtype_and_on_its_gpu(
 
 
 def test_attention_on_cores_is_float32_for_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "devices", lambda settings: [])
-    monkeypatch.setattr(doctor_checks, "collectives", list[Check])
+    monkeypatch.setattr(doctor, "devices", lambda settings: [])
+    monkeypatch.setattr(doctor, "collectives", list[Check])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = Settings(target_device="cpu:0", dtype="int8")
     assert asked_of_attention(settings, monkeypatch).layout.dtype is torch.float32
@@ -173,7 +167,7 @@ def test_attention_on_cores_is_float32_for_every_dtype(monkeypatch: pytest.Monke
         (Settings(target_device="cpu:0", tree_decode_check="sdpa"), "'sdpa' cannot be used here"),
     ],
 )
-def test_settings_that_this_machine_cannot_serve_are_a_problem(
+def test_settings_that_cannot_be_served_are_a_problem(
     monkeypatch: pytest.MonkeyPatch, settings: Settings, reason: str
 ) -> None:
 
@@ -187,13 +181,6 @@ def test_settings_that_this_machine_cannot_serve_are_a_problem(
     assert reason in told.advice
 
 
-@pytest.mark.slow
-def test_checking_backend_is_reported() -> None:
-    told = found(examine(Settings(tree_decode_check="sdpa"), lambda text: None), "would serve")
-    assert told.state is State.OK
-    assert "checked by sdpa" in told.found
-
-
 def test_broken_gpu_is_reported_without_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any) -> KVCache:
         raise RuntimeError("CUDA error: unknown error\nCompile with more flags")
@@ -202,7 +189,7 @@ def test_broken_gpu_is_reported_without_an_exception(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
     monkeypatch.setattr(doctor, "KVCache", broken)
-    monkeypatch.setattr(doctor_checks, "collectives", list[Check])
+    monkeypatch.setattr(doctor, "collectives", list[Check])
     checks = examine(CPU, lambda text: None)
     assert found(checks, "cores").state is State.OK
     for name, state in (("devices", State.NOTE), ("tree attention", State.PROBLEM)):
@@ -224,7 +211,7 @@ def test_missing_home_folder_error_names_the_setting(monkeypatch: pytest.MonkeyP
         assert "SSD_CACHE_DIR" in found(checks, name).advice
 
 
-def test_advice_stands_below_its_line() -> None:
+def test_table_shows_advice_below_the_check() -> None:
     checks = [Check("a", State.OK, "fine"), Check("longer", State.PROBLEM, "bad", "do this")]
     assert as_table(checks).splitlines() == [
         "a       ok       fine",

@@ -48,7 +48,7 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
     return found
 
 
-def test_an_amd_gpu_that_torch_cannot_use_is_a_problem_only_where_it_shall_serve(files: Files) -> None:
+def test_unusable_amd_gpu_is_a_problem_if_it_is_configured(files: Files) -> None:
     files.kfd.touch()
     for settings, state in ((CPU, State.NOTE), *((each, State.PROBLEM) for each in GPU)):
         checks = [*doctor_checks.devices(settings), *doctor_checks.torch_build(settings)]
@@ -58,45 +58,32 @@ def test_an_amd_gpu_that_torch_cannot_use_is_a_problem_only_where_it_shall_serve
 
 
 @pytest.mark.slow
-def test_the_doctor_of_a_machine_with_an_apu_lets_the_cpu_serve(files: Files) -> None:
+def test_machine_with_an_apu_has_no_problem(files: Files) -> None:
     files.kfd.touch()
     assert State.PROBLEM not in {check.state for check in examine(CPU, lambda text: None)}
 
 
 @pytest.mark.parametrize("which", ["nvidia_control", "nvidia_driver"])
-def test_an_nvidia_gpu_that_torch_cannot_use_is_named(files: Files, which: str) -> None:
+def test_unusable_nvidia_gpu_is_reported(files: Files, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(getattr(files, which)).touch()
     assert found([*doctor_checks.devices(CPU)], "GPUs").state is State.NOTE
     problem = found([*doctor_checks.devices(GPU[0])], "GPUs")
     assert problem.state is State.PROBLEM
     assert "NVIDIA" in problem.found
     assert "torch for CUDA" in problem.advice
-
-
-def test_a_cuda_torch_without_a_gpu_points_at_the_driver(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files.nvidia_control.touch()
+    files.kfd.touch()  # an AMD GPU in the processor
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert "too old for CUDA 12.8" in found([*doctor_checks.devices(CPU)], "GPUs").advice
-
-
-def test_a_cuda_torch_beside_an_amd_gpu_is_no_wrong_torch(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An NVIDIA card in a machine with an AMD GPU in its processor."""
-    files.kfd.touch()
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert found([*doctor_checks.torch_build(GPU[0])], "torch").state is State.OK
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem(files: Files) -> None:
+def test_configured_gpu_that_is_absent_is_a_problem(files: Files) -> None:
     assert found([*doctor_checks.devices(CPU)], "GPUs").state is State.OK
     for settings in GPU:
         assert found([*doctor_checks.devices(settings)], "GPUs").state is State.PROBLEM
 
 
-def test_a_gpu_that_this_user_may_not_open_matters_where_it_shall_serve(
+def test_gpu_without_permission_is_a_problem_if_it_is_configured(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files.kfd.touch()
@@ -145,7 +132,7 @@ def test_missing_flashinfer_advice_names_the_package(
     assert found([*doctor_checks.packages()], fitting) == Check(fitting, State.OK, "0.7.3")
 
 
-def test_a_cpu_lacks_no_package(installed: dict[str, str], files: Files) -> None:
+def test_cpu_lacks_no_package(installed: dict[str, str], files: Files) -> None:
     assert {check.state for check in doctor_checks.packages()} == {State.OK}
     assert found([*doctor_checks.packages()], "ray").found == "not installed (only SSD_LAUNCHER=ray needs it)"
 
@@ -178,7 +165,7 @@ def test_ray_resources_are_reported(
     assert bool(told.advice) == (state is State.NOTE)
 
 
-def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_are_tested_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, bool]] = []
     wrong = ["", "", "no answer within 90 s", "", "it ended with code -6"]
 
@@ -209,7 +196,7 @@ def test_collectives_are_tried_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert tried == [(1, False), (1, True), (8, False), (8, False), (8, True)]
 
 
-def test_a_driver_that_does_not_tell_its_version_is_a_driver(files: Files) -> None:
+def test_driver_version_may_be_missing(files: Files) -> None:
     files.nvidia_driver.touch()
     assert found([*doctor_checks.driver()], "driver").found == "NVIDIA, of no version"
     files.nvidia_driver.write_text("NVRM version: 580.1\nGCC version: 12\n")
@@ -217,7 +204,7 @@ def test_a_driver_that_does_not_tell_its_version_is_a_driver(files: Files) -> No
 
 
 @pytest.mark.slow
-def test_a_driver_that_cannot_be_read_is_a_note(files: Files) -> None:
+def test_unreadable_driver_is_a_note(files: Files) -> None:
     files.nvidia_driver.mkdir()  # as unreadable as a file can be for root
     checks = examine(CPU, lambda text: None)
     note = found(checks, "driver")

@@ -17,7 +17,7 @@ KEY = "a key of some length"
         ("tcp://127.0.0.1:4711", "", "set SSD_CLUSTER_KEY to 16 characters"),
     ],
 )
-def test_an_address_that_can_never_answer_is_refused(
+def test_invalid_verifier_address_is_refused(
     address: str,
     key: str,
     why: str,
@@ -29,21 +29,18 @@ def test_an_address_that_can_never_answer_is_refused(
     assert why in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("nowhere/alive", "cannot be written"), ("thesis.tex", "holds something")],
+)
+def test_alive_file_must_be_writable_and_empty(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SSD_CLUSTER_KEY", KEY)
-    path = str(tmp_path / "nowhere" / "alive")
+    (tmp_path / "thesis.tex").write_text("all of it", encoding="utf-8")
+    path = str(tmp_path / name)
     assert main(["draft", "--connect", "tcp://127.0.0.1:4711", "--alive-file", path]) == 2
-    assert f"--alive-file: {path} cannot be written" in capsys.readouterr().err
-
-
-def test_a_file_that_holds_something_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SSD_CLUSTER_KEY", KEY)
-    path = tmp_path / "thesis.tex"
-    path.write_text("all of it", encoding="utf-8")
-    assert main(["draft", "--connect", "tcp://127.0.0.1:4711", "--alive-file", str(path)]) == 2
-    assert "holds something" in capsys.readouterr().err
-    assert path.read_text(encoding="utf-8") == "all of it"
+    error = capsys.readouterr().err
+    assert f"--alive-file: {path}" in error
+    assert why in error
+    assert (tmp_path / "thesis.tex").read_text(encoding="utf-8") == "all of it"

@@ -13,7 +13,7 @@ import pytest
 
 from ssd_serve import LLM, SamplingParams
 from ssd_serve.app.llm.llm import Prompt
-from ssd_serve.base.errors import CheckpointError, EngineDeadError, RequestError, SettingsError, SsdError
+from ssd_serve.base.errors import CheckpointError, EngineDeadError, RequestError, SettingsError
 
 TEXT = "def read_lines(path):"
 SETTINGS: dict[str, Any] = {
@@ -48,12 +48,9 @@ def _workers() -> list[psutil.Process]:
     return found
 
 
-def test_the_embedded_pair_drafts_inline_in_this_process(llm: LLM) -> None:
+def test_output_has_text_tokens_and_figures(llm: LLM) -> None:
     assert llm.ready.mode == "sd"
     assert not _workers()
-
-
-def test_a_text_has_all_that_is_known_of_it(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, SAMPLED)
     assert len(output.token_ids) == output.figures.tokens == 16
     assert output.text == llm.tokenizer.decode((*output.prompt_token_ids, *output.token_ids))[len(TEXT) :]
@@ -69,7 +66,7 @@ def test_plain_decoding_gives_the_same_text(llm: LLM, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_give_the_same_text_and_end_with_it(llm: LLM, folder: Path) -> None:
+def test_mode_ssd_gives_the_same_text_and_ends_its_processes(llm: LLM, folder: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     with LLM(cache_dir=folder, mode="ssd", **SETTINGS) as far:
         started = set(psutil.Process().children(recursive=True)) - before
@@ -82,19 +79,9 @@ def test_processes_give_the_same_text_and_end_with_it(llm: LLM, folder: Path) ->
 
 
 @pytest.mark.slow
-def test_the_command_gives_the_same_text(llm: LLM, folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ssd_serve",
-        "generate",
-        TEXT,
-        "--json",
-        "--mode",
-        "sd",
-        "--dtype",
-        "fp32",
-    ]
+def test_ssd_generate_gives_the_same_text(llm: LLM, folder: Path) -> None:
+    program = [sys.executable, "-m", "ssd_serve", "generate", TEXT]
+    command = [*program, "--json", "--mode", "sd", "--dtype", "fp32"]
     # Options that the command leaves out come from the model; parameters that are left out are off.
     sampling = ["--seed", "5", "--temperature", "0.8", "--top-p", "1", "--max-tokens", "16"]
     sampling += ["--no-native-kernels"]
@@ -104,7 +91,7 @@ def test_the_command_gives_the_same_text(llm: LLM, folder: Path) -> None:
     assert tuple(json.loads(done.stdout)["token_ids"]) == llm.generate(TEXT, SAMPLED)[0].token_ids
 
 
-def test_several_prompts_at_once_give_what_each_gives_alone(llm: LLM) -> None:
+def test_batched_prompts_give_the_texts_of_single_ones(llm: LLM) -> None:
     prompts = [TEXT, "import os\n", "class Node:"]
     together = [output.token_ids for output in llm.generate(prompts, SAMPLED)]
     assert together == [llm.generate(prompt, SAMPLED)[0].token_ids for prompt in prompts]
@@ -121,7 +108,7 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
             llm.generate(TEXT, wrong)  # type: ignore[arg-type]
 
 
-def test_a_target_may_draft_with_its_own_first_layers(llm: LLM, folder: Path) -> None:
+def test_self_draft_gives_the_same_text(llm: LLM, folder: Path) -> None:
     expected = llm.generate(TEXT, SAMPLED)[0].token_ids
     with LLM(cache_dir=folder, draft="self:3,ngram", **SETTINGS) as own:
         assert own.ready.draft == "self:3, ngram"
@@ -132,23 +119,25 @@ def test_a_target_may_draft_with_its_own_first_layers(llm: LLM, folder: Path) ->
     ("draft", "message"),
     [
         ("self:5", "self:5 must have fewer layers than the target, which has 5"),
-        ("self:0", "self:0 is no number of layers: write e.g. self:4"),
         ("self:two", "no number of layers"),
     ],
 )
-def test_a_draft_of_no_layers_or_all_is_a_clear_error(draft: str, message: str, folder: Path) -> None:
+def test_self_draft_of_no_layers_or_all_is_refused(draft: str, message: str, folder: Path) -> None:
     with pytest.raises(SettingsError, match=message):
         LLM(cache_dir=folder, draft=draft, **SETTINGS)
 
 
-def test_more_prompts_than_the_engine_takes_at_once_wait_here(folder: Path) -> None:
+def test_prompts_beyond_the_engine_limits_wait_until_close(folder: Path) -> None:
     with LLM(cache_dir=folder, mode="ar", max_running=2, max_waiting=1, **SETTINGS) as small:
         outputs = small.generate(["a", "b", "c", "d", "e", "f"], SamplingParams(max_tokens=2), progress=False)
+    small.close()  # a second time
+    with pytest.raises(EngineDeadError, match="has been closed"):
+        small.generate(TEXT)
     assert [output.prompt for output in outputs] == list(range(6))
     assert all(len(output.token_ids) == 2 for output in outputs)
 
 
-def test_a_bar_is_shown_where_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_is_shown_on_request(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     one = SamplingParams(max_tokens=1)
     llm.generate(["a", "b"], one)
     assert capfd.readouterr().err == ""  # no terminal
@@ -156,7 +145,7 @@ def test_a_bar_is_shown_where_it_is_asked_for(llm: LLM, capfd: pytest.CaptureFix
     assert "100%" in capfd.readouterr().err
 
 
-def test_n_texts_of_a_prompt_have_seeds_of_their_own(llm: LLM) -> None:
+def test_choices_of_a_prompt_have_seeds_of_their_own(llm: LLM) -> None:
     params = SAMPLED.model_copy(update={"n": 3})
     outputs = llm.generate([TEXT, "import os\n"], params)
     assert [(output.prompt, output.choice) for output in outputs] == [
@@ -168,7 +157,7 @@ def test_n_texts_of_a_prompt_have_seeds_of_their_own(llm: LLM) -> None:
     assert llm.generate(TEXT, again)[0].token_ids == outputs[2].token_ids
 
 
-def test_token_ids_are_prompts_too(llm: LLM) -> None:
+def test_token_ids_are_accepted_as_prompts(llm: LLM) -> None:
     (text,) = llm.generate(TEXT, SAMPLED)
     (one,) = llm.generate(list(text.prompt_token_ids), SAMPLED)
     both: list[Prompt] = [list(text.prompt_token_ids), TEXT]
@@ -200,7 +189,7 @@ def test_abandoned_and_concurrent_streams_are_independent(llm: LLM) -> None:
     assert "".join(piece.text for piece in pieces) == whole.text
 
 
-def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     (whole,) = llm.generate(TEXT, SAMPLED)
     stop = whole.text[10:13]
     (cut,) = llm.generate(TEXT, SAMPLED.model_copy(update={"stop": (stop,)}))
@@ -212,7 +201,7 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert llm.generate(TEXT, with_it)[0].text == cut.text + stop
 
 
-def test_an_end_token_ends_the_text_and_is_not_shown(llm: LLM) -> None:
+def test_stop_token_ends_the_text_and_is_not_shown(llm: LLM) -> None:
     (whole,) = llm.generate(TEXT, SAMPLED)
     end = whole.token_ids[3]
     (cut,) = llm.generate(TEXT, SAMPLED.model_copy(update={"stop_token_ids": (end,)}))
@@ -222,7 +211,7 @@ def test_an_end_token_ends_the_text_and_is_not_shown(llm: LLM) -> None:
     assert whole.text.startswith(cut.text)
 
 
-def test_a_bad_word_does_not_come(llm: LLM) -> None:
+def test_bad_words_are_not_generated(llm: LLM) -> None:
     (free,) = llm.generate(TEXT, SAMPLED)
     word = free.text.split()[0]
     (without,) = llm.generate(TEXT, SAMPLED.model_copy(update={"bad_words": (word,)}))
@@ -230,7 +219,7 @@ def test_a_bad_word_does_not_come(llm: LLM) -> None:
     assert word not in without.text
 
 
-def test_thoughts_are_as_long_as_they_may_be(llm: LLM) -> None:
+def test_thinking_token_budget_ends_the_thoughts(llm: LLM) -> None:
     params = SamplingParams(seed=5, temperature=0.8, max_tokens=24, thinking_token_budget=4)
     bounded = llm.generate("<think>", params)[0]
     free = llm.generate("<think>", SamplingParams(seed=5, temperature=0.8, max_tokens=24))[0]
@@ -238,7 +227,7 @@ def test_thoughts_are_as_long_as_they_may_be(llm: LLM) -> None:
     assert bounded.token_ids[: 4 + len(end)] == (*free.token_ids[:4], *end)
 
 
-def test_log_probabilities_come_with_each_token(llm: LLM) -> None:
+def test_logprobs_are_reported_for_each_token(llm: LLM) -> None:
     (output,) = llm.generate(TEXT, SAMPLED.model_copy(update={"logprobs": 2, "temperature": 0.0}))
     assert output.logprobs is not None
     assert len(output.logprobs) == len(output.token_ids)
@@ -247,7 +236,7 @@ def test_log_probabilities_come_with_each_token(llm: LLM) -> None:
         assert len(told.top) == 2
 
 
-def test_a_conversation_is_answered_as_its_rendered_text(llm: LLM) -> None:
+def test_chat_is_the_completion_of_its_rendered_text(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Write a loop."}]
     (answer,) = llm.chat(messages, SAMPLED)
     ids = llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), False)
@@ -272,7 +261,7 @@ def test_a_conversation_is_answered_as_its_rendered_text(llm: LLM) -> None:
         ({"temprature": 1}, "temprature"),
     ],
 )
-def test_wrong_parameters_are_named(params: dict[str, object], field: str) -> None:
+def test_invalid_parameters_are_named(params: dict[str, object], field: str) -> None:
     with pytest.raises(RequestError, match=f"^{field}") as error:
         SamplingParams.model_validate(params)
     assert error.value.field == field
@@ -292,7 +281,7 @@ def test_wrong_parameters_are_named(params: dict[str, object], field: str) -> No
         (TEXT, SamplingParams(allowed_token_ids=[0], min_tokens=1, stop_token_ids=[0]), "allowed_token_ids"),
     ],
 )
-def test_what_does_not_fit_the_model_is_named_and_disturbs_nothing(
+def test_impossible_requests_are_named_and_leave_others_alone(
     llm: LLM, prompt: str | list[int], params: SamplingParams, field: str
 ) -> None:
     with pytest.raises(RequestError, match=f"^{field}: ") as error:
@@ -301,7 +290,7 @@ def test_what_does_not_fit_the_model_is_named_and_disturbs_nothing(
     assert llm.generate("a", SamplingParams(max_tokens=1))[0].finish_reason == "length"
 
 
-def test_without_a_limit_a_text_is_as_long_as_fits(llm: LLM) -> None:
+def test_default_max_tokens_is_limited_by_the_context(llm: LLM) -> None:
     prompt = [5] * (llm.ready.context - 3)
     assert len(llm.generate(prompt, SamplingParams(ignore_eos=True))[0].token_ids) == 3
 
@@ -314,27 +303,18 @@ def test_without_a_limit_a_text_is_as_long_as_fits(llm: LLM) -> None:
         ({"mode": "fast"}, "the argument mode: input should be 'ar', 'sd', 'ssd' or 'auto'"),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as error:
         LLM(**settings)
     assert str(error.value) == message
 
 
-def test_a_model_that_is_not_there_is_an_error_of_the_tree() -> None:
+def test_missing_model_is_a_checkpoint_error() -> None:
     with pytest.raises(CheckpointError, match="/nowhere/at/all"):
         LLM("/nowhere/at/all")
-    assert issubclass(CheckpointError, SsdError)
 
 
-def test_closed_llm_raises(folder: Path) -> None:
-    closed = LLM(cache_dir=folder, mode="ar", **SETTINGS)
-    closed.close()
-    closed.close()
-    with pytest.raises(EngineDeadError, match="has been closed"):
-        closed.generate(TEXT)
-
-
-def test_the_package_alone_imports_no_torch() -> None:
+def test_importing_the_package_imports_no_torch() -> None:
     said = "import sys, ssd_serve; print(sorted({'torch', 'pydantic', 'fastapi'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

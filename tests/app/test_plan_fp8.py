@@ -44,7 +44,7 @@ def known_fp8(name: str, fp8: torch.dtype | None, scheme: Fp8Scheme) -> PlannedM
 TENSOR = Fp8Scheme(frozenset({"tensor"}), rounds_inputs=True)
 
 
-def test_the_table_knows_what_its_devices_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_formats_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: multiplied_fp8(name) for name in sheet_names()}
     assert found == {"mi300x": FNUZ, "mi325x": FNUZ, "mi350x": FN, "mi355x": FN, "h100": FN, "h200": FN}
     assert multiplied_fp8("cpu") is None
@@ -57,7 +57,7 @@ def test_the_table_knows_what_its_devices_multiply(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("native", [FN, FNUZ, None])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_folder_takes_what_its_loaded_model_would(
+def test_planned_bytes_are_those_of_the_loaded_model(
     name: str, native: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matrices, "native_format", lambda _: native)
@@ -80,7 +80,7 @@ def test_fp8_sizes_follow_from_the_configuration_alone(name: str, tmp_path: Path
     assert on_gpu(tmp_path, FN) == with_files
 
 
-def test_an_fp8_70b_fits_one_h100_and_reads_half() -> None:
+def test_fp8_70b_fits_one_h100_and_reads_half() -> None:
     wide, narrow = (known_fp8("llama-3.1-70b", fp8, TENSOR) for fp8 in (None, FN))
     assert (wide.fp8, narrow.fp8) == (False, True)
     assert narrow.matrix_bytes == pytest.approx(0.5 * wide.matrix_bytes, rel=0.02)
@@ -97,7 +97,7 @@ def test_an_fp8_70b_fits_one_h100_and_reads_half() -> None:
 @pytest.mark.parametrize(
     "scheme", [replace(TENSOR, rounds_inputs=False), Fp8Scheme(frozenset({"block"}), (1, 1), True)]
 )
-def test_what_is_not_multiplied_in_fp8_is_wide(scheme: Fp8Scheme) -> None:
+def test_fp8_weights_without_fp8_products_are_widened(scheme: Fp8Scheme) -> None:
     found = known_fp8("llama-3.1-8b", FN, scheme)
     assert found.matrix_bytes == found.wide_bytes
     assert found.fp8 is False

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ssd_serve.app.replicas import app, check_doors, cores_of, replica_settings, resources
+from ssd_serve.app.replicas import app, check_keys, cores_of, replica_settings, resources
 from ssd_serve.base.devices import Machine
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.settings import Settings
 
 
-def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_override_variables_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_API_KEY", "k")
     settings = replica_settings({"max_running": 4})
     assert (settings.max_running, settings.api_key) == (4, "k")
@@ -34,26 +34,26 @@ def test_arguments_are_settings_and_the_rest_comes_from_the_machine(monkeypatch:
         ({"cluster_key": "0123456789abcdef"}, "'cluster_key' is a secret.*SSD_CLUSTER_KEY"),
     ],
 )
-def test_a_wrong_argument_is_refused_before_anything_starts(arguments: dict[str, object], words: str) -> None:
+def test_invalid_argument_is_refused_before_start(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         app(arguments)
 
 
-def test_a_replica_without_keys_warns_and_wrong_keys_end_it(
+def test_replica_warns_without_keys_and_refuses_wrong_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = StringIO()
     log = Logger("replica", stream=said)
-    check_doors(Settings(), log)
+    check_keys(Settings(), log)
     assert "anyone who reaches this address may use the model" in said.getvalue()
     said.truncate(0)
-    check_doors(Settings(api_key="k" * 32), log)
+    check_keys(Settings(api_key="k" * 32), log)
     assert said.getvalue() == ""
     with pytest.raises(SettingsError, match="SSD_API_KEYS_FILE"):
-        check_doors(Settings(api_keys_file=tmp_path / "nowhere"), log)
+        check_keys(Settings(api_keys_file=tmp_path / "nowhere"), log)
     monkeypatch.setenv("SSD_API_KEY", "")
     with pytest.raises(SettingsError, match="set but empty"):
-        check_doors(Settings(), log)
+        check_keys(Settings(), log)
 
 
 def test_replicas_of_a_machine_compute_on_different_cores() -> None:
@@ -63,7 +63,7 @@ def test_replicas_of_a_machine_compute_on_different_cores() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3, 9])
-def test_all_cores_where_they_cannot_be_shared_out(count: int) -> None:
+def test_replica_gets_all_cores_if_there_are_too_few(count: int) -> None:
     machine = Machine((0, 1, 2, 3), 0)
     assert cores_of(machine, count, 1) == machine
 
@@ -81,13 +81,11 @@ def test_all_cores_where_they_cannot_be_shared_out(count: int) -> None:
         ),
     ],
 )
-def test_a_replica_asks_for_what_its_processes_compute_on(
-    arguments: dict[str, object], asked: dict[str, int]
-) -> None:
+def test_resources_of_a_replica(arguments: dict[str, object], asked: dict[str, int]) -> None:
     assert resources(replica_settings(arguments)) == asked
 
 
-def test_the_old_import_path_still_has_the_application_and_warns() -> None:
+def test_old_import_path_warns() -> None:
     sys.modules.pop("ssd_serve.replicas", None)
     with pytest.warns(DeprecationWarning, match=r"ssd_serve\.app\.replicas:app"):
         alias = importlib.import_module("ssd_serve.replicas")

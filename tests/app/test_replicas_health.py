@@ -42,7 +42,7 @@ async def test_replica_is_healthy_while_its_engine_runs_or_restarts() -> None:
 
 async def test_silent_engine_makes_the_replica_unhealthy() -> None:
     silent_s = Limits().engine_silence_s + 1
-    with pytest.raises(EngineDeadError, match=f"has said nothing for {silent_s:.0f} s: it seems to hang"):
+    with pytest.raises(EngineDeadError, match=f"has sent nothing for {silent_s:.0f} s: it seems to hang"):
         await Engine(silent_s=silent_s).replica().check_health()
 
 

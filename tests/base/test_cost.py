@@ -40,7 +40,7 @@ def test_between_measured_points_it_is_a_line_and_beyond_them_a_slope() -> None:
     assert table.seconds(10) == pytest.approx(0.016)
 
 
-def test_what_disturbed_the_measurement_of_some_rows_is_seen_by_the_others() -> None:
+def test_disturbed_measurements_are_corrected_by_other_rows() -> None:
     true = {rows: 0.001 + 3e-5 * rows for rows in (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)}
     disturbed = {**true, 1: 0.009, 6: 0.019, 64: 0.055}
     table = CostTable([Timing(rows, 0, seconds) for rows, seconds in disturbed.items()])
@@ -104,7 +104,7 @@ def test_live_rounds_move_the_level_of_everything_and_their_own_rows_more() -> N
     assert table.span(1, 64) == pytest.approx(shape, rel=0.02)
 
 
-def test_an_outlier_is_forgotten_though_its_rows_are_not_seen_again() -> None:
+def test_outlier_is_forgotten_without_new_samples_of_its_rows() -> None:
     table = CostTable([Timing(rows, 0, 0.001 * (10 + rows)) for rows in (1, 8, 64)])
     expected = table.seconds(8)
     table.observe(8, 100.0)
@@ -149,7 +149,7 @@ def test_host_cost_stays_finite(seen: list[tuple[int, int, float]], same: int) -
     assert host.seconds(1, 0) >= 0.0
 
 
-def test_a_pause_is_hardly_taken_for_the_cost_of_nodes() -> None:
+def test_pause_hardly_changes_the_cost_of_nodes() -> None:
     host = HostCost()
     for nodes in [0, 8, 16, 32] * 50:
         host.observe(1, nodes, 0.3e-3 + 20e-6 * nodes)

@@ -16,7 +16,7 @@ Ask = Callable[..., Machine]
 
 
 @pytest.mark.parametrize(("cores", "gpus", "threads"), [(64, 8, 8), (64, 1, 64), (4, 8, 1)])
-def test_processes_beside_several_gpus_share_the_cores(
+def test_processes_of_several_gpus_share_the_cores(
     cores: int, gpus: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[object] = []
@@ -28,8 +28,9 @@ def test_processes_beside_several_gpus_share_the_cores(
     assert told == ["cuda:3", threads]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone lengthens sleeps")
-def test_beside_a_gpu_sleeps_end_when_they_should() -> None:
+def test_pinning_to_a_gpu_makes_sleeps_precise() -> None:
     program = (
         "import ctypes, torch; from ssd_serve.base.devices import parse_device, pin; "
         "torch.cuda.set_device = lambda _: None; torch.cuda.device_count = lambda: 1; "
@@ -55,12 +56,12 @@ def ask(tmp_path: Path) -> Ask:
     return found
 
 
-def test_without_a_driver_torch_is_not_asked(ask: Ask) -> None:
+def test_torch_is_not_asked_without_a_driver(ask: Ask) -> None:
     machine = ask(fails="asked")
     assert (machine.gpus, machine.trouble) == (0, "")
 
 
-def test_gpus_that_torch_can_use_are_counted(ask: Ask) -> None:
+def test_usable_gpus_are_counted(ask: Ask) -> None:
     for says in ("8 2.9.1 7.2 -", "8 2.13.0+cu130 - 13.0"):
         machine = ask("kfd", "nvidiactl", says=f"a library greets\n{says}")
         assert (machine.gpus, machine.trouble) == (8, "")
@@ -89,6 +90,6 @@ def test_unusable_gpu_error_names_the_remedy(ask: Ask, driver: str, says: str, s
     assert "\n" not in machine.trouble
 
 
-def test_a_torch_that_is_broken_is_quoted(ask: Ask) -> None:
+def test_error_of_a_broken_torch_is_quoted(ask: Ask) -> None:
     machine = ask("nvidiactl", fails="ImportError: libcudart.so.13: cannot open")
     assert machine.trouble.endswith("cannot be asked for it: ImportError: libcudart.so.13: cannot open")

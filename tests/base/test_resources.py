@@ -57,7 +57,7 @@ def _run(code: str) -> int:
 
 
 @pytest.mark.slow
-def test_garbage_is_collected_although_much_was_loaded() -> None:
+def test_garbage_is_collected_after_loading_many_objects() -> None:
     assert _run(_GARBAGE) < 900_000
 
 
@@ -66,7 +66,7 @@ def test_heap_trim_returns_free_pages() -> None:
     assert _run(_HOLES) > 40
 
 
-def test_the_heap_is_trimmed_once_a_minute() -> None:
+def test_heap_is_trimmed_once_a_minute() -> None:
     now, trims = [0.0], list[float]()
     heap = Heap(lambda: now[0], lambda: trims.append(now[0]))
     for now[0] in range(0, 200, 7):
@@ -74,7 +74,7 @@ def test_the_heap_is_trimmed_once_a_minute() -> None:
     assert trims == [63, 126, 189]
 
 
-def test_the_soft_limit_becomes_the_hard_one() -> None:
+def test_descriptor_limit_is_raised_to_the_hard_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:

@@ -1,5 +1,8 @@
 """Tests of settings: precedence flag > variable > default, clear errors, and secrets that stay secret."""
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +14,7 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import (
     flag_name,
     origins,
+    read_config,
     refuse_empty_keys,
     resolve,
     resolve_arguments,
@@ -18,11 +22,34 @@ from ssd_serve.base.settings_sources import (
 )
 
 
-def test_a_flag_beats_a_variable_beats_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_overrides_variable_overrides_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve({}).port == 8000
     monkeypatch.setenv("SSD_PORT", "9000")
     assert resolve({}).port == 9000
     assert resolve({"port": "9100"}).port == 9100
+
+
+@pytest.mark.parametrize(
+    ("name", "listed", "given"),
+    [
+        (
+            "cors_origins",
+            ["https://a.example", "HTTP://b.example:80"],
+            "https://a.example, http://b.example:80",
+        ),
+        ("allowed_hosts", ["a.example", "[::1]"], "A.example ,::1"),
+    ],
+)
+def test_json_list_and_commas_are_equal_and_shown_readable(
+    name: str, listed: list[str], given: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({name: listed}))
+    settings = resolve({}, config=read_config(file))
+    value = getattr(settings, name)
+    assert value == getattr(resolve({name: given}), name)
+    (shown,) = (row.shown for row in origins(settings, {}, [name]) if row.name == name)
+    assert getattr(resolve({name: shown}), name) == value
 
 
 def test_every_setting_has_a_variable_and_a_description() -> None:
@@ -31,7 +58,7 @@ def test_every_setting_has_a_variable_and_a_description() -> None:
         assert name == name.lower()
 
 
-def test_what_kubernetes_sets_for_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_kubernetes_services_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for service in ("SSD", "SSD_SERVE"):
         monkeypatch.setenv(f"{service}_SERVICE_HOST", "10.0.0.1")
         monkeypatch.setenv(f"{service}_SERVICE_PORT_HTTP", "8000")
@@ -44,36 +71,33 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(monkeypatch: pytest.Mo
         resolve({})
 
 
-def test_unknown_variable_is_an_error_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_PROT", "9000")
-    with pytest.raises(SettingsError, match="SSD_PROT is not a setting; did you mean SSD_PORT"):
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("SSD_PROT", "; did you mean SSD_PORT"),
+        ("SSD_EMULATE", "; use SSD_MODEL_WRAPPER=ssd_serve.bench.emulated:device:TABLE instead"),
+        ("SSD_API_WORKERS", "; run replicas instead"),
+        ("SSD_RECORD", "; report requests with their seeds"),
+    ],
+)
+def test_unknown_variable_error_names_what_to_do(
+    variable: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(SettingsError, match=f"{variable} is not a setting{message}"):
         resolve({})
 
 
-def test_a_setting_that_is_gone_is_an_error_that_names_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_EMULATE", "mi300x-70b-1b")
-    use = "use SSD_MODEL_WRAPPER=ssd_serve.bench.emulated:device:TABLE instead"
-    with pytest.raises(SettingsError, match=f"SSD_EMULATE is not a setting; {use}"):
-        resolve({})
-    with pytest.raises(SettingsError, match=r"no setting emulate; use model_wrapper=ssd_serve\.bench"):
-        resolve_arguments({"emulate": "mi300x-70b-1b"})
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("emulate", "; use model_wrapper=ssd_serve.bench"), ("api_workers", "; run replicas instead")],
+)
+def test_unknown_argument_error_names_what_to_do(name: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=f"no setting {name}{message}"):
+        resolve_arguments({name: 4})
 
 
-def test_removed_setting_error_names_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_API_WORKERS", "4")
-    with pytest.raises(SettingsError, match="SSD_API_WORKERS is not a setting; run replicas instead"):
-        resolve({})
-    with pytest.raises(SettingsError, match="no setting api_workers; run replicas instead"):
-        resolve_arguments({"api_workers": 4})
-
-
-def test_removed_setting_without_successor_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_RECORD", "/tmp/recordings")
-    with pytest.raises(SettingsError, match="SSD_RECORD is not a setting; report requests with their seeds"):
-        resolve({})
-
-
-def test_a_wrong_value_names_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_value_error_names_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="the flag --port: input should be"):
         resolve({"port": "many"})
     monkeypatch.setenv("SSD_MODE", "fast")
@@ -89,9 +113,7 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["api_key", "metrics_key"])
-def test_keys_lose_the_newline_of_the_file_they_come_from_and_are_never_empty(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_stripped_and_never_empty(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variable = f"SSD_{name.upper()}"
     monkeypatch.setenv(variable, " sesame\n")
     assert getattr(resolve({}), name) == "sesame"
@@ -118,7 +140,7 @@ def test_origins_and_masked_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows["draft"].origin, rows["draft"].shown) == ("default", "-")
 
 
-def test_a_env_file_has_what_is_in_force_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_output_sets_changed_settings_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_API_KEY", "sesame")
     flags = {"port": "1", "served_model_name": "my model"}
     lines = as_env(origins(resolve(flags), flags)).splitlines()
@@ -129,7 +151,7 @@ def test_a_env_file_has_what_is_in_force_and_no_secrets(monkeypatch: pytest.Monk
     assert {"#SSD_API_KEY=", "#SSD_MODE=auto"} <= set(lines)
 
 
-def test_the_hub_token_has_two_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_token_has_two_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a")
     assert resolve({}).hf_token == "a"
     assert {row.name: row.origin for row in origins(resolve({}), {})}["hf_token"] == "variable"
@@ -138,19 +160,19 @@ def test_the_hub_token_has_two_variables(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve({"hf_token": "c"}).hf_token == "c"
 
 
-def test_a_secret_never_appears_in_an_error() -> None:
+def test_secrets_are_not_in_errors() -> None:
     with pytest.raises(SettingsError) as caught:
         resolve({"hf_token": ["sesame"], "port": "x"})
     assert "sesame" not in str(caught.value)
 
 
 @given(st.integers(0, 65535), st.sampled_from(Mode), st.booleans(), st.none() | st.integers(16, 4096))
-def test_workers_get_equal_settings(port: int, mode: Mode, grow_first: bool, context: int | None) -> None:
+def test_settings_json_round_trip(port: int, mode: Mode, grow_first: bool, context: int | None) -> None:
     settings = Settings(port=port, mode=mode, grow_first=grow_first, context=context, hf_token="t")
     assert Settings.model_validate_json(settings.model_dump_json()) == settings
 
 
-def test_the_embedded_target_brings_its_draft() -> None:
+def test_default_drafts() -> None:
     assert Settings().draft_model == EMBEDDED
     assert Settings(target="/models/x").drafts == ("ngram",)
     assert Settings(target="/models/x", drafters=0).drafts == ()
@@ -169,39 +191,34 @@ def test_drafts_are_models_and_lookups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hip", "cuda", "seen"), [("", "", None), ("0,1", "", "0,1"), ("", "2", "2"), ("3,4", "3,4", "3,4")]
+    ("hip", "cuda", "rocr", "seen"),
+    [
+        ("", "", "", None),
+        ("0,1", "", "", "0,1"),
+        ("", "2", "", "2"),
+        ("3,4", "3,4", "", "3,4"),
+        ("1", None, "0,1", "1"),
+        ("0,1", "1,0", "", "HIP_VISIBLE_DEVICES=0,1 and CUDA_VISIBLE_DEVICES=1,0 differ"),
+        (None, None, "0,1", "set HIP_VISIBLE_DEVICES instead of ROCR_VISIBLE_DEVICES"),
+    ],
 )
-def test_rocm_and_cuda_show_their_gpus_by_either_variable(
-    hip: str, cuda: str, seen: str | None, monkeypatch: pytest.MonkeyPatch
+def test_visible_gpus_of_rocm_and_cuda(
+    hip: str | None, cuda: str | None, rocr: str, seen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", hip)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cuda)
-    assert (visible_gpus() or None) == seen
-
-
-def test_variables_that_contradict_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    with pytest.raises(SettingsError, match="HIP_VISIBLE_DEVICES=0,1 and CUDA_VISIBLE_DEVICES=1,0 differ"):
-        visible_gpus()
-
-
-def test_the_variable_that_ray_refuses_alone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(SettingsError, match="set HIP_VISIBLE_DEVICES instead of ROCR_VISIBLE_DEVICES"):
-        visible_gpus()
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
-    assert visible_gpus() == "1"
+    for kind, value in (("HIP", hip), ("CUDA", cuda), ("ROCR", rocr)):
+        monkeypatch.delenv(f"{kind}_VISIBLE_DEVICES", raising=False)
+        if value is not None:
+            monkeypatch.setenv(f"{kind}_VISIBLE_DEVICES", value)
+    if seen is not None and "VISIBLE" in seen:
+        with pytest.raises(SettingsError, match=seen):
+            visible_gpus()
+    else:
+        assert (visible_gpus() or None) == seen
 
 
 @pytest.mark.parametrize("key", ["a" * 64, "0123456789abcde", "12341234123412341234", " \n"])
-def test_a_cluster_key_that_was_not_drawn_is_refused_with_what_draws_one(key: str) -> None:
+def test_weak_cluster_key_is_refused(key: str) -> None:
     with pytest.raises(SettingsError, match="openssl rand -hex 32") as refused:
         resolve({"cluster_key": key})
     assert key.strip() not in str(refused.value) or not key.strip()
-
-
-def test_a_cluster_key_from_a_file_may_end_with_a_line_break() -> None:
     assert resolve({"cluster_key": "0123456789abcdef\n"}).cluster_key == "0123456789abcdef"

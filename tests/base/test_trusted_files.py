@@ -11,7 +11,7 @@ import pytest
 from ssd_serve.base import trusted_files
 from ssd_serve.base.trusted_files import cache_folder, is_own_file, make_folder, open_lock, read_own, weakness
 
-STRANGER = 12345
+OTHER_USER = 12345
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
 
 
@@ -32,7 +32,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_new_folders_are_closed(mine: Path) -> None:
+def test_new_folders_are_private(mine: Path) -> None:
     previous = os.umask(0)
     try:
         make_folder(mine / "a" / "b")
@@ -43,20 +43,20 @@ def test_new_folders_are_closed(mine: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o702, 0o1777])
-def test_a_folder_that_others_may_write_to(mine: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_others_can_write_is_weak(mine: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trusted_files, "_is_private_group", lambda _number: False)
     mine.chmod(mode)
     assert weakness(mine) == f"others may write to {mine}"
 
 
-def test_a_folder_above_that_others_may_write_to(mine: Path) -> None:
+def test_parent_folder_that_others_can_write_is_weak(mine: Path) -> None:
     mine.parent.chmod(0o777)
     assert weakness(mine) == f"others may write to {mine.parent}"
     mine.parent.chmod(0o1777)  # with the sticky bit they can add, not replace
     assert weakness(mine) == ""
 
 
-def test_a_link_is_judged_by_where_it_leads(mine: Path, tmp_path: Path) -> None:
+def test_links_are_judged_by_their_target(mine: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(mine)
     assert weakness(link) == ""
@@ -80,14 +80,14 @@ def test_private_group_counts_as_this_user(mine: Path, monkeypatch: pytest.Monke
 
 @as_root
 def test_folder_of_another_user_is_refused(mine: Path) -> None:
-    os.chown(mine, STRANGER, -1)
+    os.chown(mine, OTHER_USER, -1)
     assert weakness(mine) == f"{mine} belongs to another user"
     os.chown(mine, 0, -1)
-    os.chown(mine.parent, STRANGER, -1)
+    os.chown(mine.parent, OTHER_USER, -1)
     assert weakness(mine) == f"{mine.parent} belongs to another user"
 
 
-def test_files(mine: Path) -> None:
+def test_only_own_regular_files_are_read(mine: Path) -> None:
     file, link = mine / "file", mine / "link"
     assert not is_own_file(file)
     file.write_bytes(b"x")
@@ -112,7 +112,7 @@ def test_pipe_in_place_of_a_file_does_not_block(mine: Path) -> None:
     assert not is_own_file(mine / "pipe")
 
 
-def test_a_lock_is_not_opened_through_a_link(mine: Path, tmp_path: Path) -> None:
+def test_lock_is_not_opened_through_a_link(mine: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("x")
     (mine / "lock").symlink_to(precious)
@@ -123,14 +123,14 @@ def test_a_lock_is_not_opened_through_a_link(mine: Path, tmp_path: Path) -> None
     os.close(open_lock(mine / "other"))
 
 
-def test_a_good_cache_folder_is_taken_and_made(mine: Path) -> None:
+def test_private_cache_folder_is_made(mine: Path) -> None:
     lines: list[str] = []
     assert cache_folder(mine / "new", lines.append) == mine / "new"
     assert (mine / "new").is_dir()
     assert not lines
 
 
-def test_another_folder_and_one_warning_where_others_may_write(mine: Path, elsewhere: Path) -> None:
+def test_weak_cache_folder_is_replaced_with_one_warning(mine: Path, elsewhere: Path) -> None:
     mine.chmod(0o777)
     lines: list[str] = []
     found = cache_folder(mine, lines.append)
@@ -144,8 +144,8 @@ def test_another_folder_and_one_warning_where_others_may_write(mine: Path, elsew
     assert len(lines) == 1
 
 
-@pytest.mark.parametrize("kind", ["a link", "open to all", pytest.param("a stranger's", marks=as_root)])
-def test_fallback_folder_may_be_taken(mine: Path, elsewhere: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["a link", "open to all", pytest.param("another user's", marks=as_root)])
+def test_planted_fallback_folder_is_not_used(mine: Path, elsewhere: Path, kind: str) -> None:
     mine.chmod(0o777)
     planted = elsewhere / f"ssd-serve-{os.getuid()}"
     if kind == "a link":
@@ -153,14 +153,14 @@ def test_fallback_folder_may_be_taken(mine: Path, elsewhere: Path, kind: str) ->
     else:
         planted.mkdir()
         planted.chmod(0o777)
-        os.chown(planted, STRANGER if kind == "a stranger's" else -1, -1)
+        os.chown(planted, OTHER_USER if kind == "another user's" else -1, -1)
     found = cache_folder(mine)
     assert found != planted
     assert found.parent == elsewhere
     assert weakness(found) == ""
 
 
-def test_a_user_without_a_home(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_of_a_user_without_a_home(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(_path: Path) -> Path:
         raise RuntimeError("no home")
 
@@ -170,7 +170,7 @@ def test_a_user_without_a_home(elsewhere: Path, monkeypatch: pytest.MonkeyPatch)
     assert "no home folder" in lines[0]
 
 
-def test_a_folder_that_cannot_be_made_is_for_others_to_tell(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_returned(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     lines: list[str] = []
     assert cache_folder(tmp_path / "file" / "cache", lines.append) == tmp_path / "file" / "cache"

@@ -23,7 +23,7 @@ def resolved(name: str, _role: str, **_options: object) -> Path:
     return snapshot(found.name) if found else Path(name)
 
 
-def test_hub_ids_get_the_commit_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_are_pinned_to_the_found_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "resolve_model", resolved)
     asked = Settings(target="a/b@main", draft="c/d, ./e/f", mode=Mode.SSD)
     found = finding.find_models(asked, lambda _line: None)
@@ -31,7 +31,7 @@ def test_hub_ids_get_the_commit_that_was_found(monkeypatch: pytest.MonkeyPatch) 
     assert found.names == PinnedModels(f"a/b@{COMMIT}", (f"c/d@{COMMIT}", "./e/f"))
 
 
-def test_folders_and_the_embedded_pair_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_and_the_embedded_pair_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "resolve_model", resolved)
     for target, draft in (("embedded", None), ("/models/x", "/models/y"), ("./a/b", None)):
         asked = Settings(target=target, draft=draft)
@@ -39,7 +39,7 @@ def test_folders_and_the_embedded_pair_stay_as_they_are(monkeypatch: pytest.Monk
         assert found.names == PinnedModels(target, asked.drafts)
 
 
-def test_names_of_the_hub() -> None:
+def test_hub_ids_are_parsed() -> None:
     assert hub_id("a/b") == HubId("a/b")
     assert hub_id("a/b@refs/pr/1") == HubId("a/b", "refs/pr/1")
     assert hub_id("a/b") != hub_id("a/b@main")

@@ -23,7 +23,7 @@ def silent_after(watch: PulseWatch, clock: FakeClock, seconds: float) -> dict[st
     return found
 
 
-def test_a_worker_is_watched_from_its_first_sign_of_life(tmp_path: Path) -> None:
+def test_worker_is_watched_from_its_first_heartbeat(tmp_path: Path) -> None:
     clock, path = FakeClock(), tmp_path / "pulse"
     with closing(PulseWatch(path, clock)) as watch:
         assert silent_after(watch, clock, 100) == {}

@@ -35,7 +35,7 @@ def test_auto_is_ray_with_several_gpus_or_an_address() -> None:
     assert chosen(Settings(ray_address="10.0.0.1:6379"), 0) == "ray"
 
 
-def test_what_is_named_is_taken() -> None:
+def test_named_launcher_is_used() -> None:
     assert chosen(Settings(launcher="local", ray_address="auto"), 8) == "local"
     assert chosen(Settings(launcher="ray"), 0) == "ray"
 
@@ -45,7 +45,7 @@ def test_several_gpus_without_ray_are_for_the_local_launcher(monkeypatch: pytest
     assert chosen(Settings(), 8) == "local"
 
 
-def test_a_gpu_that_torch_cannot_use_is_an_error_unless_cores_are_meant() -> None:
+def test_unusable_gpu_is_an_error_unless_cores_are_named() -> None:
     troubled = Machine((0, 1), 0, "torch cannot use it: do this")
     with pytest.raises(NoGpuError, match=r"do this; or let cores compute with SSD_ALLOW_CPU=1") as caught:
         usable_machine(Settings(), troubled)
@@ -66,7 +66,7 @@ def test_rays_own_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve({}).ray_address == "10.0.0.2:6379"
 
 
-def test_a_missing_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ray(monkeypatch)
     with (
         pytest.raises(SettingsError, match=r"needs Ray: pip install 'ssd-serve\[ray\]'"),
@@ -75,7 +75,7 @@ def test_a_missing_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_a_clients_address_is_refused() -> None:
+def test_ray_client_address_is_refused() -> None:
     with (
         pytest.raises(SettingsError, match="this process must be on a node of the cluster"),
         ray_cluster(Settings(ray_address="ray://10.0.0.1:10001")),

@@ -26,7 +26,7 @@ from tests.waiting import until
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_parent_leaves_no_orphans(how: signal.Signals, tmp_path: Path) -> None:
+def test_killed_parent_leaves_no_orphans(how: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, str(HERE / "parent_dummy.py"), str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
@@ -38,7 +38,7 @@ def test_a_killed_parent_leaves_no_orphans(how: signal.Signals, tmp_path: Path) 
         until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_workers_get_settings_and_titles_and_leave_when_let_go(
+def test_workers_get_settings_and_exit_with_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WorkerProcess, "stop", partialmethod(WorkerProcess.stop, grace_s=30.0))
@@ -70,7 +70,7 @@ def test_death_of_the_verifier_is_reported_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("role", ["verifier", "drafter"])
-def test_a_refusal_at_the_start_keeps_its_exit_code(role: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_error_at_start_keeps_its_exit_code(role: str, capfd: pytest.CaptureFixture[str]) -> None:
     behaviours = {"verifier": "sleep", "drafter": "sleep", role: "refuse"}
     settings = Settings(mode=Mode.SSD)
     with (
@@ -98,7 +98,7 @@ def test_workers_ignore_signals_to_the_process_group() -> None:
     assert not any(alive(pid) for pid in pids.values())
 
 
-def test_every_rank_but_the_verifiers_is_a_process_and_vital() -> None:
+def test_ranks_are_vital_processes() -> None:
     command = workers(verifier="sleep", rank="sleep")
     settings = Settings(mode=Mode.AR, tensor_parallel=3)
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
@@ -129,7 +129,7 @@ def test_two_servers_cannot_share_a_run_dir(tmp_path: Path) -> None:
     assert not temporary.path.exists()
 
 
-def test_an_expected_end_is_no_failure() -> None:
+def test_expected_end_is_no_failure() -> None:
     command = workers(verifier="sleep")
     with local_engine(Settings(mode=Mode.AR), QUIET, machine=MACHINE, command=command) as engine:
         engine.supervisor.expect_end()
@@ -137,7 +137,7 @@ def test_an_expected_end_is_no_failure() -> None:
         assert engine.supervisor.await_failure(0.5) is None
 
 
-def test_a_run_dir_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+def test_run_dir_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionProblemError, match="chmod 700"):
         make_run_dir(tmp_path)

@@ -50,12 +50,12 @@ def test_defaults(have: Machine, mode: Mode, expected: Placement) -> None:
     assert place(Settings(mode=mode), have) == expected
 
 
-def test_the_front_end_keeps_off_a_chosen_target() -> None:
+def test_front_end_avoids_the_cores_of_a_named_target() -> None:
     for mode in (Mode.AR, Mode.SD, Mode.SSD):
         assert place(Settings(mode=mode, target_device="cpu:0"), machine(2)).front_end == cpu(1)
 
 
-def test_the_cores_of_a_silent_drafter_are_lent_in_mode_auto_only() -> None:
+def test_target_uses_idle_drafter_cores_in_mode_auto() -> None:
     assert place(Settings(mode=Mode.SSD), machine(4)).alone is None
     assert place(Settings(mode=Mode.AUTO), machine(4)).alone == cpu(0, 1, 2, 3)
     assert place(Settings(mode=Mode.AUTO, target_device="cpu:0"), machine(4)).alone is None
@@ -71,7 +71,7 @@ def write_draft(folder: Path, megabytes: int) -> str:
     return str(folder)
 
 
-def test_beside_a_single_gpu_a_core_makes_only_small_drafts(tmp_path: Path) -> None:
+def test_cores_draft_for_a_single_gpu_only_if_drafts_are_small(tmp_path: Path) -> None:
     """A large draft takes longer on a core than the target's round; a core in the settings is used for any draft."""
     small, large = (write_draft(tmp_path / f"{size}", size) for size in (256, 257))
     one = machine(8, 1)
@@ -85,7 +85,7 @@ def test_beside_a_single_gpu_a_core_makes_only_small_drafts(tmp_path: Path) -> N
     assert place(Settings(draft_device="cpu:2", tensor_parallel=2), machine(8, 2)).alone is None
 
 
-def test_a_draft_is_looked_at_only_where_its_size_decides(tmp_path: Path) -> None:
+def test_draft_files_are_read_only_if_their_size_decides(tmp_path: Path) -> None:
     """Plain decoding starts even if the unused draft is broken."""
     broken = write_draft(tmp_path / "broken", 1)
     Path(broken, "config.json").write_text("{")
@@ -103,7 +103,7 @@ def test_a_draft_is_looked_at_only_where_its_size_decides(tmp_path: Path) -> Non
         assert place(settings, there).mode is (Mode.SD if there == machine(2, 1) else Mode.SSD)
 
 
-def test_no_draft_model_means_lookup_and_no_draft_plain_decoding() -> None:
+def test_default_draft_is_lookup_and_none_is_plain_decoding() -> None:
     lookup, nothing = Settings(target="/m"), Settings(target="/m", draft="none")
     assert place(lookup, machine(8, 2)).mode is Mode.SD
     assert resolve_config(lookup, place(lookup, machine(8))).drafts == ("ngram",)
@@ -115,7 +115,7 @@ def test_no_draft_model_means_lookup_and_no_draft_plain_decoding() -> None:
         place(nothing.model_copy(update={"mode": Mode.SD}), machine(8))
 
 
-def test_a_lookup_needs_no_drafter_and_no_device() -> None:
+def test_lookups_need_no_drafter_and_no_device() -> None:
     settings = Settings(target="t", draft="a,ngram,b")
     placement = place(settings, machine(8))
     assert (placement.mode, placement.draft) == (Mode.SSD, cpu(6, 7))
@@ -124,7 +124,7 @@ def test_a_lookup_needs_no_drafter_and_no_device() -> None:
     assert [mine.for_drafter(index).drafts for index in range(2)] == [("a",), ("b",)]
 
 
-def test_the_other_process_moves_out_of_the_way_of_a_chosen_device() -> None:
+def test_default_devices_avoid_named_ones() -> None:
     chosen_draft = place(Settings(mode=Mode.SSD, draft_device="cpu:0"), machine(2))
     assert (chosen_draft.target, chosen_draft.draft) == (cpu(1), cpu(0))
     chosen_target = place(Settings(mode=Mode.SSD, target_device="cpu:1"), machine(2))
@@ -136,13 +136,13 @@ def test_the_other_process_moves_out_of_the_way_of_a_chosen_device() -> None:
 
 
 @pytest.mark.parametrize(("device", "message"), [("cpu:7", "only the cores 0-1"), ("cuda:0", "no GPU")])
-def test_a_device_that_is_not_there(device: str, message: str) -> None:
+def test_absent_device_is_refused(device: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         place(Settings(target_device=device), machine(2))
 
 
 @given(st.integers(1, 64), st.integers(0, 8), st.sampled_from(Mode))
-def test_every_machine_gets_a_placement_that_workers_can_read(cores: int, gpus: int, mode: Mode) -> None:
+def test_placement_of_any_machine_round_trips_as_json(cores: int, gpus: int, mode: Mode) -> None:
     placement = place(Settings(mode=mode), machine(cores, gpus))
     assert (placement.draft is not None) == (placement.mode is Mode.SSD)
     if cores >= 2:
@@ -172,7 +172,7 @@ def test_device_names(text: str, device: Device) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "gpu", "cpu:", "cpu:a", "cpu:1-0", "cpu:-1", "cuda:1-0", "cpu:0,,1"])
-def test_device_names_that_mean_nothing(text: str) -> None:
+def test_invalid_device_names_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="device"):
         parse_device(text)
 
@@ -193,11 +193,11 @@ def test_device_names_round_trip(indices: set[int]) -> None:
         (machine(8, 8), 8, Mode.AR, Placement(Mode.AR, gpus(*range(8)), None, cpu(*range(8)))),
     ],
 )
-def test_each_rank_has_a_gpu_or_cores(have: Machine, ranks: int, mode: Mode, expected: Placement) -> None:
+def test_ranks_have_gpus_or_cores(have: Machine, ranks: int, mode: Mode, expected: Placement) -> None:
     assert place(Settings(mode=mode, tensor_parallel=ranks), have) == expected
 
 
-def test_a_draft_model_keeps_its_gpu_when_the_target_takes_several() -> None:
+def test_target_ranks_avoid_the_gpu_of_the_draft() -> None:
     placement = place(Settings(mode=Mode.SSD, tensor_parallel=2, draft_device="cuda:0"), machine(4, 3))
     assert (placement.target, placement.draft) == (gpus(1, 2), gpu(0))
 
@@ -212,7 +212,7 @@ def test_a_draft_model_keeps_its_gpu_when_the_target_takes_several() -> None:
         (Settings(tensor_parallel=2, target_device_alone="cpu"), "SSD_TARGET_DEVICE_ALONE is for one rank"),
     ],
 )
-def test_ranks_that_cannot_be_placed(settings: Settings, message: str) -> None:
+def test_impossible_ranks_are_refused(settings: Settings, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         place(settings, machine(4, 2))
 
@@ -234,7 +234,7 @@ def test_ranks_divide_a_device(device: str, ranks: int, parts: list[str]) -> Non
     assert [config.rank_device(rank) for rank in range(ranks)] == parts
 
 
-def test_several_gpus_are_no_device_of_one_process() -> None:
+def test_several_gpus_have_no_torch_name() -> None:
     with pytest.raises(SettingsError, match="cuda:0-1 are 2 GPUs where one is meant"):
         _ = parse_device("cuda:0-1").torch_name
 
@@ -251,14 +251,12 @@ def test_several_gpus_are_no_device_of_one_process() -> None:
         (machine(4, 1), 2, gpu(0), cpu(2, 3)),
     ],
 )
-def test_several_drafters_get_a_device_each_as_far_as_there_are_any(
-    have: Machine, drafters: int, target: Device, draft: Device
-) -> None:
+def test_drafters_get_free_devices(have: Machine, drafters: int, target: Device, draft: Device) -> None:
     placement = place(Settings(mode=Mode.SSD, drafters=drafters), have)
     assert (placement.target, placement.draft) == (target, draft)
 
 
-def test_drafters_divide_their_device_and_take_the_draft_models_by_turns() -> None:
+def test_drafters_divide_their_device_and_the_draft_models() -> None:
     settings = Settings(
         mode=Mode.SSD,
         target="t",
@@ -309,7 +307,7 @@ def test_fewer_drafter_processes_than_draft_models_share_them() -> None:
         (Settings(mode=Mode.SSD, drafter_address="tcp://h:1"), "set SSD_CLUSTER_KEY"),
     ],
 )
-def test_impossible_drafters(settings: Settings, message: str) -> None:
+def test_impossible_drafters_are_refused(settings: Settings, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         place(settings, machine(8, 8))
 

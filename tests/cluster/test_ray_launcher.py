@@ -10,7 +10,7 @@ from ssd_serve.cluster.ray import launcher as ray_launcher
 from ssd_serve.cluster.ray.launcher import RayEngine, await_room
 
 
-def test_a_stranger_at_the_port_of_a_verifier_that_died_is_not_the_end(
+def test_connect_retries_after_another_process_took_the_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = [EngineDeadError("no route"), SettingsError("another key"), "the channel"]
@@ -27,7 +27,7 @@ def test_a_stranger_at_the_port_of_a_verifier_that_died_is_not_the_end(
     )
     engine = RayEngine.__new__(RayEngine)
     parts = {
-        "_crew": SimpleNamespace(addresses=object()),
+        "_actors": SimpleNamespace(addresses=object()),
         "_cluster": SimpleNamespace(ray=None),
         "supervisor": SimpleNamespace(over=False, failure=None),
         "_key": "a key of the tests",
@@ -51,13 +51,13 @@ class Group:
         return len(self.asked) >= self.waits
 
 
-def test_devices_that_others_use_are_waited_for_as_long_as_one_likes(
+def test_placement_waits_for_busy_devices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log, bundles = get_logger("replica", level="warning"), [{"GPU": 4.0}]
     patient = Group(3)
     await_room(patient, bundles, 86400.0, log)
     assert patient.asked == [60.0] * 3
-    assert capsys.readouterr().err.count("waits for devices that others use") == 2
+    assert capsys.readouterr().err.count("waiting for devices that other jobs use") == 2
     with pytest.raises(SettingsError, match=r"has had no free \[\{'GPU': 4.0\}\] for 0 s"):
         await_room(Group(99), bundles, 0.0, log)

@@ -30,7 +30,7 @@ def shapes(found: RayPlacement) -> list[tuple[float, float]]:
     return [(bundle["CPU"], bundle.get("GPU", 0.0)) for bundle in found.bundles]
 
 
-def test_all_ranks_are_one_bundle_and_every_drafter_has_its_own() -> None:
+def test_ranks_share_a_bundle_and_drafters_have_their_own() -> None:
     settings = Settings(tensor_parallel=4, drafters=2)
     found = ray_place(settings, [gpus("a", 8), gpus("b", 2)])
     assert found.placement.mode is Mode.SSD
@@ -38,12 +38,12 @@ def test_all_ranks_are_one_bundle_and_every_drafter_has_its_own() -> None:
     assert shapes(found) == [(4, 4), (1, 1), (1, 1)]
 
 
-def test_a_drafter_goes_to_another_node_where_the_targets_is_full() -> None:
+def test_drafter_is_placed_on_another_node() -> None:
     assert shapes(ray_place(Settings(tensor_parallel=4), [gpus("a", 4), gpus("b", 1)])) == [(4, 4), (1, 1)]
     assert shapes(ray_place(Settings(), cores(1, 1))) == [(1, 0), (1, 0)]
 
 
-def test_a_target_that_fits_no_node_is_a_clear_error() -> None:
+def test_target_that_fits_no_node_is_refused() -> None:
     with pytest.raises(SettingsError, match="needs 4 GPUs of one node, the largest has 2"):
         ray_place(Settings(tensor_parallel=4), [gpus("a", 2), gpus("b", 2)])
     with pytest.raises(SettingsError, match="the target needs 2 CPU of one node"):
@@ -62,7 +62,7 @@ def test_gpus_that_ray_does_not_know_of_are_not_replaced_by_cores() -> None:
     assert shapes(ray_place(plain, [gpus("a", 8)])) == [(1, 1)]
 
 
-def test_no_room_beside_the_target() -> None:
+def test_drafters_without_resources_are_refused() -> None:
     settings = Settings(mode=Mode.SSD, target_device="cpu:0-1", drafters=2)
     with pytest.raises(SettingsError, match="room for 1 of 2 drafters, which need 1 CPU each"):
         ray_place(settings, cores(3))
@@ -84,7 +84,7 @@ def test_default_cores_are_the_largest_nodes_minus_drafters() -> None:
     assert shapes(ray_place(Settings(mode=Mode.AR, tensor_parallel=3), cores(8))) == [(6, 0)]
 
 
-def test_a_drafter_drafts_on_a_core_where_no_gpu_is_left() -> None:
+def test_drafter_uses_a_core_if_no_gpu_is_left() -> None:
     found = ray_place(Settings(mode=Mode.SSD), [gpus("a", 1)])
     assert str(found.placement.draft) == "cpu"
     assert shapes(found) == [(1, 1), (1, 0)]
@@ -129,7 +129,7 @@ def test_accelerator_kinds_separate_target_and_partitioned_drafters() -> None:
         ray_place(Settings(target_accelerator="h100"), nodes)
 
 
-def test_of_several_boards_with_a_product_each_takes_one_that_has_room() -> None:
+def test_kind_of_gpu_matches_several_boards() -> None:
     settings = Settings(
         target_accelerator="mi300x", draft_accelerator="mi300x", tensor_parallel=4, mode=Mode.SSD
     )
@@ -158,7 +158,7 @@ def test_drafters_for_which_a_kind_was_named_do_not_fall_back_to_cores() -> None
         ray_place(settings, [gpus("a", 2, "H200")])
 
 
-def test_a_kind_for_drafters_that_is_nowhere_is_an_error_only_where_there_are_drafters() -> None:
+def test_unknown_draft_accelerator_is_refused_with_drafters() -> None:
     settings = Settings(draft_accelerator="h100", mode=Mode.SSD)
     with pytest.raises(SettingsError, match="SSD_DRAFT_ACCELERATOR is h100, and the cluster has H200"):
         ray_place(settings, [gpus("a", 2, "H200")])
@@ -166,7 +166,7 @@ def test_a_kind_for_drafters_that_is_nowhere_is_an_error_only_where_there_are_dr
     assert shapes(ray_place(alone, [gpus("a", 2, "H200")])) == [(1, 1)]
 
 
-def test_a_kind_is_not_looked_for_where_the_model_computes_on_cores() -> None:
+def test_accelerator_is_ignored_on_cores() -> None:
     settings = Settings(target_device="cpu", draft_device="cpu", target_accelerator="h100")
     assert shapes(ray_place(settings, cores(2))) == [(1, 0), (1, 0)]
 
@@ -197,9 +197,7 @@ def test_named_devices_are_divided_among_the_processes() -> None:
         ("cpu:0-3", [], None, "cpu:0-3"),
     ],
 )
-def test_an_actor_computes_where_ray_counts_it(
-    named: str | None, ids: list[str], visible: str | None, device: str
-) -> None:
+def test_device_of_an_actor(named: str | None, ids: list[str], visible: str | None, device: str) -> None:
     assert actors_device(named, ids, visible) == device
 
 

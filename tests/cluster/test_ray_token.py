@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ssd_serve.base.logs import Logger
-from ssd_serve.cluster.ray.cluster import answers_strangers, prepare_token, warn_of_strangers
+from ssd_serve.cluster.ray.cluster import answers_without_token, prepare_token, warn_without_token
 
 grpc: Any = pytest.importorskip("grpc")
 TOKEN = "what the user chose"
@@ -38,11 +38,11 @@ def test_own_ray_gets_a_random_token() -> None:
 
 @pytest.mark.parametrize("joining", [False, True])
 @pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_token_that_the_user_has_is_shown(name: str, joining: bool) -> None:
+def test_token_of_the_user_is_kept(name: str, joining: bool) -> None:
     assert prepared({name: TOKEN}, joining=joining) == {name: TOKEN, "RAY_AUTH_MODE": "token"}
 
 
-def test_without_a_token_another_ray_is_joined_as_ray_does() -> None:
+def test_joining_without_a_token_sets_nothing() -> None:
     assert prepared({}, joining=True) == {}
 
 
@@ -51,7 +51,7 @@ def test_disabled_ray_token_stays_disabled(joining: bool) -> None:
     assert prepared({"RAY_AUTH_MODE": "disabled"}, joining=joining) == {"RAY_AUTH_MODE": "disabled"}
 
 
-def test_a_ray_that_is_imported_has_read_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_ray_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     assert prepared({}, joining=False) == {}
 
@@ -81,19 +81,19 @@ def directory(*, asks_for_token: bool) -> Generator[str]:
 def warned(address: str) -> str:
     out = StringIO()
     context = SimpleNamespace(gcs_address=address)
-    warn_of_strangers(SimpleNamespace(get_runtime_context=lambda: context), Logger("server", stream=out))
+    warn_without_token(SimpleNamespace(get_runtime_context=lambda: context), Logger("server", stream=out))
     return out.getvalue()
 
 
-def test_a_ray_that_answers_strangers_is_warned_of_with_what_to_do() -> None:
+def test_cluster_without_a_token_causes_a_warning() -> None:
     with directory(asks_for_token=False) as address:
-        assert answers_strangers(address)
+        assert answers_without_token(address)
         assert "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN" in warned(address)
 
 
-def test_a_ray_that_asks_for_a_token_is_nothing_to_talk_about() -> None:
+def test_cluster_with_a_token_causes_no_warning() -> None:
     with directory(asks_for_token=True) as address:
-        assert not answers_strangers(address)
+        assert not answers_without_token(address)
         assert warned(address) == ""
 
 

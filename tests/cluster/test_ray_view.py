@@ -21,11 +21,11 @@ def test_ray_view_reports_gpus_and_kinds() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", "[1]", '{"CPU": "many"}'])
-def test_an_answer_that_is_none(text: str) -> None:
+def test_invalid_answer_of_ray_is_reported(text: str) -> None:
     assert "an answer that is none" in answering(text).failure
 
 
-def test_a_ray_that_fails_or_hangs() -> None:
+def test_failing_or_hanging_ray_is_reported() -> None:
     assert ray_view(30.0, (sys.executable, "-c", "raise SystemExit('no cluster')")).failure == "no cluster"
     assert (
         ray_view(0.2, (sys.executable, "-c", "import time; time.sleep(60)")).failure
@@ -35,7 +35,7 @@ def test_a_ray_that_fails_or_hangs() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_ray_counts_this_machine() -> None:
+def test_real_ray_counts_this_machine() -> None:
     found = ray_view(240.0)  # others may use the machine
     assert found.failure == ""
     assert found.cores >= len(this_machine().cores)

@@ -14,7 +14,7 @@ def test_pauses_grow_to_a_limit() -> None:
     assert pause_before_restart(1000) == 30.0
 
 
-def test_what_was_never_ready_does_not_come_back() -> None:
+def test_target_that_was_never_ready_is_not_restarted() -> None:
     assert RestartPolicy(FakeClock()).pause(KILLED) is None
 
 
@@ -43,7 +43,7 @@ def test_quick_deaths_back_off_and_are_given_up(loads: bool) -> None:
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, None]
 
 
-def test_a_mistake_that_a_restart_cannot_mend_ends_it_but_memory_may_come_back() -> None:
+def test_user_errors_end_the_target_except_memory() -> None:
     comeback = RestartPolicy(FakeClock())
     comeback.ready()
     assert comeback.pause(MemoryShortError.exit_code) == 0.5

@@ -24,7 +24,7 @@ SILENCE_S = 2.5
 """Seconds: longer than a heartbeat is late on a busy machine, and short enough for a test."""
 
 
-def test_a_drafter_that_worked_and_refuses_later_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_error_after_a_restart_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_LONG_LIFE_S", 0.5)
     command = workers(verifier="sleep", drafter="refuse late")
     with local_engine(Settings(mode=Mode.SSD), QUIET, machine=MACHINE, command=command) as engine:
@@ -126,7 +126,7 @@ def test_failed_supervisor_reports_failure_to_waiting_callers() -> None:
     assert supervisor.over
 
 
-def test_the_process_that_died_first_is_named_not_those_that_lost_it() -> None:
+def test_failure_names_the_process_that_died_first() -> None:
     command = workers(verifier="lose a rank", rank="tell and crash")
     settings = Settings(mode=Mode.AR, tensor_parallel=2)
     with local_engine(settings, QUIET, machine=MACHINE, command=command) as engine:
@@ -191,7 +191,7 @@ def test_hanging_worker_is_killed_and_restarted(worker: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_drafter_that_was_just_started_again_may_be_silent_only_until_it_has_loaded() -> None:
+def test_restarted_drafter_is_watched_once_it_has_loaded() -> None:
     command = workers(verifier="sleep", drafter="load and sleep")
     settings = Settings(mode=Mode.SSD)
     with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:
@@ -233,7 +233,7 @@ def test_silent_verifier_is_restarted_unless_it_computes() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_computes_is_not_taken_for_a_hanging_one() -> None:
+def test_computing_rank_without_heartbeats_is_not_killed() -> None:
     command = workers(verifier="sleep", rank="compute")
     settings = Settings(mode=Mode.AR, tensor_parallel=2)
     with local_engine(settings, QUIET, machine=MACHINE, command=command, silence_s=SILENCE_S) as engine:

@@ -73,19 +73,19 @@ def test_remote_workers_get_hub_token_only_if_they_download(
     assert secrets_in(config_for(name, config, elsewhere=True)) == secrets
 
 
-def test_all_else_is_as_it_was() -> None:
+def test_config_without_secrets_is_unchanged() -> None:
     config = Settings(target="/t", draft="/d", max_running=3).engine_config()
     assert config_for("drafter-0", config) == config
 
 
-def test_no_secret_of_a_later_version_is_forgotten() -> None:
+def test_environment_of_workers_has_no_secrets() -> None:
     variables = set(VARIABLES) - {"SSD_API_KEYS_FILE"}
     assert without_secrets({**VARIABLES, "PATH": "/bin", "SSD_DTYPE": "fp32"}) == {"PATH": "/bin"}
     assert variables - {"RAY_AUTH_TOKEN"} <= set(blanked_secrets())  # Ray's own actors need that one
     assert not any(blanked_secrets().values())
 
 
-def test_what_ray_starts_inherits_no_secret_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_secrets_leave_only_those_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, text in VARIABLES.items():
         monkeypatch.setenv(variable, text)
     before = dict(os.environ)
@@ -95,7 +95,7 @@ def test_what_ray_starts_inherits_no_secret_but_its_own(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["verifier", "rank-1", "drafter-0"])
-def test_a_real_worker_sees_no_secret(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_worker_sees_no_secret(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, text in VARIABLES.items():
         monkeypatch.setenv(variable, text)
     path = tmp_path / "heard"

@@ -169,7 +169,7 @@ def test_generated_token_ids_continue_a_broken_stream(server: Serving, expected:
 def test_hanging_verifier_is_replaced_and_streams_continue(server: Serving, expected: Texts) -> None:
     clients = server.stream(lambda: os.kill(server.pid("verifier"), signal.SIGSTOP))
     assert texts(clients) == expected
-    assert "the verifier process has given no sign of life for" in server.log.read_text()
+    assert "the verifier process has sent no heartbeat for" in server.log.read_text()
 
 
 def test_killed_or_hanging_drafter_changes_no_text(server: Serving, expected: Texts) -> None:

@@ -225,7 +225,11 @@ def test_accelerator_types_and_gpu_ids_come_from_ray(cluster: SimulatedCluster, 
         decision = ray_place(wished, joined.nodes)
         group = joined.ray.util.placement_group(decision.bundles, strategy=STRATEGY)
         assert group.wait(60.0)
-        assert joined.homes(group) == {0: cluster.id(whole), 1: cluster.id(parts), 2: cluster.id(parts)}
+        assert joined.bundle_nodes(group) == {
+            0: cluster.id(whole),
+            1: cluster.id(parts),
+            2: cluster.id(parts),
+        }
         strategy = joined.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         asked = [
             joined.ray.remote(seen_gpus)

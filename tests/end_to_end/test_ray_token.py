@@ -8,14 +8,14 @@ from pathlib import Path
 OF_ITS_OWN = """
 import os, subprocess, sys
 from ssd_serve.cluster.ray.cluster import ray_cluster
-from ssd_serve.cluster.ray.cluster import answers_strangers, warn_of_strangers
+from ssd_serve.cluster.ray.cluster import answers_without_token, warn_without_token
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
 
 with ray_cluster(Settings(launcher="ray")) as cluster:
     address = cluster.ray.get_runtime_context().gcs_address
-    warn_of_strangers(cluster.ray, get_logger("server"))
-    print("strangers:", answers_strangers(address))
+    warn_without_token(cluster.ray, get_logger("server"))
+    print("strangers:", answers_without_token(address))
     print("a task:", cluster.ray.get(cluster.ray.remote(lambda: 6 * 7).remote()))
     for known in (False, True):
         names = {"RAY_AUTH_MODE"} if known else {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}

@@ -85,7 +85,7 @@ def test_missing_or_broken_torch(machine: Machine) -> None:
     assert machine.calls() == []
 
 
-def test_a_torch_that_pip_does_not_see(machine: Machine) -> None:
+def test_torch_without_metadata(machine: Machine) -> None:
     shutil.rmtree(next(machine.site.glob("torch-*")))
     assert machine.run().code == 13
 

@@ -28,7 +28,7 @@ from ssd_serve.cluster.health import WorkerDiedError
 from ssd_serve.cluster.launch import RunningEngine
 from ssd_serve.cluster.local import local_engine
 from ssd_serve.cluster.placement import find_models
-from ssd_serve.cluster.ray.cluster import warn_of_strangers
+from ssd_serve.cluster.ray.cluster import warn_without_token
 from ssd_serve.cluster.ray.launcher import ray_engine
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.access.auth import AllowedHosts, allowed_hosts, exposure_warnings
@@ -109,7 +109,7 @@ def replica_settings(arguments: Mapping[str, Any]) -> Settings:
             raise SettingsError(f"args: '{name}' is not a setting{hint} (`ssd settings` lists all)")
         if name in SECRETS:
             raise SettingsError(
-                f"args: '{name}' is a secret, and Ray's dashboard shows args to everybody: set "
+                f"args: '{name}' is a secret, and Ray's dashboard shows args to its users: set "
                 f"{variable_name(name)} in the containers' environment, from a Kubernetes secret"
             )
         if name in _PROXYS:
@@ -130,7 +130,7 @@ def cores_of(machine: Machine, count: int, rank: int) -> Machine:
     return Machine(machine.cores[first : first + count], machine.gpus)
 
 
-def check_doors(settings: Settings, log: Logger) -> None:
+def check_keys(settings: Settings, log: Logger) -> None:
     """Check the API keys before models load: raise for wrong ones, and warn if there are none. Replicas do not
     know on which addresses Serve's proxies listen; in Pods they listen on all."""
     refuse_empty_keys()
@@ -151,7 +151,7 @@ class ServerReplica:
         self._settings = replica_settings(arguments)
         self._log = get_logger(f"replica-{self._name}", self._settings.log_level, self._settings.log_format)
         self._limits = Limits()
-        check_doors(self._settings, self._log)
+        check_keys(self._settings, self._log)
         self._parts = ExitStack()
         try:
             self._engine = await asyncio.to_thread(self._start_engine, context.rank.local_rank)
@@ -187,7 +187,7 @@ class ServerReplica:
             raise EngineDeadError(str(self._engine.supervisor.failure or self._client.dead))
         silent_s = self._client.silent_s
         if self._client.lost_s is None and silent_s > self._limits.engine_silence_s:
-            raise EngineDeadError(f"the engine has said nothing for {silent_s:.0f} s: it seems to hang")
+            raise EngineDeadError(f"the engine has sent nothing for {silent_s:.0f} s: it seems to hang")
 
     def metrics_page(self) -> tuple[str, str]:
         """Return the replica's name and its own metrics page."""
@@ -208,7 +208,7 @@ class ServerReplica:
             return self._parts.enter_context(
                 ray_engine(self._settings, self._log, models=found.names, place_s=_PLACE_S)
             )
-        warn_of_strangers(ray, self._log)
+        warn_without_token(ray, self._log)
         asked = cast(Any, ray).get_runtime_context().get_assigned_resources()
         machine = cores_of(this_machine(), int(asked.get("CPU", 0)), rank)
         return self._parts.enter_context(
@@ -230,7 +230,7 @@ class ServerReplica:
             await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.sleep(_FAREWELL_S)
         failure: WorkerDiedError = self._engine.supervisor.failure
-        self._log.error("replica leaves", why=str(failure))
+        self._log.error("replica exits", why=str(failure))
         await asyncio.to_thread(self._parts.close)
         os._exit(failure.exit_code)
 

@@ -11,7 +11,7 @@ from ssd_serve.base.attention_backends import AUTO, names
 NGRAM, SUFFIX, NO_DRAFT = "ngram", "suffix", "none"
 LOOKUPS = frozenset({NGRAM, SUFFIX})
 """Drafts that need no model: they look the text up."""
-STRONG_KEY = "16 characters or more that nobody can guess, such as `openssl rand -hex 32` prints"
+STRONG_KEY = "16 characters or more that cannot be guessed, such as `openssl rand -hex 32` prints"
 _SHORTEST_KEY, _MIN_SIGNS = 16, 8
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 

@@ -77,7 +77,7 @@ class Supervisor:
         self._restarts = 0
         self._comeback = RestartPolicy()
         self._suspicion = suspicion or HangDetector()
-        self._told_silence_s = 0.0
+        self._reported_silence_s = 0.0
         # Linux kills workers with the thread that started them: this one lives until `stop`.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
@@ -102,7 +102,7 @@ class Supervisor:
     def suspect_verifier(self, silent_s: float) -> None:
         """Report that the verifier has sent nothing for `silent_s` seconds. Unless it computes, the target is
         killed. Call it repeatedly during the silence, from any thread."""
-        self._told_silence_s = silent_s
+        self._reported_silence_s = silent_s
 
     @property
     def restarts(self) -> int:
@@ -181,12 +181,12 @@ class Supervisor:
                 continue
             if silent_s < _LONGEST_BUSY_SILENCE_S and self._has_reason(watched, watched.process):
                 continue
-            how = f"has given no sign of life for {silent_s:.0f} s, and was killed"
+            how = f"has sent no heartbeat for {silent_s:.0f} s, and was killed"
             self._kill(watched, watched.process, how)
 
     def _doubt(self) -> None:
         """Kill a verifier that sends heartbeats, but no tokens and no metrics."""
-        silent_s, self._told_silence_s = self._told_silence_s, 0.0
+        silent_s, self._reported_silence_s = self._reported_silence_s, 0.0
         watched = self._watched[0]
         if not silent_s or watched.process is None or self.over:
             return

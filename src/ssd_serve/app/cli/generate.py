@@ -42,7 +42,7 @@ class GenerateOptions:
             in_range, described = _RANGES[name]
             if not in_range(value):
                 raise SettingsError(f"{flag_name(name)} must be {described}")
-        with told_as_flags():
+        with errors_as_flags():
             self.params(SamplingParams())
 
     def params(self, default: SamplingParams) -> SamplingParams:
@@ -51,7 +51,7 @@ class GenerateOptions:
 
 
 @contextmanager
-def told_as_flags() -> Generator[None]:
+def errors_as_flags() -> Generator[None]:
     """Error message of a request, with fields as flags."""
     try:
         yield
@@ -64,7 +64,7 @@ def run_generate(settings: Settings, wish: GenerateOptions, *, as_json: bool) ->
     """Start an engine, generate, print, end it."""
     wish.check()
     line = ProgressLine()
-    with told_as_flags(), LLM.of(settings, line.show) as llm:
+    with errors_as_flags(), LLM.of(settings, line.show) as llm:
         params = wish.params(llm.get_default_sampling_params())
         line.clear()
         for piece in llm.stream(wish.text, params):
@@ -72,8 +72,8 @@ def run_generate(settings: Settings, wish: GenerateOptions, *, as_json: bool) ->
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
             if piece.output is not None:
-                told = json.dumps(report(piece.output, llm.ready))
-                print(told if as_json else f"\n{summary(piece.output, llm.ready)}")
+                shown = json.dumps(report(piece.output, llm.ready))
+                print(shown if as_json else f"\n{summary(piece.output, llm.ready)}")
     return 0
 
 
@@ -106,7 +106,7 @@ def report(output: Output, ready: Ready) -> dict[str, object]:
 
 def summary(output: Output, ready: Ready) -> str:
     """The line that ends the output in a terminal."""
-    told = report(output, ready)
+    shown = report(output, ready)
     parts = [f"{len(output.token_ids)} tokens", f"mode {ready.mode}", f"seed {output.seed}"]
     for name, unit in (
         ("tokens_per_s", "tokens/s"),
@@ -114,7 +114,7 @@ def summary(output: Output, ready: Ready) -> str:
         ("acceptance", "acceptance"),
         ("hit_rate", "hit rate"),
     ):
-        value = told[name]
+        value = shown[name]
         parts.append(f"{value} {unit}" if name.startswith("tokens") else f"{unit} {value}")
     return "[" + ", ".join(part for part in parts if "None" not in part) + "]"
 
@@ -175,14 +175,14 @@ def run_chat(settings: Settings, wish: GenerateOptions) -> int:
             raise SettingsError(f"{llm.ready.target} has no chat template; try `ssd generate`")
         if terminal.colours:
             print(_GREETING)
-        for said in terminal.asked():
-            _answer(llm, terminal, said, params)
+        for text in terminal.asked():
+            _answer(llm, terminal, text, params)
     return 0
 
 
-def _answer(llm: LLM, terminal: ChatTerminal, said: str, params: SamplingParams) -> None:
+def _answer(llm: LLM, terminal: ChatTerminal, text: str, params: SamplingParams) -> None:
     """Run one turn; a turn that fails is reported and left out of the conversation."""
-    terminal.messages.append({"role": "user", "content": said})
+    terminal.messages.append({"role": "user", "content": text})
     try:
         for piece in llm.stream_chat(terminal.messages, params):
             drafted = piece.token_ids[:-1]

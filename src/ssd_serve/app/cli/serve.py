@@ -58,7 +58,7 @@ def run_serve(settings: Settings) -> int:
     machine = usable_machine(settings)
     client, tokenizer = EngineClient(), LoadedTokenizer()
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         client.progress = text
         line.show(text)
 
@@ -70,10 +70,10 @@ def run_serve(settings: Settings) -> int:
             log.warning(warning, host=settings.host)
         server = build_server(settings, client, tokenizer, hosts=allowed_hosts(settings, loopback))
         with ServerThread(server, [sock, *others]) as answering:
-            found = find_models(settings, tell, log.warning)
+            found = find_models(settings, show, log.warning)
             tokenizer.tokenizer = Tokenizer(found.target)
             settle_memory()
-            tell("starting")
+            show("starting")
             with start_engine(settings, log, machine, found.names) as engine:
                 # After the workers: they would inherit the binding.
                 cores = engine.placement.front_end

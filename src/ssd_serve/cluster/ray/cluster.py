@@ -46,16 +46,16 @@ def prepare_token(environment: MutableMapping[str, str], *, joining: bool) -> No
         environment[_TOKEN] = secrets.token_hex(32)
 
 
-def warn_of_strangers(ray: Any, log: Logger) -> None:
+def warn_without_token(ray: Any, log: Logger) -> None:
     """Log a warning if the joined cluster accepts clients without a token."""
-    if answers_strangers(str(ray.get_runtime_context().gcs_address)):
+    if answers_without_token(str(ray.get_runtime_context().gcs_address)):
         log.warning(
             "this Ray cluster runs code of any client that reaches its ports",
             advice="start all its nodes with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN",
         )
 
 
-def answers_strangers(address: str) -> bool:
+def answers_without_token(address: str) -> bool:
     """True if Ray's directory at `host:port` answers a client without a token. Raises nothing."""
     try:
         grpc: Any = importlib.import_module("grpc")
@@ -102,7 +102,7 @@ class RayCluster:
         """The id of the node that this process is on."""
         return str(self.ray.get_runtime_context().get_node_id())
 
-    def homes(self, group: Any) -> dict[int, str]:
+    def bundle_nodes(self, group: Any) -> dict[int, str]:
         """The nodes of a placement group's bundles; empty while some bundle has none."""
         table: Mapping[str, Any] = self.ray.util.placement_group_table(group)
         if table["state"] != "CREATED":

@@ -30,7 +30,7 @@ from ssd_serve.cluster.process import (
     config_for,
 )
 from ssd_serve.cluster.ray.actors import ActorExit, ActorSpec, Addresses, RoleActor, kill_actor
-from ssd_serve.cluster.ray.cluster import RayCluster, ray_cluster, warn_of_strangers
+from ssd_serve.cluster.ray.cluster import RayCluster, ray_cluster, warn_without_token
 from ssd_serve.cluster.ray.placement import STRATEGY, GpuShare, RayPlacement, check_gpus_are_known, ray_place
 from ssd_serve.cluster.supervisor import Supervisor
 from ssd_serve.transport.channel import SocketChannel
@@ -200,8 +200,8 @@ class ActorStarter:
 
     def _all_here(self) -> bool:
         """True if every bundle is on this process's node, so that loopback reaches all."""
-        homes = self._cluster.homes(self._group)
-        return bool(homes) and set(homes.values()) == {self._cluster.own_node}
+        nodes = self._cluster.bundle_nodes(self._group)
+        return bool(nodes) and set(nodes.values()) == {self._cluster.own_node}
 
     def _let_drafters_go(self) -> None:
         """Kill drafters that know the address of an earlier verifier; they are restarted."""
@@ -293,11 +293,11 @@ class RayEngine(RunningEngine):
         """`silence_s`: how long an actor may give no sign of life."""
         self._cluster = cluster
         self._key = config.cluster_key or ""
-        self._crew = ActorStarter(config, cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
-        pulses = PingWatch(cluster.ray, lambda: self._crew.workers, silence_s)
+        self._actors = ActorStarter(config, cluster, group, decision, f"ssd-{secrets.token_hex(8)}", log)
+        pulses = PingWatch(cluster.ray, lambda: self._actors.workers, silence_s)
         supervisor = Supervisor(
             _plans(decision),
-            self._crew.start,
+            self._actors.start,
             log,
             pulses=pulses,
         )
@@ -305,12 +305,12 @@ class RayEngine(RunningEngine):
 
     def nodes(self) -> dict[str, str]:
         """Ids of the nodes on which the actors are, by name; of those that run."""
-        return {name: worker.node for name, worker in list(self._crew.workers.items()) if worker.node}
+        return {name: worker.node for name, worker in list(self._actors.workers.items()) if worker.node}
 
     def connect(self, timeout_s: float = CONNECT_S) -> SocketChannel:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            promise = self._crew.addresses
+            promise = self._actors.addresses
             found = resolved_addresses(self._cluster.ray, promise, _LOOK_EVERY_S)
             if self.supervisor.over:
                 break
@@ -336,7 +336,7 @@ class RayEngine(RunningEngine):
 
     def _is_over(self, promise: Any) -> bool:
         """True if the verifier of this promise will never answer."""
-        return self.supervisor.over or self._crew.addresses is not promise
+        return self.supervisor.over or self._actors.addresses is not promise
 
 
 @contextmanager
@@ -349,9 +349,9 @@ def ray_engine(
     silence_s: float = LONGEST_SILENCE_S,
 ) -> Generator[RayEngine]:
     """Start an engine for the length of a `with` block, in the cluster that is named or one of its own. For
-    `place_s` seconds it waits for devices that others use."""
+    `place_s` seconds it waiting for devices that other jobs use."""
     with ray_cluster(settings) as cluster:
-        warn_of_strangers(cluster.ray, log)
+        warn_without_token(cluster.ray, log)
         nodes = cluster.nodes
         check_gpus_are_known(settings, nodes, lambda: this_machine().gpus)
         decision = ray_place(settings, nodes)
@@ -376,10 +376,10 @@ def await_room(group: Any, bundles: list[dict[str, float]], seconds: float, log:
     while not group.wait(min(_TELL_EVERY_S, max(0.0, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
             raise SettingsError(
-                f"the Ray cluster has had no free {bundles} for {seconds:.0f} s: others use its devices "
+                f"the Ray cluster has had no free {bundles} for {seconds:.0f} s: other jobs use its devices "
                 "(`ray status` shows them)"
             )
-        log.warning("waits for devices that others use", wanted=bundles)
+        log.warning("waiting for devices that other jobs use", wanted=bundles)
 
 
 def _plans(decision: RayPlacement) -> list[WorkerPlan]:
