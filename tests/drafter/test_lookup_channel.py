@@ -17,7 +17,7 @@ from ssd_serve.base.draft_messages import (
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
-from ssd_serve.drafter.inline import InlineChannel, LookupChannel, lookup_channel
+from ssd_serve.drafter.inline import InlineChannel, LookupChannel
 from ssd_serve.verifier.drafters.pool import SpeculationMode
 from tests.fakes import EOS, HELLO, Case, make_core, make_engine, mixed_requests, run
 
@@ -29,7 +29,7 @@ def opening(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 100) -> Open:
 
 
 def make() -> LookupChannel:
-    channel = lookup_channel("ngram", EngineConfig(draft_fan_out=2, draft_depth=2), HELLO, (EOS,))
+    channel = LookupChannel("ngram", EngineConfig(draft_fan_out=2, draft_depth=2), HELLO, (EOS,))
     (hello,) = channel.receive()
     assert isinstance(hello, Hello)
     assert (hello.name, hello.source, hello.step_ms) == ("ngram", "ngram", 0.0)
@@ -78,7 +78,7 @@ def test_lookup_stops_at_max_tokens() -> None:
 
 def test_suffix_searches_finished_requests_and_ngram_does_not() -> None:
     for name, found in (("ngram", []), ("suffix", [2])):
-        channel = lookup_channel(name, EngineConfig(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
+        channel = LookupChannel(name, EngineConfig(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
         channel.receive()
         channel.send(opening((1, 2, 3, 4, 5, 6)))
         channel.send(Close(1, 1))
@@ -103,7 +103,7 @@ def test_only_in_process_drafters_get_the_salt() -> None:
         channel.send = heard
         return channel
 
-    instant = lookup_channel("suffix", EngineConfig(), HELLO, (EOS,))
+    instant = LookupChannel("suffix", EngineConfig(), HELLO, (EOS,))
     engine.drafters.connect(listening(instant, "instant"), synchronous=True)
     inline = InlineChannel(make_core(Case()), HELLO)
     engine.drafters.connect(listening(inline, "inline"), synchronous=True)
@@ -119,7 +119,7 @@ def test_only_in_process_drafters_get_the_salt() -> None:
 def test_lookup_saves_rounds_and_changes_no_text(count: int) -> None:
     case = Case(slots=4096)
     engine, _ = make_engine(case)
-    engine.drafters.connect(lookup_channel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
+    engine.drafters.connect(LookupChannel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
     outputs = run(engine, mixed_requests(count))
     expected = run(make_engine(case)[0], mixed_requests(count))
     assert {n: each.tokens for n, each in outputs.items()} == {n: each.tokens for n, each in expected.items()}
@@ -129,7 +129,7 @@ def test_lookup_saves_rounds_and_changes_no_text(count: int) -> None:
 
 def test_lookup_works_in_every_mode_without_waiting() -> None:
     engine, _ = make_engine(Case())
-    engine.drafters.connect(lookup_channel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
+    engine.drafters.connect(LookupChannel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
     for layout, works in (
         (SpeculationMode.PLAIN, False),
         (SpeculationMode.ASYNC, True),

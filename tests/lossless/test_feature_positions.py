@@ -47,7 +47,11 @@ def test_features_belong_to_their_positions(
         for pick, each in zip(requests, found, strict=True):
             held = source.held[pick.request]
             # Prompts were not chosen by the target.
-            if each is not None and not pick.path and held.start + len(held.tokens) > len(texts[0]) + 3:
+            if (
+                each is not None
+                and pick.at.parent is None
+                and held.start + len(held.tokens) > len(texts[0]) + 3
+            ):
                 seen.append(int(each.tokens[0]) == held.tokens[-1])
         return found
 

@@ -25,7 +25,7 @@ from ssd_serve.cluster.local import make_run_dir
 from ssd_serve.cluster.process import WorkerPlan, WorkerProcess, start_worker, worker_command
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.inline import InlineChannel, lookup_channel
+from ssd_serve.drafter.inline import InlineChannel, LookupChannel
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import Done, ForwardEnd
@@ -230,7 +230,7 @@ class Rig:
         return NoiseRows(vocabulary, capacity_for(vocabulary), device, self.native)
 
     def _lookup(self, settings: Settings) -> Channel:
-        return lookup_channel("ngram", settings.engine_config(), self.hello, self.real.facts.eos_token_ids)
+        return LookupChannel("ngram", settings.engine_config(), self.hello, self.real.facts.eos_token_ids)
 
     def _governing(self, policy: WaitPolicy, cost: CostTable) -> ModeConfig | None:
         """Configure mode control as in serving with a separate target device."""

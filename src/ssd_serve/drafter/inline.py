@@ -126,22 +126,28 @@ class LookupChannel(InProcessChannel):
 
     def __init__(
         self,
-        hello: Hello,
-        limits: GrowthLimits,
+        name: str,
+        config: EngineConfig,
+        verifier: Hello,
         ends: Collection[int],
-        shared: SharedHistory | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`hello` has a step time of 0, which marks a source that needs no waiting.
-
-        `ends` are EOS ids; `shared` is the history of other requests, which is searched too.
-        """
-        self._source = LookupSource(limits.fan_out, shared)
-        paths = None if grammars is None else GrammarPaths(grammars)
-        super().__init__(
-            DrafterCore(self._source, limits, ends, hello.name, paths=paths, description=LOOKUP), hello
-        )
+        """`verifier` is the `Hello` of the verifier; `ends` are EOS ids."""
+        shared = SharedHistory(config.suffix_shared) if name == SUFFIX and config.suffix_shared else None
+        self._source = LookupSource(min(_FAN_OUT, config.draft_fan_out), shared)
         self._moved = set[int]()
+        limits = GrowthLimits(
+            width=1,
+            fan_out=min(_FAN_OUT, config.draft_fan_out),
+            depth=2 * config.draft_depth,  # chains without branches
+            nodes=config.tree_nodes,
+            context=verifier.context,
+        )
+        paths = None if grammars is None else GrammarPaths(grammars)
+        core = DrafterCore(self._source, limits, ends, name, paths=paths, description=LOOKUP)
+        # A step time of 0 marks a source that needs no waiting.
+        hello = replace(verifier, name=name, source=as_label(name), step_ms=0.0, prefill_ms=0.0)
+        super().__init__(core, replace(hello, instance=secrets.randbits(63)))
 
     def send(self, message: Message) -> bool:
         if isinstance(message, Close):
@@ -164,25 +170,3 @@ class LookupChannel(InProcessChannel):
         """True if there is anything to receive; waiting adds nothing."""
         del timeout_s
         return bool(self._inbox or self._moved)
-
-
-def lookup_channel(
-    name: str,
-    config: EngineConfig,
-    mine: Hello,
-    ends: Collection[int],
-    grammars: Grammars | None = None,
-) -> LookupChannel:
-    """The lookup drafter `name` for a verifier with the `Hello` `mine`."""
-    hello = replace(
-        mine, name=name, source=as_label(name), instance=secrets.randbits(63), step_ms=0.0, prefill_ms=0.0
-    )
-    limits = GrowthLimits(
-        width=1,
-        fan_out=min(_FAN_OUT, config.draft_fan_out),
-        depth=2 * config.draft_depth,  # chains without branches
-        nodes=config.tree_nodes,
-        context=mine.context,
-    )
-    shared = SharedHistory(config.suffix_shared) if name == SUFFIX and config.suffix_shared else None
-    return LookupChannel(hello, limits, ends, shared, grammars)

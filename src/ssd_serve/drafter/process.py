@@ -100,7 +100,7 @@ class DrafterRunner:
         started = time.perf_counter()
         growth = self._core.step()
         for message in growth:
-            self.targets[message.request % len(self.targets)].send_growth(message)
+            self.targets[message.request % len(self.targets)].send(message)
         if growth and not self._core.is_warmup_step:
             self._step_time.observe(time.perf_counter() - started)
         return bool(growth) or self._core.prefilling

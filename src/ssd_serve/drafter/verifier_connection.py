@@ -91,12 +91,16 @@ class VerifierConnection:
         if self.channel.closed:
             self._on_lost()
 
-    def send_growth(self, growth: Growth) -> None:
-        """Publish growth of one request.
+    def send(self, message: Growth | Resync) -> None:
+        """Publish growth of one request, or request a resync.
 
-        A full queue drops it: the verifier sees the gap in the sequence and requests a snapshot.
+        A full queue drops growth: the verifier sees the gap in the sequence and requests a snapshot.
         """
-        self._send(growth)
+        if self.channel is None:
+            return
+        if self._places > 1:
+            message = replace(message, request=message.request // self._places)
+        self.channel.send(message)
 
     def send_heartbeat(self, heartbeat: Heartbeat) -> None:
         if self.channel is not None:
@@ -174,7 +178,7 @@ class VerifierConnection:
             return
         for reply in self._core.handle(message):
             if isinstance(reply, Growth | Resync):
-                self._send(reply)
+                self.send(reply)
         if self._paused and isinstance(message, Open):
             self._core.pause([message.request], paused=True)
 
@@ -195,13 +199,6 @@ class VerifierConnection:
             raise ProtocolError("a request has an invalid temperature")
         if len(self._requests()) >= _MAX_REQUESTS:
             raise ProtocolError(f"more than {_MAX_REQUESTS} requests are open")
-
-    def _send(self, message: Growth | Resync) -> None:
-        if self.channel is None:
-            return
-        if self._places > 1:
-            message = replace(message, request=message.request // self._places)
-        self.channel.send(message)
 
     def _on_lost(self) -> None:
         """Free the requests of a lost verifier; it opens them again when it returns."""

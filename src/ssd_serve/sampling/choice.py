@@ -65,7 +65,9 @@ def sample(
         return Sampled(choices, _logprobs(requests, choices, processed))
     rows = [row for each in requests for row in each.split()]
     scaled = processed_logits(logits, rows)  # [rows, vocabulary]
-    seeds, positions = _noise_keys(rows)
+    greedy = {key for key, parameters in _distinct(rows).items() if is_greedy(parameters)}
+    seeds = [None if id(row.parameters) in greedy else row.seed for row in rows]
+    positions = [row.position for row in rows]
     scores = scaled if seeds.count(None) == len(seeds) else scaled - noise.rows(seeds, positions)
     choices = lowest_argmax(scores)
     return Sampled(choices, _logprobs(requests, choices, scaled))
@@ -142,12 +144,6 @@ def _logprobs(
         for (index, _, _), each_found in zip(some, found, strict=True):
             logprobs[index] = each_found
     return logprobs
-
-
-def _noise_keys(rows: Sequence[SamplingRows]) -> tuple[list[int | None], list[int]]:
-    greedy = {key for key, parameters in _distinct(rows).items() if is_greedy(parameters)}
-    seeds = [None if id(row.parameters) in greedy else row.seed for row in rows]
-    return seeds, [row.position for row in rows]
 
 
 def processed_logits(logits: torch.Tensor, rows: Sequence[SamplingRows]) -> torch.Tensor:

@@ -142,8 +142,8 @@ def below_length(parameters: Iterable[Parameter]) -> Callable[[SamplingParameter
     return early
 
 
-_COMPILED_PENALTIES = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
-COMPILED = frozenset({*_COMPILED_PENALTIES, "temperature", "min_p", "top_k", "top_p"})
+_PENALTIES = "repetition_penalty", "frequency_penalty", "presence_penalty"
+COMPILED = frozenset({*_PENALTIES, "temperature", "min_p", "top_k", "top_p"})
 """Parameters that the compiled kernel applies."""
 BATCHED = COMPILED | {"allowed_token_ids", "bad_words", "logit_bias", "min_tokens"}
 """Parameters that `batched_processors` applies."""

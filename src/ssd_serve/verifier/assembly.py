@@ -20,7 +20,7 @@ from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.cache.prefix import PrefixCache
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.assembly import assemble_drafter
-from ssd_serve.drafter.inline import InlineChannel, lookup_channel
+from ssd_serve.drafter.inline import InlineChannel, LookupChannel
 from ssd_serve.drafter.sources.loading import draft_features
 from ssd_serve.kernels.attention.checked import DifferenceLog
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
@@ -331,7 +331,7 @@ def _within(
         check_hello(hello, drafter.hello)
         yield InlineChannel(drafter.core, drafter.hello)
     for name in config.lookups:
-        yield lookup_channel(name, config, hello, ends, grammars if config.draft_grammars else None)
+        yield LookupChannel(name, config, hello, ends, grammars if config.draft_grammars else None)
 
 
 def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:

@@ -25,7 +25,7 @@ from ssd_serve.bench.options import Devices
 from ssd_serve.drafter.assembly import hello_of, load_draft
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.inline import InlineChannel, lookup_channel
+from ssd_serve.drafter.inline import InlineChannel, LookupChannel
 from ssd_serve.drafter.sources.loading import LoadedSource
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.kernels.batch import Batch
@@ -273,7 +273,7 @@ def load_named(settings: Settings, devices: Devices, native: NativeLibrary | Non
     for draft in target.drafts:
         check_hello(target.hello, draft.hello)
     target.lookups = [
-        partial(lookup_channel, name, config, target.hello, target.eos) for name in config.lookups
+        partial(LookupChannel, name, config, target.hello, target.eos) for name in config.lookups
     ]
     return target
 

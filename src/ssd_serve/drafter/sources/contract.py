@@ -33,23 +33,13 @@ class NodeRequest(NamedTuple):
         return self.at.name
 
     @property
-    def path(self) -> tuple[int, ...]:
-        """Names from the root's child down to the node; empty for the root."""
-        return tuple(each.name for each in _chain(self.at))
-
-    @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens of `path`."""
-        return tuple(each.token for each in _chain(self.at))
-
-
-def _chain(node: Node) -> list[Node]:
-    chain: list[Node] = []
-    while node.parent is not None:
-        chain.append(node)
-        node = node.parent
-    chain.reverse()
-    return chain
+        """Tokens from the root's child down to the node; empty for the root."""
+        tokens, node = list[int](), self.at
+        while node.parent is not None:
+            tokens.append(node.token)
+            node = node.parent
+        return tuple(reversed(tokens))
 
 
 class Candidates(NamedTuple):

@@ -246,7 +246,7 @@ class ModelSource:
             self._pending_prefill.clear()
             release_memory()
             return [None] * len(requests)
-        return _in_order(ranked, wanted, len(requests))
+        return in_order(ranked, wanted, len(requests))
 
     def _groups(self, requests: Sequence[NodeRequest]) -> list[StepRows]:
         """The rows of each request, as far as memory allows.
@@ -370,7 +370,9 @@ class ModelSource:
             self.pool.free(evicted.take_slots())
 
 
-def _in_order(ranked: Sequence[Candidates], wanted: list[int], count: int) -> Sequence[Candidates | None]:
+def in_order(
+    ranked: Sequence[Candidates | None], wanted: list[int], count: int
+) -> Sequence[Candidates | None]:
     """Results in the order of all `count` nodes; `ranked` are those of the indices `wanted`."""
     if wanted == list(range(count)):
         return ranked

@@ -23,6 +23,7 @@ from ssd_serve.drafter.sources.draft_model import (
     DraftKvState,
     ModelSource,
     StepRows,
+    in_order,
     prefill_rows_of,
 )
 from ssd_serve.drafter.sources.loading import (
@@ -118,10 +119,7 @@ class EagleSource(ModelSource):
         """Run one forward for the nodes with complete inputs."""
         ready = [index for index, each in enumerate(requests) if self._can_grow(each)]
         found = super().expand([requests[index] for index in ready], [scales[index] for index in ready])
-        if len(ready) == len(requests):
-            return found
-        places = {index: place for place, index in enumerate(ready)}
-        return [found[places[index]] if index in places else None for index in range(len(requests))]
+        return in_order(found, ready, len(requests))
 
     def prepared(self, batch: Batch, groups: Sequence[StepRows]) -> Batch:
         """Add a vector for each row."""
