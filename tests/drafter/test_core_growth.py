@@ -35,18 +35,8 @@ from tests.drafter.core_factory import LIMITS, PROMPT, ROOT, grown, make, openin
 from tests.fakes import EOS, VOCABULARY, ScriptedSource, core_of
 
 
-def test_a_step_expands_the_best_nodes_of_all_requests() -> None:
-    core, source = make()
-    for request in range(1, 4):
-        core.handle(opening(request))
-    assert {message.request for message in core.step()} == {1, 2, 3}
-    assert len(source.made) == 3  # three roots are more probable than any guess
-    core.step()
-    assert len(source.made) == 6
-
-
 class SlowCore(DrafterCore):
-    """Picks in the obvious way: it looks at the best node of every request before each pick."""
+    """The reference of `_pick`: compares the best nodes of all requests before each pick."""
 
     def _pick(self, width: int) -> list[NodeRequest]:
         picked: list[NodeRequest] = []
@@ -92,28 +82,28 @@ def test_best_first_order_over_requests_equals_the_reference(
     roots = {number: root_name(number, 1, 2) for number in numbers}
     positions = dict.fromkeys(numbers, 3)
 
-    def tell(message: DrafterMessage) -> None:
+    def send(message: DrafterMessage) -> None:
         for core in cores:
             core.handle(message)
 
     for number in numbers:
-        tell(opening(number))
+        send(opening(number))
     for turn, token in enumerate([*tokens, 0]):
         for core in cores:
             core.step()
         assert sources[0].requests == sources[1].requests
         number = numbers[turn % len(numbers)]
         if turn % 4 == 3:
-            tell(Close(number, 1))
-            tell(opening(number))
+            send(Close(number, 1))
+            send(opening(number))
             roots[number], positions[number] = root_name(number, 1, 2), 3
         elif turn % 4 == 2:
-            tell(Pause(paused=token % 2 == 0))
+            send(Pause(paused=token % 2 == 0))
         else:
             if token % 2:  # a hit
                 token = ScriptedSource.tokens_of(roots[number])[token % 3]
             roots[number] = mix(roots[number], token)
-            tell(Outcome(number, 1, positions[number], (token,), roots[number]))
+            send(Outcome(number, 1, positions[number], (token,), roots[number]))
             positions[number] += 1
     assert sources[0].requests
 
@@ -179,27 +169,26 @@ def test_candidates_with_nonfinite_log_probabilities_are_dropped(kind: str) -> N
     assert core.step() == []
 
 
-def test_growth_stops_when_nothing_is_worth_it() -> None:
-    core, _ = make()
-    core.handle(opening())
-    assert grown(core)
-    assert core.step() == []
-    assert core.nodes <= LIMITS.nodes
-
-
-def test_nothing_grows_beyond_max_tokens() -> None:
-    for tokens, expansions in ((1, 0), (2, 1), (3, 4)):
-        core, source = make()
-        core.handle(opening(max_tokens=tokens))
-        grown(core)
-        assert len(source.made) == expansions
-
-
-def test_earlier_output_counts_towards_max_tokens() -> None:
-    core, source = make()
-    core.handle(opening(output=(4, 8), max_tokens=4))
+@pytest.mark.parametrize(
+    ("output", "max_tokens", "context", "expansions"),
+    [
+        ((), 1, 99, 0),
+        ((), 2, 99, 1),
+        ((), 3, 99, 4),
+        ((4, 8), 4, 99, 1),
+        ((), 100, 2, 0),
+        ((), 100, 3, 1),
+        ((), 100, 4, 4),
+    ],
+)
+def test_nothing_grows_beyond_max_tokens_and_context(
+    output: tuple[int, ...], max_tokens: int, context: int, expansions: int
+) -> None:
+    core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, context=context))
+    core.handle(opening(output=output, max_tokens=max_tokens))
     grown(core)
-    assert len(source.made) == 1
+    assert len(source.made) == expansions
+    assert core.step() == []
 
 
 def test_nothing_grows_below_eos_and_stop_ids() -> None:
@@ -210,14 +199,6 @@ def test_nothing_grows_below_eos_and_stop_ids() -> None:
         core.handle(Open(1, 1, PROMPT, (), parameters, 9, ROOT))
         grown(core)
         assert len(source.made) == 1 + expansions
-
-
-def test_nothing_grows_beyond_the_draft_models_context() -> None:
-    for context, expansions in ((2, 0), (3, 1), (4, 4)):
-        core, source = make(GrowthLimits(width=3, fan_out=3, depth=6, nodes=200, context=context))
-        core.handle(opening())
-        grown(core)
-        assert len(source.made) == expansions
 
 
 class BlockSource(ScriptedSource):
@@ -299,28 +280,22 @@ def test_outcomes_calibrate_the_scale_of_the_next_step() -> None:
     assert source.scales[-1] != source.scales[0]
 
 
+class UnevenSource(ScriptedSource):
+    """The candidates of request 2 are the most probable ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[int] = []
+
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Any:
+        self.order += [each.request for each in requests]
+        tokens, values = np.array([4, 5, 6], dtype=np.int32), np.array([-0.1, -0.2, -0.3], dtype=np.float32)
+        return [Candidates(tokens, values - 2 * (each.request == 1), values, 0.0) for each in requests]
+
+
 def test_the_more_probable_request_is_expanded_first() -> None:
-    class Uneven(ScriptedSource):
-        def __init__(self) -> None:
-            super().__init__()
-            self.order: list[int] = []
-
-        def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Any:
-            self.order += [each.request for each in requests]
-            return [
-                Candidates(
-                    np.array([4, 5, 6], dtype=np.int32),
-                    np.array(
-                        [-0.1, -0.2, -0.3] if each.request == 2 else [-2.0, -2.1, -2.2], dtype=np.float32
-                    ),
-                    np.zeros(3, dtype=np.float32),
-                    0.0,
-                )
-                for each in requests
-            ]
-
-    source = Uneven()
-    core = core_of(source, GrowthLimits(width=3, fan_out=3, depth=6, nodes=200))
+    source = UnevenSource()
+    core = core_of(source, LIMITS)
     for request in (1, 2):
         core.handle(opening(request))
     core.step()

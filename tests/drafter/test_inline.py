@@ -1,29 +1,44 @@
-"""The inline drafter: one draft step whenever the verifier waits."""
+"""Drafters in the verifier's process: a draft step whenever the verifier waits, and lookup on receive."""
 
-from ssd_serve.base.draft_messages import (
-    Growth,
-    Heartbeat,
-    Open,
-    Outcome,
-    Resync,
-)
-from ssd_serve.base.messages import SamplingParameters
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from ssd_serve.base.draft_messages import Close, Growth, Heartbeat, Hello, Message, Open, Outcome, Resync
+from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
+from ssd_serve.base.seeds import mix
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.inline import InlineChannel
+from ssd_serve.drafter.inline import InlineChannel, LookupChannel
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.sampling.noise_rows import NoiseRows
-from tests.fakes import HELLO, VOCABULARY, FakeModel, ScriptedSource, core_of
+from ssd_serve.verifier.drafters.pool import SpeculationMode
+from tests.fakes import (
+    EOS,
+    HELLO,
+    VOCABULARY,
+    Case,
+    FakeModel,
+    ScriptedSource,
+    core_of,
+    make_core,
+    make_engine,
+    mixed_requests,
+    run,
+)
 
 LIMITS = GrowthLimits(width=3, fan_out=3, depth=3, nodes=60)
+PROMPT = (5, 6, 7, 8, 5, 6)
 OPEN = Open(1, 1, (5, 6), (), SamplingParameters(max_tokens=9), 0, root=1)
 
 
-def make() -> InlineChannel:
+def inline() -> InlineChannel:
     return InlineChannel(core_of(ScriptedSource(), LIMITS), HELLO)
 
 
 def test_one_wait_runs_one_draft_step() -> None:
-    channel = make()
+    channel = inline()
     channel.receive()
     channel.send(OPEN)
     steps = 0
@@ -44,16 +59,16 @@ def test_warmup_steps_do_not_count_in_the_step_time() -> None:
     channel.receive()
     channel.send(OPEN)
 
-    def told() -> float:
+    def step_ms() -> float:
         assert channel.wait(0.001)
         _, beat = channel.receive()
         assert isinstance(beat, Heartbeat)
         return beat.step_ms
 
     source.is_warmup_step = True
-    assert told() == HELLO.step_ms
+    assert step_ms() == HELLO.step_ms
     source.is_warmup_step = False
-    assert told() > HELLO.step_ms
+    assert step_ms() > HELLO.step_ms
 
 
 def test_one_wait_completes_a_long_prefill() -> None:
@@ -67,17 +82,135 @@ def test_one_wait_completes_a_long_prefill() -> None:
 
 
 def test_wait_returns_at_once_if_messages_are_waiting() -> None:
-    channel = make()
+    channel = inline()
     channel.send(OPEN)
     assert channel.wait(0.001)
     assert channel.steps == 0
 
 
 def test_send_processes_messages_at_once() -> None:
-    channel = make()
+    channel = inline()
     channel.receive()
     channel.send(Outcome(1, 1, 2, (4,), 0))
     assert channel.receive() == [Resync(1, 1)]
     assert channel.pending == 0
     assert channel.flush()
     assert channel.fileno() < 0
+
+
+def opening(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 100) -> Open:
+    return Open(1, 1, prompt, (), SamplingParameters(temperature=0.0, max_tokens=max_tokens), 0, root=1)
+
+
+def lookup() -> LookupChannel:
+    channel = LookupChannel("ngram", EngineConfig(draft_fan_out=2, draft_depth=2), HELLO, (EOS,))
+    (hello,) = channel.receive()
+    assert isinstance(hello, Hello)
+    assert (hello.name, hello.source, hello.step_ms) == ("ngram", "ngram", 0.0)
+    return channel
+
+
+def grown(channel: LookupChannel) -> list[int]:
+    messages = channel.receive()
+    return [len(each.parents) // 8 for each in messages if isinstance(each, Growth)]
+
+
+def test_the_lookup_channel_replies_once_on_receive() -> None:
+    channel = lookup()
+    assert not channel.wait(1e9)
+    assert channel.send(opening())
+    assert channel.wait(0.0)
+    (expanded,) = grown(channel)
+    assert expanded == 4  # twice the depth of a tree
+    assert not channel.wait(0.0)
+    assert channel.receive() == []
+
+
+def test_no_match_sends_no_growth() -> None:
+    channel = lookup()
+    channel.send(opening((5, 6, 7, 8)))
+    assert channel.receive() == []
+
+
+def test_lookup_continues_below_the_new_root() -> None:
+    channel = lookup()
+    channel.send(opening())
+    grown(channel)
+    channel.send(Outcome(1, 1, 6, (7, 8), mix(mix(1, 7), 8)))
+    assert grown(channel) == [2]  # two levels more than were there
+    channel.send(Outcome(1, 1, 9, (7,), 0))
+    assert channel.receive() == [Resync(1, 1)]
+
+
+def test_lookup_stops_at_max_tokens() -> None:
+    channel = lookup()
+    channel.send(opening(max_tokens=3))
+    assert grown(channel) == [2]
+    channel.send(opening((5, 6, EOS, 8, 5, 6)))
+    assert grown(channel) == [1]
+
+
+def test_suffix_searches_finished_requests_and_ngram_does_not() -> None:
+    for name, found in (("ngram", []), ("suffix", [2])):
+        channel = LookupChannel(name, EngineConfig(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
+        channel.receive()
+        channel.send(opening((1, 2, 3, 4, 5, 6)))
+        channel.send(Close(1, 1))
+        channel.receive()
+        channel.send(replace(opening((8, 3, 4)), request=2))
+        assert grown(channel) == found
+
+
+def test_only_in_process_drafters_get_the_salt() -> None:
+    engine, _ = make_engine(Case())
+    salts: dict[str, list[bytes]] = {"lookup": [], "inline": []}
+
+    def recording(channel: Any, name: str) -> Any:
+        send = channel.send
+
+        def recorded(message: Message) -> bool:
+            if isinstance(message, Open):
+                salts[name].append(message.salt)
+            taken: bool = send(message)
+            return taken
+
+        channel.send = recorded
+        return channel
+
+    in_process = LookupChannel("suffix", EngineConfig(), HELLO, (EOS,))
+    engine.drafters.connect(recording(in_process, "lookup"), synchronous=True)
+    with_model = InlineChannel(make_core(Case()), HELLO)
+    engine.drafters.connect(recording(with_model, "inline"), synchronous=True)
+    engine.drafters.drain({})
+    run(
+        engine,
+        [Submit(1, PROMPT, SamplingParameters(max_tokens=4), 7, options=RequestOptions(salt=b"secret"))],
+    )
+    assert salts == {"lookup": [b"secret"], "inline": [b""]}
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_lookup_saves_rounds_and_changes_no_text(count: int) -> None:
+    case = Case(slots=4096)
+    engine, _ = make_engine(case)
+    engine.drafters.connect(LookupChannel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
+    outputs = run(engine, mixed_requests(count))
+    expected = run(make_engine(case)[0], mixed_requests(count))
+    assert {n: each.tokens for n, each in outputs.items()} == {n: each.tokens for n, each in expected.items()}
+    assert engine.decision is not None
+    assert engine.decision.waited_s == 0
+
+
+def test_lookup_works_in_every_mode_without_waiting() -> None:
+    engine, _ = make_engine(Case())
+    engine.drafters.connect(LookupChannel("ngram", EngineConfig(), HELLO, (EOS,)), synchronous=True)
+    for mode, works in (
+        (SpeculationMode.PLAIN, False),
+        (SpeculationMode.ASYNC, True),
+        (SpeculationMode.SYNC, True),
+    ):
+        engine.drafters.set_mode(mode)
+        engine.drafters.drain({})
+        assert engine.drafters.working is works
+    assert not engine.drafters.worth_waiting()
+    assert engine.drafters.step_s == 0
