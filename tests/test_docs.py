@@ -100,10 +100,6 @@ def test_links_lead_to_existing_files(document: Path) -> None:
     assert broken == []
 
 
-def test_links_are_found() -> None:
-    assert len(LINK.findall(text(ROOT / "README.md"))) > 10
-
-
 def test_every_page_is_listed() -> None:
     listed = set(LINK.findall(text(DOCS / "README.md")))
     assert {page.name for page in PAGES} - listed == {"README.md"}

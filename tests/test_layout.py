@@ -53,23 +53,3 @@ def test_each_part_of_an_engine_is_built_in_one_place(module: str) -> None:
     naming = {path: ast.parse(source) for path, source in sources().items() if name in source}
     builders = {path for path, tree in naming.items() if [*calls(tree, module, name)]}
     assert builders - {door} == {path for each, path in TESTS_OF_ONE_CLASS if each == name}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from a.b import C\nC(1)",
-        "from a.b import C as D\nD()",
-        "import a.b\na.b.C()",
-        "import a.b as x\nx.C()",
-        "from a import b\nb.C()",
-    ],
-)
-def test_a_call_is_found_under_every_name(source: str) -> None:
-    assert len([*calls(ast.parse(source), "a.b", "C")]) == 1
-
-
-def test_a_type_a_subclass_or_another_class_of_the_name_is_no_call() -> None:
-    source = "from a.b import C\ndef f(c: C) -> C: ...\nclass D(C): ...\nD()"
-    assert [*calls(ast.parse(source), "a.b", "C")] == []
-    assert [*calls(ast.parse("class C: ...\nC()"), "a.b", "C")] == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssd_serve.bench.lossless.judge import Float64Decoder, Judge, compared, first_difference
+from ssd_serve.bench.lossless.judge import Float64Decoder, Judge, compared
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.random_pair import RANDOM_PAIRS, write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, Outputs, run_case
@@ -49,10 +49,3 @@ def test_early_end_is_not_a_near_tie(pair: LoadedPair) -> None:
     short = Outputs({0: plain.tokens[0][:-1]}, 0, 0)
     (difference,) = Judge(pair).differences(submits, plain, short)
     assert not difference.near_tie
-
-
-def test_first_difference_of_two_outputs() -> None:
-    assert first_difference((1, 2, 3), (1, 2, 3)) is None
-    assert first_difference((1, 2, 3), (1, 9, 3)) == 1
-    assert first_difference((1, 2, 3), (1, 2)) == 2
-    assert first_difference((), ()) is None
