@@ -43,10 +43,10 @@ def test_self_draft_uses_the_targets_first_layers() -> None:
     assert len(growth.tokens) == 4 * settings("").draft_fan_out
 
 
-@pytest.mark.parametrize(("told", "prefill_s"), [(0.001, 0.001), (0.0, 0.0), (None, 0.005)])
-def test_prefill_time_defaults_to_a_row_of_the_widest_step(told: float | None, prefill_s: float) -> None:
+@pytest.mark.parametrize(("measured", "prefill_s"), [(0.001, 0.001), (0.0, 0.0), (None, 0.005)])
+def test_prefill_time_defaults_to_a_row_of_the_widest_step(measured: float | None, prefill_s: float) -> None:
     texts = TokenizerInfo(tokenizer="", vocabulary=8, context=64, ends=())
-    loaded = LoadedSource(ScriptedSource(), texts, {4: 0.03, 8: 0.04}, prefill_s_per_token=told)
+    loaded = LoadedSource(ScriptedSource(), texts, {4: 0.03, 8: 0.04}, prefill_s_per_token=measured)
     assert loaded.prefill_s == prefill_s
 
 

@@ -23,7 +23,7 @@ GREEDY = SamplingParameters(temperature=0.0)
 FAN_OUT, SLOTS = 3, 128
 
 
-class Told:
+class DraftedTree:
     """A source and a reference with the same inputs of one request; `vectors` are those of committed
     tokens."""
 
@@ -94,49 +94,49 @@ def oracle(request: pytest.FixtureRequest) -> Oracle | FirstOracle:
 
 
 @pytest.fixture
-def told(oracle: Oracle | FirstOracle, tmp_path: Path) -> Told:
-    found = Told(oracle, tmp_path, [5, 9, 60, 33, 2, 71])
+def drafted(oracle: Oracle | FirstOracle, tmp_path: Path) -> DraftedTree:
+    found = DraftedTree(oracle, tmp_path, [5, 9, 60, 33, 2, 71])
     found.give(0, 5)
     return found
 
 
-def test_eagle_drafts_a_tree_below_a_prompt(told: Told) -> None:
-    root = told.tree.root
-    (first,) = told.expand(root)
-    told.check(root, first)
-    children = [told.tree.child_at(root, rank) for rank in range(2)]
-    for node, found in zip(children, told.expand(*children), strict=True):
-        told.check(node, found)
-    grandchild = told.tree.child_at(children[1], 0)
-    (last,) = told.expand(grandchild)
-    told.check(grandchild, last)
+def test_eagle_drafts_a_tree_below_a_prompt(drafted: DraftedTree) -> None:
+    root = drafted.tree.root
+    (first,) = drafted.expand(root)
+    drafted.check(root, first)
+    children = [drafted.tree.child_at(root, rank) for rank in range(2)]
+    for node, found in zip(children, drafted.expand(*children), strict=True):
+        drafted.check(node, found)
+    grandchild = drafted.tree.child_at(children[1], 0)
+    (last,) = drafted.expand(grandchild)
+    drafted.check(grandchild, last)
 
 
-def test_eagle_uses_target_features_after_a_miss(told: Told) -> None:
-    told.expand(told.tree.root)
-    missed = next(token for token in range(VOCABULARY) if token not in told.tree.root.tokens)
+def test_eagle_uses_target_features_after_a_miss(drafted: DraftedTree) -> None:
+    drafted.expand(drafted.tree.root)
+    missed = next(token for token in range(VOCABULARY) if token not in drafted.tree.root.tokens)
     for tokens in ([missed], [7, 8, 4]):
-        told.commit(tokens)
-        (found,) = told.expand(told.tree.root)
-        told.check(told.tree.root, found)
+        drafted.commit(tokens)
+        (found,) = drafted.expand(drafted.tree.root)
+        drafted.check(drafted.tree.root, found)
 
 
-def test_eagle_uses_its_own_outputs_below_a_hit(told: Told) -> None:
+def test_eagle_uses_its_own_outputs_below_a_hit(drafted: DraftedTree) -> None:
     """The committed token is computed with its true vector; the draft output stays."""
-    (first,) = told.expand(told.tree.root)
-    told.check(told.tree.root, first)
-    child = told.tree.child_at(told.tree.root, 0)
-    (second,) = told.expand(child)
-    told.check(child, second)
-    told.commit([child.token])
-    assert told.tree.root is child
-    leaf = told.tree.child_at(child, 1)
-    (found,) = told.expand(leaf)
-    told.check(leaf, found)
+    (first,) = drafted.expand(drafted.tree.root)
+    drafted.check(drafted.tree.root, first)
+    child = drafted.tree.child_at(drafted.tree.root, 0)
+    (second,) = drafted.expand(child)
+    drafted.check(child, second)
+    drafted.commit([child.token])
+    assert drafted.tree.root is child
+    leaf = drafted.tree.child_at(child, 1)
+    (found,) = drafted.expand(leaf)
+    drafted.check(leaf, found)
 
 
 def test_eagle_waits_for_features(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
-    waiting = Told(oracle, tmp_path, [5, 9, 60, 33])
+    waiting = DraftedTree(oracle, tmp_path, [5, 9, 60, 33])
     requests = [NodeRequest(1, waiting.tree.root)]
     assert waiting.source.expand(requests, [[1.0]]) == [None]
     waiting.give(0, 2)
@@ -150,53 +150,53 @@ LONG = [place % (VOCABULARY - 1) + 1 for place in range(60)]
 
 
 def test_a_long_prefill_is_chunked(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
-    told = Told(oracle, tmp_path, LONG, prefill_rows=20)
-    told.give(0, len(LONG) - 1)
-    root = told.tree.root
+    drafted = DraftedTree(oracle, tmp_path, LONG, prefill_rows=20)
+    drafted.give(0, len(LONG) - 1)
+    root = drafted.tree.root
     for _ in range(2):
-        assert told.source.expand([NodeRequest(1, root)], [[1.0]]) == [None]
-        assert set(told.source.pending_prefill) == {1}
-    (found,) = told.expand(root)
-    told.check(root, found)
-    assert not told.source.pending_prefill
+        assert drafted.source.expand([NodeRequest(1, root)], [[1.0]]) == [None]
+        assert set(drafted.source.pending_prefill) == {1}
+    (found,) = drafted.expand(root)
+    drafted.check(root, found)
+    assert not drafted.source.pending_prefill
 
 
 def test_a_request_closed_during_prefill_is_not_pending(oracle: Oracle | FirstOracle, tmp_path: Path) -> None:
-    told = Told(oracle, tmp_path, LONG, prefill_rows=20)
-    told.give(0, len(LONG) - 1)
-    assert told.source.expand([NodeRequest(1, told.tree.root)], [[1.0]]) == [None]
-    told.source.close(1)
-    told.source.open(2, [3, 4], GREEDY, 0)
-    assert told.source.expand([NodeRequest(2, SpeculationTree(2, 10).root)], [[1.0]]) == [None]
-    assert not told.source.pending_prefill
+    drafted = DraftedTree(oracle, tmp_path, LONG, prefill_rows=20)
+    drafted.give(0, len(LONG) - 1)
+    assert drafted.source.expand([NodeRequest(1, drafted.tree.root)], [[1.0]]) == [None]
+    drafted.source.close(1)
+    drafted.source.open(2, [3, 4], GREEDY, 0)
+    assert drafted.source.expand([NodeRequest(2, SpeculationTree(2, 10).root)], [[1.0]]) == [None]
+    assert not drafted.source.pending_prefill
 
 
-def test_eagle_restarts_after_a_gap_in_features(told: Told) -> None:
-    told.expand(told.tree.root)
-    told.commit([11, 12])
-    told.tokens += [13]
-    told.tree = SpeculationTree(9, 1000)
-    told.source.open(1, told.tokens, GREEDY, 0)
-    told.give(6, 2)
-    (found,) = told.expand(told.tree.root)
-    told.check(told.tree.root, found)
-    assert told.first == 6
+def test_eagle_restarts_after_a_gap_in_features(drafted: DraftedTree) -> None:
+    drafted.expand(drafted.tree.root)
+    drafted.commit([11, 12])
+    drafted.tokens += [13]
+    drafted.tree = SpeculationTree(9, 1000)
+    drafted.source.open(1, drafted.tokens, GREEDY, 0)
+    drafted.give(6, 2)
+    (found,) = drafted.expand(drafted.tree.root)
+    drafted.check(drafted.tree.root, found)
+    assert drafted.first == 6
 
 
 @pytest.mark.parametrize(("position", "more"), [(0, -HIDDEN), (0, HIDDEN), (-1, 0)])
-def test_invalid_features_are_a_protocol_error(told: Told, position: int, more: int) -> None:
-    right = told.oracle.width
+def test_invalid_features_are_a_protocol_error(drafted: DraftedTree, position: int, more: int) -> None:
+    right = drafted.oracle.width
     with pytest.raises(ProtocolError, match=f"width {right + more}, not {right}, or a negative position"):
-        told.source.read(1, position, torch.zeros((2, right + more)))
-    told.source.read(1, 5, torch.zeros((2, right)))
+        drafted.source.read(1, position, torch.zeros((2, right + more)))
+    drafted.source.read(1, 5, torch.zeros((2, right)))
 
 
-def test_eagle_frees_all_slots(told: Told) -> None:
+def test_eagle_frees_all_slots(drafted: DraftedTree) -> None:
     for tokens in ([3], [4, 5], [6]):
-        (found,) = told.expand(told.tree.root)
-        told.expand(*[told.tree.child_at(told.tree.root, rank) for rank in range(FAN_OUT)])
-        told.commit([int(found.tokens[0]), *tokens])
-    told.expand(told.tree.root)
-    assert told.pool.used == len(told.tokens) - 1
-    told.source.close(1)
-    assert told.pool.used == 0
+        (found,) = drafted.expand(drafted.tree.root)
+        drafted.expand(*[drafted.tree.child_at(drafted.tree.root, rank) for rank in range(FAN_OUT)])
+        drafted.commit([int(found.tokens[0]), *tokens])
+    drafted.expand(drafted.tree.root)
+    assert drafted.pool.used == len(drafted.tokens) - 1
+    drafted.source.close(1)
+    assert drafted.pool.used == 0

@@ -27,10 +27,10 @@ class Counted(WrappedModel):
 
     def __init__(self, model: Model, role: str, argument: str) -> None:
         super().__init__(model)
-        self.told = (role, argument)
+        self.wrapped_by = (role, argument)
 
     def forward(self, batch: Batch) -> ForwardResult:
-        assert self.told == ("draft", "here")
+        assert self.wrapped_by == ("draft", "here")
         Counted.rows += batch.rows
         Counted.with_vectors += 0 if batch.vectors is None else len(batch.vectors)
         return self._model.forward(batch)

@@ -204,7 +204,7 @@ def test_native_nodes_at_one_position_share_noise(native: NativeLibrary, tempera
     assert len(set(expected[1:21])) > 1
 
 
-@pytest.mark.parametrize("temperature", [1e-4, 0.1, 0.8, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize("temperature", [1e-4, 0.8, 1e6])
 @pytest.mark.parametrize("kind", ["flat", "equal", "steep", "huge", "one infinite", "masked"])
 def test_native_choice_skips_no_possible_winner(native: NativeLibrary, temperature: float, kind: str) -> None:
     """The kernel computes logarithms only for words that could matter: 200 rows of each kind."""

@@ -211,9 +211,9 @@ def test_choices_at_adjacent_positions_are_independent() -> None:
         assert chi_square(counts, joint * len(first)) < chi_square_bound(63)
 
 
-@pytest.mark.parametrize("probability", [1e-5, 1e-7, 1e-8, 2e-9])
+@pytest.mark.parametrize("probability", [1e-7, 2e-9])
 def test_improbable_token_has_its_probability(probability: float) -> None:
-    """Exact, not sampled: over all equally likely words, how probably does the token beat all others?
+    """Computes the probability exactly, over all equally likely words, that the token beats all others.
 
     The others' race ends at an exponential time of rate 1 - p; the token wins if E / p comes before that.
     """

@@ -1,4 +1,4 @@
-"""The drafter's scores and their ranking: by torch, and by the compiled kernel, which ranks the same."""
+"""The drafter's scores and their ranking, by torch and by the compiled kernel."""
 
 import math
 
@@ -14,6 +14,7 @@ from ssd_serve.sampling.choice import sample
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, draft_scores, rank_children, rank_scores
 from ssd_serve.sampling.rows import SamplingRows
+from tests.examples import examples
 
 TEMPERATURES = (0.0, 0.3, 1.0, 1.7)
 SCALES = (0.2, 0.7, 1.0, 5.0)
@@ -56,7 +57,7 @@ def keys_of(rows: int, seed: int) -> SamplingKeys:
     return SamplingKeys(seeds, rng.integers(0, 4, rows).tolist(), temperatures)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 333, 4096, 32003])
+@pytest.mark.parametrize("vocabulary", [1, 16, 17, 4096])
 @pytest.mark.parametrize("spread", [0.5, 4.0, 30.0])
 def test_native_ranking_equals_torch(native: NativeLibrary, vocabulary: int, spread: float) -> None:
     """Tokens and scores to the bit; sums are taken in another order."""
@@ -74,11 +75,10 @@ def test_native_ranking_equals_torch(native: NativeLibrary, vocabulary: int, spr
 
 
 @given(st.integers(0, 10_000), st.integers(1, 70), st.integers(1, 20), st.integers(1, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_ranking_ties_go_to_the_lowest_tokens(
     native: NativeLibrary, seed: int, vocabulary: int, fan_out: int, rows: int
 ) -> None:
-    """Many ties, impossible tokens and some that are no numbers."""
     rng, fan_out = np.random.default_rng(seed), min(fan_out, vocabulary)
     values = rng.integers(-4, 5, (rows, vocabulary)) / 2
     strange = rng.random((rows, vocabulary))

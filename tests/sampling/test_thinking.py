@@ -23,7 +23,6 @@ def allowed(mask: Masks) -> set[int]:
 
 
 def may_follow(output: Sequence[int], budget: int, begin: tuple[int, ...]) -> set[int]:
-    """The rule itself, read from the text's beginning."""
     text = tuple(output)
     if text[: len(begin)] != begin:
         return ANY
@@ -38,9 +37,9 @@ def may_follow(output: Sequence[int], budget: int, begin: tuple[int, ...]) -> se
 
 @given(TOKENS, TOKENS, st.integers(0, 6), st.booleans())
 def test_thinking_budget_masks_along_a_chain(
-    output: list[int], chain: list[int], budget: int, thinks: bool
+    output: list[int], chain: list[int], budget: int, in_thoughts: bool
 ) -> None:
-    begin = () if thinks else BEGIN
+    begin = () if in_thoughts else BEGIN
     state = ThinkingState(ThinkingBudget(budget, begin, END), 2)
     taken = state.consume(output)
     assert all(output[place] in may_follow(output[:place], budget, begin) for place in range(taken))

@@ -36,7 +36,7 @@ OUT_OF_REACH = {"prompt_logprobs", "grammar", "thinking_budget"}
 MODEL = msgspec.structs.replace(READY, vocabulary=100, context=50)
 
 
-def asked(name: str, value: object) -> dict[str, object]:
+def fields_of(name: str, value: object) -> dict[str, object]:
     return {name: {3: value} if name == "logit_bias" else value}
 
 
@@ -61,8 +61,8 @@ def test_numbers_out_of_range_are_refused_over_http_and_in_python(
     outside = [numbers.highest + step, numbers.lowest - step * (not numbers.above), float("nan")]
     outside += [numbers.least_positive / 2] if numbers.least_positive else []
     outside += [numbers.lowest + 0.5] if numbers.whole else []
-    assert all(accepted(model, asked(parameter.name, value)) for value in inside)
-    assert not any(accepted(model, asked(parameter.name, value)) for value in outside)
+    assert all(accepted(model, fields_of(parameter.name, value)) for value in inside)
+    assert not any(accepted(model, fields_of(parameter.name, value)) for value in outside)
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, SamplingParams])
@@ -86,8 +86,8 @@ def test_missing_parameters_use_generation_config() -> None:
 
 def test_request_parameters_override_generation_config() -> None:
     model = msgspec.structs.replace(MODEL, sampling={"temperature": 0.5, "top_p": 0.9})
-    wish: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0}
-    for request in (CompletionRequest.model_validate({"prompt": "a", **wish}), SamplingParams(**wish)):
+    values: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0}
+    for request in (CompletionRequest.model_validate({"prompt": "a", **values}), SamplingParams(**values)):
         found = engine_parameters(request, model, max_tokens=7, logprobs=None)
         assert found == SamplingParameters(temperature=0.0, top_p=1.0, max_tokens=7)
 
@@ -191,8 +191,8 @@ def test_lone_surrogate_is_refused() -> None:
 
 def test_validation_does_not_import_torch() -> None:
     modules = "sys, ssd_serve.sampling.validation, ssd_serve.server.openai.protocol"
-    said = f"import {modules}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    program = f"import {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
@@ -217,10 +217,10 @@ def defaults(folder: Path, **keys: object) -> dict[str, int | float]:
 
 def test_generation_config_sets_defaults(tmp_path: Path) -> None:
     """Keys of Qwen's and Llama's files; keys that are no parameters are ignored."""
-    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
+    known = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
     others = {"bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "4.51.0", "do_sample": True}
-    found = defaults(tmp_path, **said, **others, max_new_tokens=2048)
-    assert found == {**said, "max_tokens": 2048}
+    found = defaults(tmp_path, **known, **others, max_new_tokens=2048)
+    assert found == {**known, "max_tokens": 2048}
     assert isinstance(found["top_k"], int)
 
 
