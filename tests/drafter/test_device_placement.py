@@ -81,13 +81,13 @@ def test_the_drafter_is_built_on_its_device(folder: Path) -> None:
 
 
 def test_draft_kv_slots_follow_the_device_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def load(
         _config: EngineConfig, _path: Path, _device: str, slots: int, *_: object, layers: int | None
     ) -> Model:
         assert layers is None
-        asked.append(slots)
+        requested.append(slots)
         raise CheckpointError("seen")
 
     monkeypatch.setattr(whole_model, "load_served", load)
@@ -102,7 +102,7 @@ def test_draft_kv_slots_follow_the_device_memory(folder: Path, monkeypatch: pyte
     ):
         with pytest.raises(CheckpointError), pretended_device(memory) if memory else nullcontext():
             assemble_drafter(wish.engine_config(), "drafter", device, None)
-    assert asked[1] == 4 * asked[0]
+    assert requested[1] == 4 * requested[0]
     # A tenth of what the weights leave.
-    assert 3.9 < asked[2] / asked[1] < 4.0
-    assert asked[3] == asked[1]
+    assert 3.9 < requested[2] / requested[1] < 4.0
+    assert requested[3] == requested[1]

@@ -58,12 +58,12 @@ def test_the_drafter_publishes_growth_and_ends_with_its_verifier() -> None:
 
     mine.on_wait = asleep
     loop.run()
-    heard = verifiers.receive()
+    received = verifiers.receive()
     assert slept == [1]
-    sequences = [message.sequence for message in heard if isinstance(message, Growth)]
+    sequences = [message.sequence for message in received if isinstance(message, Growth)]
     assert sequences == list(range(len(sequences)))
     assert len(sequences) > 1
-    assert any(isinstance(message, Heartbeat) for message in heard)
+    assert any(isinstance(message, Heartbeat) for message in received)
 
 
 def test_several_draft_models_in_one_process_alternate() -> None:
@@ -78,8 +78,11 @@ def test_several_draft_models_in_one_process_alternate() -> None:
         verifier.send(OPEN)
     loop.turn()
     for _, verifier in pairs:
-        heard = verifier.receive()
-        assert [type(message) for message in heard if not isinstance(message, Heartbeat)] == [Hello, Growth]
+        received = verifier.receive()
+        assert [type(message) for message in received if not isinstance(message, Heartbeat)] == [
+            Hello,
+            Growth,
+        ]
     pairs[0][1].send(Close(1, 1))
     loop.turn()
     assert [len(core.requests) for core in cores] == [0, 1]
@@ -209,7 +212,7 @@ def test_a_reconnected_verifier_gets_hello_again() -> None:
 
     def reach(_address: str) -> Channel:
         if len(ends) == 1 and not ends[0].closed:
-            raise EngineDeadError("nobody there")
+            raise EngineDeadError("no verifier listens")
         mine, its = memory_pair()
         ends.append(its)
         return mine
@@ -237,7 +240,7 @@ def until(loop: DrafterLoop, condition: Callable[[], bool]) -> None:
 def test_the_alive_file_is_touched_while_a_verifier_accepts_drafts(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
 
-    def touched(*said: Message) -> bool:
+    def touched(*messages: Message) -> bool:
         mine, verifiers = memory_pair()
         core = core_of(ScriptedSource(), LIMITS)
         loop = DrafterLoop(
@@ -246,14 +249,14 @@ def test_the_alive_file_is_touched_while_a_verifier_accepts_drafts(tmp_path: Pat
             alive_file=alive,
         )
         alive.unlink(missing_ok=True)
-        for message in said:
+        for message in messages:
             verifiers.send(message)
         mine.on_wait = lambda: None
         loop.turn()
         return alive.exists()
 
     assert touched(HELLO)
-    assert not touched(), "nobody has answered"
+    assert not touched(), "no verifier has replied"
     assert not touched(Refusal("another tokenizer"))
 
 

@@ -127,7 +127,7 @@ class Api:
 
     path: str
     kind: type[BaseModel]
-    asked: Mapping[str, Any]
+    fields: Mapping[str, Any]
     """Fields of every request."""
     values: Mapping[str, Any]
     """Value by field; a pair holds other fields that it needs, and the value."""
@@ -140,7 +140,7 @@ class Api:
     def body(self, field: str) -> dict[str, Any]:
         value = self.values[field]
         beside, value = value if isinstance(value, tuple) else ({}, value)
-        return {**self.asked, **beside, field: value}
+        return {**self.fields, **beside, field: value}
 
 
 _ALWAYS = {"seed": 11, "max_tokens": 16, "temperature": 0.6}

@@ -18,7 +18,7 @@ SCHEMAS = 90 if WHOLE else 15
 PROMPTS = ("def read", "The settings as JSON:\n", "import json\n\ndata = ", "class Node:\n    ")
 
 
-def asked(count: int) -> tuple[list[str], list[SamplingParams]]:
+def prompts_and_params(count: int) -> tuple[list[str], list[SamplingParams]]:
     """Prompts with parameters: greedy, sampled and penalised texts."""
     params: list[SamplingParams] = []
     for seed in range(count):
@@ -43,7 +43,7 @@ def generate(mode: str, prompts: Sequence[str], params: Sequence[SamplingParams]
 
 @pytest.fixture(scope="module")
 def plain() -> list[Output]:
-    return generate("ar", *asked(SCHEMAS))
+    return generate("ar", *prompts_and_params(SCHEMAS))
 
 
 def test_structured_output_is_valid_json(plain: list[Output]) -> None:
@@ -54,7 +54,7 @@ def test_structured_output_is_valid_json(plain: list[Output]) -> None:
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_structured_output_is_lossless(plain: list[Output], mode: str) -> None:
-    drafted = generate(mode, *asked(SCHEMAS))
+    drafted = generate(mode, *prompts_and_params(SCHEMAS))
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
 
 
@@ -70,8 +70,8 @@ def test_regex_and_choice_output_with_speculation() -> None:
         likely = {llm.tokenizer.encode(end)[-1]: 8.0 for end in ("@", ".")}
         for name, form in forms.items():
             wanted = StructuredOutputsParams.model_validate({name: form})
-            asked = SamplingParams(seed=1, max_tokens=300, structured_outputs=wanted, logit_bias=likely)
-            text = llm.generate("x = ", asked)[0].text
+            params = SamplingParams(seed=1, max_tokens=300, structured_outputs=wanted, logit_bias=likely)
+            text = llm.generate("x = ", params)[0].text
             assert re.fullmatch(texts[name], text), text
 
 

@@ -21,7 +21,7 @@ def submits(parameters: list[SamplingParameters]) -> list[Submit]:
     return [Submit(number, (7, 8, 9 + number), each, number) for number, each in enumerate(parameters)]
 
 
-def holds(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
+def contains(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
     return any(tokens[start : start + len(word)] == word for start in range(len(tokens)))
 
 
@@ -30,20 +30,20 @@ def test_restrictions_are_lossless_and_respected(tmp_path: Path) -> None:
     pair = LoadedPair("random-llama", *write_random_pair("random-llama", tmp_path))
     free = [replace(each, bad_words=()) for each in parameter_design([(1, 2)], ALLOWED, STOPS, MAX_TOKENS)]
     unbanned = run_case(pair, Case("ar", 4), submits(free)).tokens
-    # What these texts hold is banned next: two and three tokens in a row, some of each text.
+    # Sequences of two and three tokens of these texts are banned next.
     words: list[tuple[int, ...]] = []
     for tokens in unbanned.values():
         words += [*list(pairwise(tokens))[4::11], *([tokens[8:11]] if len(tokens) > 10 else [])]
-    asked = submits(parameter_design(words, ALLOWED, STOPS, MAX_TOKENS))
-    plain = run_case(pair, Case("ar", 1), asked)
+    requests = submits(parameter_design(words, ALLOWED, STOPS, MAX_TOKENS))
+    plain = run_case(pair, Case("ar", 1), requests)
     for case in (Case("sd", 4, 8), Case("ssd", 1, 4)):
-        found = run_case(pair, case, asked)
+        found = run_case(pair, case, requests)
         assert found.accepted > 50
-        assert all(each.near_tie for each in Judge(pair).differences(asked, plain, found))
-        for submit in asked:
+        assert all(each.near_tie for each in Judge(pair).differences(requests, plain, found))
+        for submit in requests:
             tokens, parameters = found.tokens[submit.request], submit.parameters
-            assert not any(holds(tokens, word) for word in parameters.bad_words)
+            assert not any(contains(tokens, word) for word in parameters.bad_words)
             assert parameters.allowed_token_ids is None or {*tokens} <= {*ALLOWED}
     assert any(
-        plain.tokens[each.request] != unbanned[each.request] for each in asked if each.parameters.bad_words
+        plain.tokens[each.request] != unbanned[each.request] for each in requests if each.parameters.bad_words
     )

@@ -105,24 +105,24 @@ LATE_BY = 3
 fates = st.lists(st.integers(KEPT, NO_NUMBERS), min_size=1, max_size=24)
 
 
-class BadlyTold(Witnessed):
+class FaultyFeatures(Witnessed):
     """A drafter that receives features as `fates` define, in turn, and everything else unchanged."""
 
     def __init__(self, fates: Sequence[int], draft: RigDraft, engine: Engine) -> None:
         self._fates = cycle(fates)
         self._late: list[tuple[int, Message]] = []
-        self._heard = 0
+        self._turns = 0
         super().__init__(draft, engine)
 
     def received(self) -> Sequence[Message]:
-        self._heard += 1
-        told: list[Message] = [message for when, message in self._late if when <= self._heard]
-        self._late = [each for each in self._late if each[0] > self._heard]
+        self._turns += 1
+        messages: list[Message] = [message for when, message in self._late if when <= self._turns]
+        self._late = [each for each in self._late if each[0] > self._turns]
         for message in super().received():
-            told += self._told(message) if isinstance(message, Features) else [message]
-        return told
+            messages += self._delivered(message) if isinstance(message, Features) else [message]
+        return messages
 
-    def _told(self, message: Features) -> Sequence[Message]:
+    def _delivered(self, message: Features) -> Sequence[Message]:
         fate = next(self._fates)
         rows = from_bytes(message.data, message.width)
         if fate == LOST:
@@ -130,7 +130,7 @@ class BadlyTold(Witnessed):
         if fate == TWICE:
             return [message, message]
         if fate == LATE:
-            self._late.append((self._heard + LATE_BY, message))
+            self._late.append((self._turns + LATE_BY, message))
             return []
         if fate in (PIECES, BACKWARDS):
             pieces = [
@@ -150,12 +150,12 @@ class BadlyTold(Witnessed):
 @given(fates)
 @settings(max_examples=examples(16), deadline=None)
 def test_lost_or_duplicate_features_are_lossless(sources: EverySource, fates: list[int]) -> None:
-    sources.check("head", BESIDE, lambda *args: BadlyTold(fates, *args), REQUESTS)
+    sources.check("head", BESIDE, lambda *args: FaultyFeatures(fates, *args), REQUESTS)
 
 
 @pytest.mark.parametrize("fate", [LOST, PIECES])
 def test_drafting_with_and_without_features(sources: EverySource, fate: int) -> None:
-    found = sources.check("head", BESIDE, lambda *args: BadlyTold([fate], *args), REQUESTS)
+    found = sources.check("head", BESIDE, lambda *args: FaultyFeatures([fate], *args), REQUESTS)
     usual = sources.check("head", BESIDE, count=REQUESTS)
     assert usual.drafted > 0
     assert found.drafted == (0 if fate == LOST else usual.drafted)
