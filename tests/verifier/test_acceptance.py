@@ -67,12 +67,6 @@ def test_source_that_proposes_during_verification_counts() -> None:
     }
 
 
-def test_acceptance_of_sources_with_one_name_is_summed() -> None:
-    rounds = Acceptance()
-    rounds.count(grown((MODEL, [root(1)]), (NGRAM, [root(2)])), [1, 2], [-1, -1], [1, 1], accepted=(0,))
-    assert rounds.add_to(Figures(), ("others", "same", "same")).sources == {"same": SourceFigures(2, 1)}
-
-
 def check(figures: Figures) -> None:
     assert sum(figures.verified_depths) == sum(figures.accepted_depths) == figures.rounds
     assert sum(by_position(figures.accepted_depths)) == figures.accepted

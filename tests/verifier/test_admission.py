@@ -313,20 +313,20 @@ def test_messages_about_requests_of_another_drafter_change_nothing() -> None:
     assert len(request.replica.tree) == 2
 
 
-def named(bits: SourceBits, bit: int) -> str:
-    return bits.names[bit.bit_length() - 1]
-
-
 def test_source_bits_are_kept_and_some_are_reserved_for_local_drafters() -> None:
     bits = SourceBits()
+
+    def named(bit: int) -> str:
+        return bits.names[bit.bit_length() - 1]
+
     one, two = bits.bit("one"), bits.bit("two", remote=True)
-    assert (named(bits, one), named(bits, two)) == ("one", "two")
+    assert (named(one), named(two)) == ("one", "two")
     assert (bits.bit("one", remote=True), bits.bit("two")) == (one, two)
     assert one & two == 0
-    assert named(bits, bits.bit("")) == "unnamed"
+    assert named(bits.bit("")) == "unnamed"
     remote = {bits.bit(f"remote {number}", remote=True) for number in range(1000)}
     assert OTHERS_BIT in remote
-    assert named(bits, OTHERS_BIT) == OTHERS
-    assert named(bits, bits.bit("own")) == "own"
+    assert named(OTHERS_BIT) == OTHERS
+    assert named(bits.bit("own")) == "own"
     assert [bits.bit(f"own {number}") for number in range(1000)][-1] == OTHERS_BIT
     assert len(bits.names) == 17

@@ -37,14 +37,6 @@ def test_budget_equals_trying_every_number_of_nodes(
     assert value(choice.tokens, choice.seconds, rate) == pytest.approx(max(possible))
 
 
-def test_budget_takes_cheap_rows_and_leaves_expensive_ones() -> None:
-    reaches = np.array([0.9, 0.5, 0.1, 0.01])
-    assert choose(reaches, 1, np.full(5, 0.02), 50.0).nodes == 4
-    assert choose(reaches, 1, np.array([0.02, 0.04, 0.06, 0.08, 0.1]), 50.0).nodes == 0
-    middle = np.array([0.02, 0.024, 0.028, 0.032, 0.036])  # a row is worth 0.2 tokens at 50 tokens a second
-    assert choose(reaches, 1, middle, 50.0).nodes == 2
-
-
 def test_budget_keeps_the_target_for_time_per_token() -> None:
     reaches = np.array([0.9, 0.5, 0.4])
     seconds = np.array([0.020, 0.030, 0.050, 0.051])
@@ -75,25 +67,19 @@ def test_rate_scales_with_requests_and_follows_measurements() -> None:
     assert rate.value(1) == pytest.approx(30.0, rel=0.01)
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(-2.0, 5.0)), max_size=40))
-def test_growth_gain_stays_within_bounds(observed: list[tuple[float, float]]) -> None:
-    gain = GrowthGain()
-    for leaves, added in observed:
-        gain.observe(leaves, added)
-        gain.forget()
-    assert 0.04 <= gain.share <= 1.5
-    assert gain.expected(np.array([])) == 0.0
-    assert gain.expected(np.array([0.5, 0.25])) == pytest.approx(0.75 * gain.share)
-
-
 def test_growth_gain_follows_the_results_of_waits() -> None:
     gain = GrowthGain(share=0.6)
     for _ in range(80):
         gain.observe(1.0, 0.2)
     assert gain.share == pytest.approx(0.2, abs=0.01)
+    assert gain.expected(np.array([0.5, 0.25])) == pytest.approx(0.75 * gain.share)
     for _ in range(400):
         gain.forget()
     assert gain.share == pytest.approx(0.6, abs=0.01)
+    for added, bound in ((-2.0, 0.05), (5.0, 1.5)):
+        for _ in range(200):
+            gain.observe(1.0, added)
+        assert gain.share == pytest.approx(bound, abs=0.01)
 
 
 def estimate(

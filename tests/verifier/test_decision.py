@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.base.devices import Device
 from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.messages import (
-    DecisionMessage,
-    DecisionReason,
-    SamplingParameters,
-    Submit,
-)
+from ssd_serve.base.messages import DecisionMessage, DecisionReason, SamplingParameters, Submit
 from ssd_serve.bench.lossless.rig import FixedHost
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.assembly import EngineParts, build_engine
@@ -28,11 +23,11 @@ from tests.examples import examples
 from tests.fakes import HELLO, Case, FakeModel, make_engine, mixed_requests
 from tests.verifier.drafter_factory import connect_inline
 
-WAYS: tuple[SpeculationMode, ...] = (SpeculationMode.SYNC, SpeculationMode.PLAIN)
+MODES: tuple[SpeculationMode, ...] = (SpeculationMode.SYNC, SpeculationMode.PLAIN)
 SPECULATING = {DecisionReason.PAYS, DecisionReason.TRYING}
 
 
-class DearRows(CostTable):
+class ExpensiveRows(CostTable):
     """Cost table that adds about 16 ms for each row and ignores measurements."""
 
     def __init__(self) -> None:
@@ -42,12 +37,13 @@ class DearRows(CostTable):
         pass
 
 
-class Fixed(ModeController[SpeculationMode]):
-    """Mode controller that always chooses the same mode, as a trial if `exploring` is set."""
+class ScriptedController(ModeController[SpeculationMode]):
+    """Controller that repeats a sequence of modes, as trials if `exploring` is set."""
 
-    def __init__(self, way: SpeculationMode, exploring: bool) -> None:
-        super().__init__(WAYS)
-        self._way, self._exploring = way, exploring
+    def __init__(self, modes: list[SpeculationMode], exploring: bool = False) -> None:
+        super().__init__(MODES)
+        self._script, self._exploring = modes, exploring
+        self.chosen: list[SpeculationMode] = []
 
     @property
     def exploring(self) -> bool:
@@ -55,12 +51,12 @@ class Fixed(ModeController[SpeculationMode]):
 
     def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
         super().choose(requests, decoding)
-        return self._way
+        self.chosen.append(self._script[len(self.chosen) % len(self._script)])
+        return self.chosen[-1]
 
 
 def inline(engine: Engine) -> Engine:
-    case = Case(blur=0.0)
-    connect_inline(engine, case)
+    connect_inline(engine, Case(blur=0.0))
     return engine
 
 
@@ -80,28 +76,22 @@ def engine_of(
     return make_engine(Case(slots=slots, budget=budget, prefill_chunk=prefill_chunk, policy=policy))[0]
 
 
-def governing_by(controller: ModeController[SpeculationMode]) -> ModeConfig:
-    costs = dict.fromkeys(WAYS, CostTable())
-    return ModeConfig(
-        controller, Cores(Device("cpu"), None), costs, {WAYS[0]: FixedSteps(2), WAYS[1]: NoWait()}
-    )
+def governed(engine: Engine, controller: ModeController[SpeculationMode]) -> Engine:
+    costs = dict.fromkeys(MODES, CostTable())
+    policies: dict[SpeculationMode, WaitPolicy] = {MODES[0]: FixedSteps(2), MODES[1]: NoWait()}
+    config = ModeConfig(controller, Cores(Device("cpu"), None), costs, policies)
+    engine.planner.execution.mode_config = config
+    return inline(engine)
 
 
-def governed(controller: ModeController[SpeculationMode]) -> Engine:
-    engine = inline(engine_of())
-    engine.planner.execution.mode_config = governing_by(controller)
-    return engine
-
-
-def dear(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
+def expensive(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
+    config = EngineConfig(max_running=16, max_waiting=99, prefill_chunk=32, tpot_target_ms=tpot_target_ms)
     parts = EngineParts(
         model=FakeModel(4096),
         drafters=DrafterPool(HELLO, clock=lambda: 0.0),
-        cost=DearRows(),
+        cost=ExpensiveRows(),
         slots=4096,
-        config=EngineConfig(
-            max_running=16, max_waiting=1000, prefill_chunk=32, tpot_target_ms=tpot_target_ms
-        ),
+        config=config,
         policy=FixedSteps(2),
         host=FixedHost(),
         clock=lambda: 0.0,  # the rate is not observed
@@ -126,19 +116,19 @@ def decisions(engine: Engine, *submits: Submit) -> Iterator[DecisionMessage]:
         yield engine.decision
 
 
-def best(gain: float) -> ModeController[SpeculationMode]:
-    controller = ModeController(WAYS)
-    controller.load_prior({1: {SpeculationMode.SYNC: gain, SpeculationMode.PLAIN: 1.0}})
-    return controller
+def slower() -> Iterator[DecisionMessage]:
+    controller = ModeController(MODES)
+    controller.load_prior({1: {SpeculationMode.SYNC: 0.5, SpeculationMode.PLAIN: 1.0}})
+    return decisions(governed(engine_of(), controller))
 
 
-def short_of_memory() -> Engine:
+def after_oom() -> Iterator[DecisionMessage]:
     engine = inline(engine_of())
-    engine.oom_backoff.on_oom(0, "too little")
-    return engine
+    engine.oom_backoff.on_oom(0, "out of memory")
+    return decisions(engine)
 
 
-def beside_a_long_prompt() -> Iterator[DecisionMessage]:
+def during_long_prefill() -> Iterator[DecisionMessage]:
     engine = inline(engine_of(prefill_chunk=2048, slots=8192))
     first = decisions(engine)
     for _ in range(4):
@@ -146,120 +136,94 @@ def beside_a_long_prompt() -> Iterator[DecisionMessage]:
     yield from decisions(engine, submit(2, 1500, 4))
 
 
+def trying(mode: SpeculationMode) -> Iterator[DecisionMessage]:
+    return decisions(governed(engine_of(), ScriptedController([mode], exploring=True)))
+
+
 SCENARIOS: dict[DecisionReason, Callable[[], Iterator[DecisionMessage]]] = {
     DecisionReason.PAYS: lambda: decisions(inline(engine_of())),
-    DecisionReason.TRYING: lambda: decisions(governed(Fixed(SpeculationMode.PLAIN, exploring=True))),
+    DecisionReason.TRYING: lambda: trying(SpeculationMode.PLAIN),
     DecisionReason.OFF: lambda: decisions(inline(engine_of(budget=0))),
     DecisionReason.NO_DRAFTER: lambda: decisions(engine_of()),
-    DecisionReason.SLOWER: lambda: decisions(governed(best(0.5))),
+    DecisionReason.SLOWER: slower,
     DecisionReason.PROMPTS: lambda: decisions(inline(engine_of()), submit(1, 100, 2)),
     DecisionReason.ENDING: lambda: decisions(inline(engine_of()), submit(1, 3, 2)),
     DecisionReason.NOTHING_DRAFTED: lambda: decisions(silent(engine_of(NoWait))),
-    DecisionReason.FULL: beside_a_long_prompt,
-    DecisionReason.LATE: lambda: decisions(dear(tpot_target_ms=10.5, rate=0.1)),
-    DecisionReason.NOT_WORTH: lambda: decisions(dear()),
-    DecisionReason.MEMORY: lambda: decisions(short_of_memory()),
+    DecisionReason.FULL: during_long_prefill,
+    DecisionReason.LATE: lambda: decisions(expensive(tpot_target_ms=10.5, rate=0.1)),
+    DecisionReason.NOT_WORTH: lambda: decisions(expensive()),
+    DecisionReason.MEMORY: after_oom,
     DecisionReason.SLOTS: lambda: decisions(
         inline(engine_of(slots=40)), *(submit(n, 8, 10) for n in range(3))
     ),
 }
+LAYOUTS = {DecisionReason.PAYS: "sync", DecisionReason.NOTHING_DRAFTED: "async", DecisionReason.SLOWER: "off"}
 
 
 @pytest.mark.parametrize("why", DecisionReason)
 def test_every_reason_has_its_scenario(why: DecisionReason) -> None:
-    found = [each for each in SCENARIOS[why]() if each.why is why]
+    seen = list(SCENARIOS[why]())
+    found = [each for each in seen if each.why is why]
     assert found
     assert all(bool(each.nodes) <= (why in SPECULATING) for each in found)
+    assert {each.layout for each in seen} <= {LAYOUTS.get(why, each.layout) for each in seen}
+    if why in (DecisionReason.OFF, DecisionReason.NO_DRAFTER, DecisionReason.MEMORY):  # these last
+        assert {each.why for each in seen} <= {why, DecisionReason.PROMPTS, DecisionReason.ENDING}
 
 
-@pytest.mark.parametrize("why", [DecisionReason.OFF, DecisionReason.NO_DRAFTER, DecisionReason.MEMORY])
-def test_what_lasts_is_said_of_every_round_in_which_it_matters(why: DecisionReason) -> None:
-    seen = {each.why for each in SCENARIOS[why]()}
-    assert seen <= {why, DecisionReason.PROMPTS, DecisionReason.ENDING}
+def test_mode_on_trial_may_draft() -> None:
+    assert {each.why for each in trying(SpeculationMode.SYNC) if each.nodes} == {DecisionReason.TRYING}
 
 
-def test_a_drafter_that_was_silent_for_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_drafter_is_reported_as_no_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = silent(engine_of())
     monkeypatch.setattr(engine.drafters, "worth_waiting", lambda: False)
     assert DecisionReason.NO_DRAFTER in {each.why for each in decisions(engine)}
 
 
-def test_mode_on_trial_may_draft() -> None:
-    found = [each for each in decisions(governed(Fixed(SpeculationMode.SYNC, exploring=True))) if each.nodes]
-    assert {each.why for each in found} == {DecisionReason.TRYING}
-
-
-def test_decision_has_the_mode_with_and_without_a_controller() -> None:
-    assert {each.layout for each in SCENARIOS[DecisionReason.PAYS]()} == {"sync"}
-    assert {each.layout for each in SCENARIOS[DecisionReason.NOTHING_DRAFTED]()} == {"async"}
-    assert {each.layout for each in SCENARIOS[DecisionReason.NO_DRAFTER]()} == {"off"}
-    assert {each.layout for each in SCENARIOS[DecisionReason.SLOWER]()} == {"off"}
-
-
-def test_decision_compares_nodes_with_no_nodes() -> None:
-    found = [each for each in SCENARIOS[DecisionReason.PAYS]() if each.nodes]
-    for each in found:
-        assert each.chosen is not None
-        assert each.other is not None
-        assert each.chosen.nodes == each.nodes
-        assert (each.other.nodes, each.other.tokens) == (0, 1.0)
-        assert each.other.seconds <= each.chosen.seconds
-    assert any(each.chosen.rate > each.other.rate for each in found if each.chosen and each.other)
-
-
-def test_nodes_that_are_not_worth_it_are_priced_too() -> None:
+def test_decision_compares_its_estimate_with_the_alternative() -> None:
+    better = False
+    for each in SCENARIOS[DecisionReason.PAYS]():
+        if each.nodes and each.chosen and each.other:  # with no nodes
+            assert each.chosen.nodes == each.nodes
+            assert (each.other.nodes, each.other.tokens) == (0, 1.0)
+            better = better or each.chosen.rate > each.other.rate
+    assert better
     each = next(
         each for each in SCENARIOS[DecisionReason.NOT_WORTH]() if each.why is DecisionReason.NOT_WORTH
     )
-    assert each.chosen is not None
+    assert each.chosen is not None  # with one node
     assert each.other is not None
-    assert (each.chosen.nodes, each.chosen.tokens) == (0, 1.0)
-    assert each.chosen.seconds == pytest.approx(0.010)
-    assert each.other.nodes == 1
+    assert (each.chosen.nodes, each.chosen.tokens, each.other.nodes) == (0, 1.0, 1)
+    assert each.chosen.seconds == pytest.approx(0.010, abs=0.001)
     assert each.other.rate < each.chosen.rate
-
-
-def test_decision_compares_plain_decoding_with_measured_drafting() -> None:
-    each = list(SCENARIOS[DecisionReason.SLOWER]())[5]
-    assert each.chosen is not None
+    each = list(slower())[5]
+    assert each.chosen is not None  # with drafting, as measured
     assert each.other is not None
     assert (each.chosen.nodes, each.other.nodes) == (0, None)
     assert each.other.rate == pytest.approx(each.chosen.rate / 2)
 
 
-class Restless(ModeController[SpeculationMode]):
-    def __init__(self, ways: list[SpeculationMode]) -> None:
-        super().__init__(WAYS)
-        self._ways_told = ways
-        self.chosen: list[SpeculationMode] = []
-
-    def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
-        self.chosen.append(self._ways_told[len(self.chosen) % len(self._ways_told)])
-        return self.chosen[-1]
-
-
 @settings(max_examples=examples(20), deadline=None)
 @given(
-    ways=st.lists(st.sampled_from(WAYS), min_size=1, max_size=5),
+    modes=st.lists(st.sampled_from(MODES), min_size=1, max_size=5),
     budget=st.sampled_from([None, 0, 3]),
     slots=st.sampled_from([60, 4096]),
     shortages=st.sets(st.integers(0, 40), max_size=2),
 )
 def test_decision_equals_the_launched_round(
-    ways: list[SpeculationMode], budget: int | None, slots: int, shortages: set[int]
+    modes: list[SpeculationMode], budget: int | None, slots: int, shortages: set[int]
 ) -> None:
-    case = Case(slots=slots, budget=budget, policy=lambda: FixedSteps(2), blur=0.3)
-    engine, model = make_engine(case)
-    controller = Restless(ways)
-    engine.planner.execution.mode_config = governing_by(controller)
-    inline(engine)
+    engine, model = make_engine(Case(slots=slots, budget=budget, policy=lambda: FixedSteps(2), blur=0.3))
+    controller = ScriptedController(modes)
+    governed(engine, controller)
     for each in mixed_requests(3, max_tokens=20):
         engine.submit(each)
     step = 0
     while engine.busy:
         drafted, waited_s = engine.totals.figures.drafted, engine.times.wait_s
         if step in shortages:
-            engine.oom_backoff.on_oom(0, "too little")
+            engine.oom_backoff.on_oom(0, "out of memory")
         step += 1
         engine.step()
         decision = engine.decision

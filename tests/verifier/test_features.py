@@ -127,16 +127,6 @@ def test_features_of_each_token_are_sent_once_before_its_outcome() -> None:
     assert read == {position: row for position, row in expected(text).items() if position < len(read)}
 
 
-def test_features_of_a_prompt_are_sent_chunk_by_chunk() -> None:
-    engine = make(chunk=16)
-    reader = Reader(engine)
-    submitted(engine)
-    for rows in (16, 32):
-        engine.step()
-        reader.receive()
-        assert len(reader.rows()) == rows
-
-
 def test_late_drafter_receives_features_from_the_beginning_and_again_after_resync() -> None:
     engine = make()
     submitted(engine)
@@ -154,20 +144,6 @@ def test_late_drafter_receives_features_from_the_beginning_and_again_after_resyn
     engine.step()
     reader.receive()
     assert list(reader.rows())[:count] == list(range(count))
-
-
-def test_features_beyond_the_limit_lack_the_beginning() -> None:
-    width = len(LAYERS) * 4 * 2
-    engine = make(limit=45 * width)
-    submitted(engine)
-    for _ in range(12):
-        engine.step()
-    reader = Reader(engine)
-    engine.step()
-    reader.receive()
-    rows = reader.rows()
-    assert min(rows) > 0
-    assert list(rows) == list(range(min(rows), max(rows) + 1))
 
 
 @pytest.mark.parametrize("late", [False, True])

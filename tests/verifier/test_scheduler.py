@@ -172,20 +172,6 @@ def test_preemption_takes_the_youngest_which_is_scheduled_next() -> None:
     assert scheduler.preemptions == preempted[0].figures.preemptions == 1
 
 
-def test_tree_rows_take_only_what_no_running_request_needs() -> None:
-    scheduler = make_scheduler(slots=12, prefix=False)
-    for number in range(2):
-        scheduler.submit(make_request(number, [1, 2], 8))
-    scheduler.admit()
-    chunks, _ = scheduler.plan()
-    for chunk in chunks:
-        commit(scheduler, chunk, [], 0, 3)
-    chunks, _ = scheduler.plan()
-    trees = scheduler.tree_slots(chunks, [9, 9])
-    assert [len(tree) for tree in trees] == [4, 0]
-    assert scheduler.pool.available == 2
-
-
 def test_priority_orders_admission_and_preemption() -> None:
     scheduler = make_scheduler(slots=16, prefix=False, max_running=3, max_waiting=9, chunk=64)
     requests = [make_request(number, [number] * 3, 20) for number in range(1, 6)]

@@ -44,23 +44,6 @@ def test_prefix_cache_hit_is_not_computed_again(min_reused_tokens: int) -> None:
     assert second.figures.cached_prompt_tokens == (4 if min_reused_tokens == 4 else 0)
 
 
-@pytest.mark.parametrize("chunk", [16, 400])
-@pytest.mark.parametrize("max_running", [2, 4])
-def test_choices_prefill_their_prompt_once(chunk: int, max_running: int) -> None:
-    scheduler = make_scheduler(slots=1000, chunk=chunk, max_running=max_running)
-    prompt = [1 + place % 7 for place in range(100)]
-    choices = [make_request(number, prompt, 60 - 20 * number) for number in range(4)]
-    for request in choices[:max_running]:
-        scheduler.submit(request)
-    assert prefill_all(scheduler) <= 100 + 15 * max_running
-    assert [request.figures.cached_prompt_tokens > 80 for request in choices[:max_running]] == [
-        False,
-        *[True] * (max_running - 1),
-    ]
-    assert scheduler.prefix is not None
-    assert scheduler.prefix.size == 100
-
-
 def test_request_joins_a_prefill_in_progress() -> None:
     """The second request starts in the middle of the prefill, and differs from the first after 70 tokens."""
     scheduler = make_scheduler(slots=1000, chunk=20)

@@ -6,10 +6,10 @@ Nothing else builds engines. Knows the parts; it opens no sockets and runs no ro
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 
 from ssd_serve.base.cost import CostTable, HostCost, Timing
-from ssd_serve.base.devices import parse_device
+from ssd_serve.base.devices import Device, parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import MemoryShortError
@@ -115,7 +115,6 @@ class AssembledVerifier:
 
     engine: Engine
     facts: ModelFacts
-    hello: Hello
     slots: int
     step_s: float
     gains: GainFile
@@ -153,35 +152,41 @@ def assemble_verifier(
     leader = None if ranks is None else ranks.meet()
     slots = _slots(config, sizes, device, leader)
     say(f"loading the target {model_name(path)} on {device}")
-    invariant = config.batch_invariant
-
     features = draft_features(config, path) if config.mode is not Mode.AR else ()
-
-    def share(group: Group) -> Model:
-        return load_served(
-            config,
-            path,
-            device,
-            slots,
-            native,
-            log,
-            differences,
-            batch_invariant=invariant,
-            features=features,
-            group=group,
-        )
-
-    model = share(Group()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
+    share = partial(
+        load_served,
+        config,
+        path,
+        device,
+        slots,
+        native,
+        log,
+        differences,
+        batch_invariant=config.batch_invariant,
+        features=features,
+    )
+    model = (
+        share(group=Group()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
+    )
     model = wrap_model(model, "target", config.model_wrapper)
     say("measuring step times")
     folder = cache_folder(config.cache_dir, log.warning)
-    cores = _cores(config, device)
+    alone = config.target_device_alone
+    cores = Cores(parse_device(device), parse_device(alone) if alone else None)
     modes = _modes(config.mode, cores)
-    gains = _gain_file(config, device, model, folder, log)
-    mode_config = _governing(config, model, cores, modes, TimingFiles(folder, log), gains)
+    draft = (config.drafts, config.drafters, config.draft_device, alone)
+    gains = GainFile(folder, {**identity(model, device), "draft": draft, "mode": config.mode.value}, log)
+    mode_config = _mode_config(config, model, cores, modes, TimingFiles(folder, log), gains)
     cost = mode_config.costs[modes[0]]
     tokenizer = Tokenizer(path)
-    hello = _hello(model.facts, tokenizer)
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        noise=NOISE_SCHEME,
+        tokenizer=tokenizer.vocabulary_hash(),
+        vocabulary=model.facts.vocabulary,
+        context=model.facts.context,
+        name="verifier",
+    )
     drafters = DrafterPool(hello, time.perf_counter, log)
     drafters.authorizer.sources = frozenset(as_label(without_revision(each)) for each in config.draft_models)
     grammars = Grammars(tokenizer.to_json, model.facts.vocabulary, model.facts.eos_token_ids)
@@ -202,7 +207,7 @@ def assemble_verifier(
     models = config.draft_models if SpeculationMode.SYNC in modes else ()
     if models:
         cores.enter(SpeculationMode.SYNC)  # what their steps take is measured where they will draft
-    for channel in _within(config, models, hello, model.facts.eos_token_ids, native, grammars, say):
+    for channel in _inline_channels(config, models, hello, model.facts.eos_token_ids, native, grammars, say):
         engine.drafters.connect(channel, synchronous=True)
     cores.enter(modes[0])
     sampling = model_defaults(path) if config.generation_config == "auto" else {}
@@ -211,7 +216,6 @@ def assemble_verifier(
     return AssembledVerifier(
         engine,
         model.facts,
-        hello,
         slots,
         cost.seconds(1),
         gains,
@@ -239,28 +243,8 @@ def ready_report(config: EngineConfig, verifier: AssembledVerifier) -> Ready:
     )
 
 
-def _gain_file(config: EngineConfig, device: str, model: Model, folder: Path, log: Logger) -> GainFile:
-    """Return the file of measured mode gains for this pair on these devices."""
-    draft = (config.drafts, config.drafters, config.draft_device, config.target_device_alone)
-    return GainFile(folder, {**identity(model, device), "draft": draft, "mode": config.mode.value}, log)
-
-
-def _by_layout(gains: Mapping[int, Mapping[str, float]]) -> dict[int, dict[SpeculationMode, float]]:
-    known = {mode.value: mode for mode in SpeculationMode}
-    return {
-        requests: {known[name]: gain for name, gain in each.items() if name in known}
-        for requests, each in gains.items()
-    }
-
-
-def _cores(config: EngineConfig, device: str) -> Cores:
-    alone = parse_device(config.target_device_alone) if config.target_device_alone else None
-    return Cores(parse_device(device), alone)
-
-
 def _modes(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
-    """The layouts among which this set-up may choose: the one that its mode names first, plain decoding
-    last."""
+    """Return the modes to choose from: that of the settings first, plain decoding last."""
     if mode is Mode.SD:
         return SpeculationMode.SYNC, SpeculationMode.PLAIN
     if mode is not Mode.SSD:
@@ -270,20 +254,7 @@ def _modes(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
     return SpeculationMode.ASYNC, SpeculationMode.PLAIN
 
 
-def _timings(
-    model: Model, cores: Cores, modes: Sequence[SpeculationMode], files: TimingFiles
-) -> dict[str, list[Timing]]:
-    """Measure or read the times of forwards on the cores of each mode."""
-    timings: dict[str, list[Timing]] = {}
-    for mode in reversed(modes):
-        cores.enter(mode)
-        device = str(cores.of(mode))
-        if device not in timings:
-            timings[device] = remembered_timings(model, device, files)
-    return timings
-
-
-def _governing(
+def _mode_config(
     config: EngineConfig,
     model: Model,
     cores: Cores,
@@ -291,20 +262,30 @@ def _governing(
     files: TimingFiles,
     gains: GainFile,
 ) -> ModeConfig:
-    """Return the configuration of the mode controller. Gains of earlier sessions count only if forwards still
-    take the same time."""
-    devices = {mode: str(cores.of(mode)) for mode in modes}
-    timings = _timings(model, cores, modes, files)
+    """Return costs and policies of the modes, measured on the cores of each. Gains of earlier sessions count
+    only if forwards still take the same time."""
+    timings: dict[Device, list[Timing]] = {}
+    for mode in reversed(modes):
+        cores.enter(mode)
+        if cores.of(mode) not in timings:
+            timings[cores.of(mode)] = remembered_timings(model, str(cores.of(mode)), files)
     tables = {device: CostTable(each) for device, each in timings.items()}
     controller = ModeController(modes)
     if not files.measured_otherwise:
-        controller.load_prior(_by_layout(gains.read()))
+        known = {mode.value: mode for mode in modes}
+        controller.load_prior(
+            {
+                requests: {known[name]: gain for name, gain in each.items() if name in known}
+                for requests, each in gains.read().items()
+            }
+        )
+    concurrent = SpeculationMode.ASYNC in modes
     return ModeConfig(
         controller,
         cores,
-        {mode: tables[device] for mode, device in devices.items()},
+        {mode: tables[cores.of(mode)] for mode in modes},
         {mode: _policy(config, mode) for mode in modes},
-        CostTable(timings[devices[SpeculationMode.ASYNC]]) if SpeculationMode.ASYNC in devices else None,
+        CostTable(timings[cores.of(SpeculationMode.ASYNC)]) if concurrent else None,
     )
 
 
@@ -314,7 +295,7 @@ def _policy(config: EngineConfig, mode: SpeculationMode) -> WaitPolicy:
     return CostBasedWait(concurrent=mode is SpeculationMode.ASYNC)
 
 
-def _within(
+def _inline_channels(
     config: EngineConfig,
     models: Sequence[str],
     hello: Hello,
@@ -323,7 +304,7 @@ def _within(
     grammars: Grammars,
     say: Callable[[str], None],
 ) -> Iterator[Channel]:
-    """The drafters of this process: these models, on the target's device, and lookups."""
+    """Yield the drafters of this process: these models, on the target's device, and lookups."""
     for name in models:
         say(f"loading the draft model {without_revision(name)} inline")
         alone = replace(config, drafts=(name,))
@@ -334,20 +315,9 @@ def _within(
         yield LookupChannel(name, config, hello, ends, grammars if config.draft_grammars else None)
 
 
-def _hello(facts: ModelFacts, tokenizer: Tokenizer) -> Hello:
-    return Hello(
-        protocol=PROTOCOL_VERSION,
-        noise=NOISE_SCHEME,
-        tokenizer=tokenizer.vocabulary_hash(),
-        vocabulary=facts.vocabulary,
-        context=facts.context,
-        name="verifier",
-    )
-
-
 def _slots(config: EngineConfig, sizes: ModelSizes, device: str, leader: Leader | None) -> int:
-    """KV slots: what the settings name, else a share of the free memory, never more than all requests
-    need. A rank's cache holds its heads of all of them, so that the rank with the least memory decides."""
+    """Return the number of KV slots: that of the settings, else of a share of the free memory, at most those of
+    all requests. Each rank has all slots, so the one with the least memory decides."""
     ranks = config.tensor_parallel
     context = min(config.context or sizes.context, sizes.context)
     if config.kv_memory_mb is not None:

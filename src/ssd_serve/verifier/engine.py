@@ -1,6 +1,6 @@
-"""The verifier's engine: one step is one round, and reads as its description.
+"""The verifier's engine: one step is one round.
 
-    drain growth -> choose work -> grow first where it pays -> launch -> listen -> finish: sample, walk,
+    drain growth -> choose work -> wait for growth where it pays -> launch -> listen -> finish: sample, walk,
     commit, publish
 
 It owns requests from `submit` to `Finished`. It knows no HTTP, no text, and not how drafts are made.
@@ -42,7 +42,7 @@ _WAKING_S = 0.0015
 
 
 class Engine:
-    """Verifies rounds for all requests. All collaborators are given; the engine starts nothing."""
+    """Verifies rounds for all requests."""
 
     def __init__(
         self,
@@ -94,12 +94,11 @@ class Engine:
         return []
 
     def submit(self, message: Submit) -> Refused | Finished | None:
-        """`submit_all` of one request; None: it is queued."""
+        """Queue one request; None: it is queued."""
         return next(iter(self.submit_all(message)), None)
 
     def submit_all(self, message: Submit | SubmitChoices) -> list[Refused | Finished]:
-        """Queue a request, or the choices of a prompt. Return refusals of impossible ones, and the end of
-        requests with output that is complete already."""
+        """Queue a request, or the choices of a prompt; return refusals, and the end of complete outputs."""
         each = message.each() if isinstance(message, SubmitChoices) else [message]
         wrong = self._bounds.impossible(message.prompt, message.parameters.max_tokens)
         if wrong is not None:
@@ -186,12 +185,12 @@ class Engine:
         self.totals.awaited_expansions += self.drafters.expansions - before
 
     def _compute_or_less(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
-        """`_compute`; where memory runs out once more with fewer rows, which changes no token."""
+        """Compute a round; if memory runs out, once more with fewer rows, which changes no token."""
         try:
             return self._compute(work)
         except DeviceMemoryError as error:
             reason = str(error)
-        # Here the error is gone, and with it all that the round had made.
+        # Outside the handler the error no longer keeps the round's tensors.
         rows = [len(each.chunk.slots) for each in work]
         self.oom_backoff.on_oom(sum(count for count in rows if count > 1), reason)
         for each in work:
@@ -201,7 +200,7 @@ class Engine:
         return self._compute([RequestStep(chunk) for chunk in chunks])
 
     def _compute(self, work: Sequence[RequestStep]) -> tuple[InFlight, float, list[Walk]]:
-        """Run a round's forward, listen meanwhile, and decide; also the seconds that the forward took."""
+        """Run a round's forward; return it with its seconds and the walks."""
         flight = self._rounds.launch(work)
         forward_s = self._listen(flight)
         return flight, forward_s, self._rounds.finish(flight)
@@ -210,7 +209,7 @@ class Engine:
         """Take growth while the device works and once more when it is done; returns the forward's seconds."""
         if not flight.ready():
             ends = flight.started + self.planner.cost.seconds(flight.rows, flight.reading) - _WAKING_S
-            while not flight.ready() and self.drafters.wait_async(ends - self._clock()):
+            while not flight.ready() and self.drafters.wait(ends - self._clock(), in_flight=True):
                 self.drain()
         forward_s = flight.wait()
         self.drain()
@@ -220,14 +219,12 @@ class Engine:
         admitted = self.scheduler.admit()
         for request in admitted:
             self._active[request.number] = request
-            request.first_scheduled_at = (
-                self._round_began if request.first_scheduled_at is None else request.first_scheduled_at
-            )
+            if request.first_scheduled_at is None:
+                request.first_scheduled_at = self._round_began
         return admitted
 
     def _open(self, admitted: Sequence[Request]) -> None:
-        """Open requests at the drafters, once the round has its mode: a drafter that pauses during prefill on
-        all cores must not start prefill either."""
+        """Open requests at the drafters, once the round has its mode: a drafter that pauses must not prefill."""
         for request in admitted:
             if request.number in self._active:
                 self.drafters.open(request)
@@ -258,14 +255,14 @@ class Engine:
         ]
 
     def _commit(self, walk: Walk) -> list[VerifierReport]:
-        """Keep the accepted slots, extend the text, tell drafters and front end."""
+        """Keep the accepted slots, extend the output, and report to drafters and front end."""
         work, request = walk.work, walk.work.chunk.request
         request.slots.extend([*work.chunk.slots, *walk.kept])
         request.scored += len(walk.prompt_logprobs)
+        committed = Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs)
         if not walk.tokens:
-            scored = walk.prompt_logprobs
             self.drafters.send_features(request)
-            return [Committed(request.number, (), prompt_logprobs=scored)] if scored else []
+            return [committed] if walk.prompt_logprobs else []
         before = request.generated
         if request.first_scheduled_at is not None and not request.figures.prompt_s:
             request.figures.prompt_s = self._clock() - request.first_scheduled_at
@@ -274,18 +271,13 @@ class Engine:
             request.counts.extend(walk.tokens)
         failed = _follow(request, walk.tokens)
         self._advance(walk, request, first=before == 0 and not len(work.tree))
-        reports: list[VerifierReport] = [
-            Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs)
-        ]
-        if walk.ended or failed:
-            del self._requests[request.number]
-            self._retire(request)
-            reports.append(
-                self._finished(request, walk.ended)
-                if walk.ended
-                else Finished(request.number, "error", self._final_figures(request), message=failed)
-            )
-        return reports
+        if not walk.ended and not failed:
+            return [committed]
+        del self._requests[request.number]
+        self._retire(request)
+        if walk.ended:
+            return [committed, self._finished(request, walk.ended)]
+        return [committed, Finished(request.number, "error", self._final_figures(request), message=failed)]
 
     def _finished(self, request: Request, why: str) -> Finished:
         stop_token = request.tokens[-1] if why == "stop" else None

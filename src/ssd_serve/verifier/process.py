@@ -1,5 +1,4 @@
-"""The verifier process: takes requests from the server, runs rounds, sends tokens back; listens for
-drafters."""
+"""The verifier process: receives requests, runs rounds, sends tokens and status, and accepts drafters."""
 
 import time
 from collections import Counter, deque
@@ -36,7 +35,6 @@ _STATUS_S = 1.0
 _COMPILING_S = 0.002
 """Wait of the loop while grammars are compiled and nothing else runs."""
 _CONNECT_S = 3600.0
-"""A front end that has no descriptor comes later; one that dies takes this process with it."""
 _JOIN_S = 60.0
 _MAX_UNSENT = 4096
 _MAX_ACCEPTED = 16
@@ -117,29 +115,21 @@ class VerifierLoop:
             self._turn()
 
     def _turn(self) -> None:
-        self._take()
+        for message in self._server.receive():
+            if isinstance(message, ServerMessage) and not self._held.hold(message):
+                self._unsent.extend(self._engine.handle(message))
+        for held in self._held.released():
+            self._unsent.extend(self._engine.handle(held))
         self._accept()
         if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
             reports = self._engine.step()
-            if (
-                not self._engine.busy
-            ):  # before the last tokens, so that a client that has them reads final counters
+            if not self._engine.busy:  # before the last tokens: a client with all tokens reads final counters
                 self._unsent.append(self._status())
             self._unsent.extend(reports)
         else:
             self._sleep(_COMPILING_S if self._held else _STATUS_S / 2)
             self._engine.drain()
         self._report()
-
-    def _take(self) -> None:
-        for message in self._server.receive():
-            if isinstance(message, ServerMessage) and not self._held.hold(message):
-                self._ask(message)
-        for held in self._held.released():
-            self._ask(held)
-
-    def _ask(self, message: ServerMessage) -> None:
-        self._unsent.extend(self._engine.handle(message))
 
     def _sleep(self, timeout_s: float) -> None:
         sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]
@@ -176,13 +166,14 @@ def _others(config: EngineConfig, log: Logger) -> list[Listener]:
     """Return the listener for remote drafters, if they may join."""
     if not config.drafter_address or config.mode is not Mode.SSD:
         return []
-
-    rate_limited = RateLimitedLogger(log)  # any process that reaches the port can cause refusals
-
-    def refused(why: str) -> None:
-        rate_limited.warning("drafter refused", reason=why)
-
-    return [Listener.at(config.drafter_address, config.cluster_key or "", refused)]
+    limited = RateLimitedLogger(log)  # any process that reaches the port can cause refusals
+    return [
+        Listener.at(
+            config.drafter_address,
+            config.cluster_key or "",
+            lambda why: limited.warning("drafter refused", reason=why),
+        )
+    ]
 
 
 def _await_server(servers: Listener) -> Channel:
@@ -200,8 +191,7 @@ def _say(server: Channel, log: Logger, text: str) -> None:
 
 
 class GrammarQueue:
-    """Messages that the engine takes later, in the order in which they came. What they say of other requests
-    does not wait."""
+    """Messages that wait, in order, until the grammars of their requests are compiled."""
 
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
@@ -213,8 +203,8 @@ class GrammarQueue:
         return bool(self._held)
 
     def hold(self, message: ServerMessage) -> bool:
-        """Queue a message if its grammar must be compiled, or its request waits for that; returns whether it
-        did."""
+        """Queue a message if its grammar must be compiled, or its request waits for that; return whether it was
+        queued."""
         numbers, compiling = _numbers(message), None
         if isinstance(message, Submit | SubmitChoices):
             grammar = message.parameters.grammar
@@ -228,8 +218,7 @@ class GrammarQueue:
         return True
 
     def released(self) -> list[ServerMessage]:
-        """Return messages that need not wait any more. The engine refuses a grammar that could not be
-        compiled."""
+        """Return messages that no longer wait; the engine refuses a grammar that could not be compiled."""
         found: list[ServerMessage] = []
         while self._held and (self._held[0][1] is None or self._held[0][1].done()):
             message, _ = self._held.popleft()
@@ -253,34 +242,26 @@ class EngineLogReporter:
         self._log = log
         self._health = engine.monitor.health
         self._why: DecisionReason | None = None
-        self._why_told_at = -_WHY_S
+        self._why_logged_at = -_WHY_S
         self._shortages = 0
 
     def report(self, now: float) -> None:
-        """Log events of the latest rounds; `now`: seconds of any clock."""
-        self._report_oom()
-        self._report_decision(now)
-
-    def _report_oom(self) -> None:
-        oom_backoff = self._engine.oom_backoff
-        if oom_backoff.count == self._shortages:
+        """Log lack of memory, and changes of the reason why rounds speculate or not; `now`: seconds of any
+        clock."""
+        backoff, decision = self._engine.oom_backoff, self._engine.decision
+        if backoff.count != self._shortages:
+            self._shortages = backoff.count
+            self._log.warning(
+                "the device's memory ran out in a round: it was run again without trees and with fewer prompt "
+                "tokens, and rounds stay small for a while",
+                reason=backoff.reason,
+                times=backoff.count,
+                prompt_tokens=backoff.chunk,
+                advice="lower SSD_KV_MEMORY_MB or SSD_PREFILL_CHUNK",
+            )
+        if decision is None or decision.why is self._why or now - self._why_logged_at < _WHY_S:
             return
-        self._shortages = oom_backoff.count
-        self._log.warning(
-            "the device's memory ran out in a round: it was run again without trees and with fewer prompt "
-            "tokens, and rounds stay small for a while",
-            reason=oom_backoff.reason,
-            times=oom_backoff.count,
-            prompt_tokens=oom_backoff.chunk,
-            advice="lower SSD_KV_MEMORY_MB or SSD_PREFILL_CHUNK",
-        )
-
-    def _report_decision(self, now: float) -> None:
-        """Why rounds speculate or not, whenever that changes."""
-        decision = self._engine.decision
-        if decision is None or decision.why is self._why or now - self._why_told_at < _WHY_S:
-            return
-        self._why, self._why_told_at = decision.why, now
+        self._why, self._why_logged_at = decision.why, now
         self._log.debug(
             "speculates" if decision.nodes else "does not speculate",
             why=decision.why.value,
@@ -308,14 +289,13 @@ def _price(price: CostEstimate | None) -> str:
 
 
 def whole_status(verifier: AssembledVerifier) -> Status:
-    """The status of a verifier: its engine's, with what the engine does not know."""
+    """Return the status of a verifier: that of its engine, with figures of attention."""
     status = engine_status(verifier.engine)
     differences = verifier.differences.count
     return replace(status, attention=verifier.facts.attention, attention_differences=differences)
 
 
 def engine_status(engine: Engine) -> Status:
-    """The status of an engine, copied."""
     scheduler, times = engine.scheduler, engine.times
     prefix = scheduler.prefix
     mode, gains = engine.planner.execution.mode, engine.planner.mode_gains()

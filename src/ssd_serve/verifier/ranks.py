@@ -1,7 +1,6 @@
-"""The target on several ranks: rank 0 inside the verifier, every other one in a process of its own.
+"""The target on several ranks: rank 0 in the verifier, each other one in its own process.
 
 Rank 0 sends the model's path and the number of cache slots; then all load their shares at the same time.
-Knows processes, groups and models; no requests.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import load_served
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.parallel import Group, Parallel, TorchGroup, join_group
+from ssd_serve.models.parallel import Parallel, TorchGroup, join_group
 from ssd_serve.models.sizes import torch_device
 from ssd_serve.models.wrapped import LeaderModel, follow
 from ssd_serve.transport.listener import Listener
@@ -32,25 +31,24 @@ class Beginning(msgspec.Struct, frozen=True):
 
 
 class LeadingRank:
-    """Rank 0. It listens from the start, so that the others need not wait for what comes before loading."""
+    """Rank 0, which listens from the start so that the others need not wait."""
 
     def __init__(self, config: EngineConfig, files: RankFiles) -> None:
         self._config = config
         self._files = files
-        # What a run that was killed has left there is no meeting of this one.
         files.store.unlink(missing_ok=True)
         self._listener = Listener.unix(files.socket)
 
     def meet(self) -> Leader:
-        """The other ranks, when all have come."""
+        """Return the connections of the other ranks, once all have connected."""
         leader = Leader.accept_all(self._listener, self._config.tensor_parallel)
         self._listener.close()
         return leader
 
-    def load(self, leader: Leader, path: Path, slots: int, share: Callable[[Group], Model]) -> Model:
-        """The whole model, when all ranks have loaded; `share` loads this one's."""
+    def load(self, leader: Leader, path: Path, slots: int, share: Callable[..., Model]) -> Model:
+        """Return the whole model, once all ranks have loaded; `share(group=...)` loads this one's."""
         leader.broadcast(msgspec.json.encode(Beginning(str(path), slots)))
-        model = share(_join(self._config, 0, self._files))
+        model = share(group=_join(self._config, 0, self._files))
         leader.wait_ready()
         return LeaderModel(model, leader.broadcast)
 
@@ -81,11 +79,11 @@ def run(config: EngineConfig, rank: int, files: RankFiles) -> None:
     link.send_ready()
     heap = Heap()
 
-    def hear() -> bytearray | None:
+    def receive() -> bytearray | None:
         heap.trim_when_due()
         return link.receive()
 
-    follow(model, hear)
+    follow(model, receive)
 
 
 def _join(config: EngineConfig, rank: int, files: RankFiles) -> TorchGroup:

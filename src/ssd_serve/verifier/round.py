@@ -80,7 +80,7 @@ class RequestStep:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A forward under way, or done."""
+    """A launched forward."""
 
     work: tuple[RequestStep, ...]
     sampling: Sequence[SamplingRows]
@@ -122,8 +122,7 @@ class Walk(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Number of tree levels at which the walk had nodes to choose from: those with an accepted node, and
-        one at which no node matched."""
+        """Number of tree levels with an accepted node, plus one if no node of the next level matched."""
         last = self.accepted[-1] if self.accepted else -1
         return len(self.accepted) + (not self.ended and last in self.work.tree.parents)
 
@@ -158,7 +157,7 @@ class Rounds:
 
     def launch(self, work: Sequence[RequestStep]) -> InFlight:
         """Start the forward of all rows. Raises `DeviceMemoryError`."""
-        if self._model.facts.ranks > 1:  # the others are in the middle of it: it cannot be run again
+        if self._model.facts.ranks > 1:  # the other ranks have started: it cannot be run again
             return self._launch(work)
         return within_memory(lambda: self._launch(work))
 
@@ -187,25 +186,24 @@ class Rounds:
         return walks
 
     def _sampling_rows(self, work: RequestStep) -> list[SamplingRows]:
-        """Scoring rows, then the root's and every node's, in the order of the forward's rows."""
+        """Return scoring rows, then the root's and every node's, in the order of the forward's rows."""
         request, tree = work.chunk.request, work.tree
         rows = _scoring_rows(work)
-        if work.chunk.final:
-            rows.append(
-                SamplingRows(
-                    request.parameters,
-                    request.seed,
-                    len(request.tokens),
-                    request.counts,
-                    generated=request.generated,
-                    eos=() if request.parameters.ignore_eos else self._eos,
-                    tokens=tree.tokens,
-                    parents=tree.parents,
-                    depths=tree.depths,
-                    overrides=request.overrides,
-                )
-            )
-        return rows
+        if not work.chunk.final:
+            return rows
+        choosing = SamplingRows(
+            request.parameters,
+            request.seed,
+            len(request.tokens),
+            request.counts,
+            generated=request.generated,
+            eos=() if request.parameters.ignore_eos else self._eos,
+            tokens=tree.tokens,
+            parents=tree.parents,
+            depths=tree.depths,
+            overrides=request.overrides,
+        )
+        return [*rows, choosing]
 
 
 def _masked(work: Sequence[RequestStep], sampling: Sequence[SamplingRows]) -> list[SamplingRows]:

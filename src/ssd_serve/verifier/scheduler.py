@@ -78,10 +78,8 @@ class Scheduler:
         insort_right(self.waiting, request, key=_urgency)
 
     def admit(self) -> list[Request]:
-        """Move waiting requests to the running ones while memory for their whole text so far is at hand.
-
-        What running requests have read of their prompts since the last call is offered to them.
-        """
+        """Move waiting requests to the running ones while there is memory for all their tokens. They may reuse
+        what running requests have prefilled."""
         for request in self.running:
             self._share_prefix(request)
         admitted: list[Request] = []
@@ -104,7 +102,6 @@ class Scheduler:
         return admitted
 
     def _too_early(self, request: Request) -> bool:
-        """Return whether it is too early to retry a request that did not fit into memory."""
         if request is not self._refused or not self.running or self._rounds_left <= 0:
             self._refused = None
             return False
@@ -117,10 +114,8 @@ class Scheduler:
         return sum(request.decoding for request in self.running)
 
     def plan(self, prefill_tokens: int | None = None) -> tuple[list[ScheduledChunk], list[Request]]:
-        """The parts of the next round, in the order of `running`, and the requests that had to be preempted.
-
-        At most `prefill_tokens` tokens of prompts are read, and never more than the limits allow.
-        """
+        """Return the chunks of the next round, in the order of `running`, with at most `prefill_tokens` tokens of
+        prompts, and the requests that had to be preempted."""
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
         left = self._limits.prefill_chunk if prefill_tokens is None else prefill_tokens
@@ -195,8 +190,6 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue, before those that are as urgent; its text so far is read again later, so nothing
-        is lost."""
         self.running.remove(request)
         self._release(request)
         insort_left(self.waiting, request, key=_urgency)
@@ -204,7 +197,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, request: Request) -> None:
-        """Hand the committed slots to the prefix cache, or back to the pool."""
+        """Move the committed slots to the prefix cache, or back to the pool."""
         if self.prefix is None:
             self.pool.free(request.slots.take())
             return
@@ -217,7 +210,7 @@ class Scheduler:
             self.prefix.insert(request.tokens[known:committed], slots, handle)
 
     def _share_prefix(self, request: Request) -> None:
-        """Offer to all others what a request has read of its prompt, or of a text once more."""
+        """Let others reuse what a request has prefilled: its prompt, or its output too after a preemption."""
         if self.prefix is None:
             return
         read = len(request.slots)
@@ -230,8 +223,7 @@ class Scheduler:
             self.prefix.share(request.handle, request.tokens[known:count], slots)
 
     def _may_use_cached(self, request: Request) -> bool:
-        """Return whether the request may use cached tokens; one with prompt log-probabilities needs every
-        row."""
+        """Return False for requests with prompt log-probabilities, which need every row."""
         return self.prefix is not None and not request.unscored
 
     def _use_cached(self, request: Request) -> int:
@@ -247,7 +239,7 @@ class Scheduler:
         return len(found)
 
     def _count(self, request: Request, asked: int, found: int) -> None:
-        """Count tokens that were looked up and found; a text that is read again is no cached prompt."""
+        """Count tokens that were looked up and found, as cached prompt unless the request was preempted."""
         if self.prefix is not None:
             self.prefix.count(asked, found)
         if not request.figures.preemptions:
@@ -271,48 +263,39 @@ class Scheduler:
 
 _DOUBLE_AFTER = 64
 """Rounds until the bounds double."""
-_FIRST_NODES = 8
-_MAX_NODES = 512
-"""A bound on nodes of a round that binds hardly any."""
+_FIRST_NODES, _MAX_NODES = 8, 512
+"""First bound on nodes, and the one beyond which there is none."""
 
 
 class OomBackoff:
-    """The bounds. Tokens do not depend on them: every row's choice is the same in any batch."""
+    """Limits of rounds after a lack of memory. Tokens do not depend on them."""
 
     def __init__(self, prefill_chunk: int) -> None:
         self.count = 0
         """Number of rounds that ran out of memory."""
         self.reason = ""
         """Latest error of the device."""
-        self._largest = prefill_chunk
-        self._chunk = prefill_chunk
-        self._nodes: int | None = None
-        self._rounds = 0
-
-    @property
-    def chunk(self) -> int:
+        self.chunk = prefill_chunk
         """Most prompt tokens of a round."""
-        return self._chunk
-
-    @property
-    def nodes(self) -> int | None:
+        self.nodes: int | None = None
         """Most tree nodes of a round; None: any number."""
-        return self._nodes
+        self._largest = prefill_chunk
+        self._rounds = 0
 
     def on_oom(self, prefill_tokens: int, reason: str) -> None:
         """Lower the limits after a round with `prefill_tokens` prompt tokens ran out of memory."""
         self.count += 1
         self.reason = reason
-        self._nodes = self._rounds = 0
-        self._chunk = max(1, min(self._chunk, prefill_tokens or self._chunk) // 2)
+        self.nodes = self._rounds = 0
+        self.chunk = max(1, min(self.chunk, prefill_tokens or self.chunk) // 2)
 
     def on_success(self) -> None:
         """Record a round without a lack of memory."""
-        if self._nodes is None and self._chunk == self._largest:
+        if self.nodes is None and self.chunk == self._largest:
             return
         self._rounds += 1
         if self._rounds % _DOUBLE_AFTER == 0:
-            self._chunk = min(2 * self._chunk, self._largest)
-            if self._nodes is not None:
-                self._nodes = max(2 * self._nodes, _FIRST_NODES)
-                self._nodes = self._nodes if self._nodes < _MAX_NODES else None
+            self.chunk = min(2 * self.chunk, self._largest)
+            if self.nodes is not None:
+                self.nodes = max(2 * self.nodes, _FIRST_NODES)
+                self.nodes = self.nodes if self.nodes < _MAX_NODES else None

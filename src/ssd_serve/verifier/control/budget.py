@@ -8,7 +8,6 @@ should add exceed `r` times the wait. Plain numpy; knows no models and no messag
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -134,19 +133,34 @@ class RoundEstimate:
         return self.choice.tokens - rate * self.choice.seconds
 
 
-class WaitPolicy(Protocol):
-    """Decides whether to wait for one more draft step."""
+class WaitPolicy:
+    """Decides whether to wait for one more draft step; by default, never."""
 
     def should_wait(self, estimate: RoundEstimate) -> bool:
         """Return whether to wait for one more draft step."""
-        ...
+        del estimate
+        return False
 
     def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
-        """Something arrived after `waited_s` seconds."""
-        ...
+        """Observe that growth arrived after `waited_s` seconds."""
 
 
-class CostBasedWait:
+class NoWait(WaitPolicy):
+    """Verify the available nodes at once."""
+
+
+class FixedSteps(WaitPolicy):
+    """Exactly `steps` draft steps a round: the synchronous baseline with a fixed draft length."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def should_wait(self, estimate: RoundEstimate) -> bool:
+        """Return whether fewer than `steps` steps were awaited and a leaf can still grow."""
+        return estimate.steps < self._steps and len(estimate.leaves) > 0
+
+
+class CostBasedWait(WaitPolicy):
     """Wait while the tokens that a step should add exceed its time multiplied by the long-run rate.
 
     An asynchronous drafter (`concurrent`) is awaited after a miss only. After a hit it grows the tree during
@@ -194,29 +208,3 @@ class CostBasedWait:
             steps = min(2.0, max(0.3, waited_s / before.step_s))
         added = after.worth(before.rate) - before.worth(before.rate)
         self._gain.observe(steps * float(before.leaves.sum()), added)
-
-
-class NoWait:
-    """Verify the available nodes at once."""
-
-    def should_wait(self, estimate: RoundEstimate) -> bool:
-        """Never."""
-        del estimate
-        return False
-
-    def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
-        """No effect: the policy is fixed."""
-
-
-class FixedSteps:
-    """Exactly `steps` draft steps a round: the synchronous baseline with a fixed draft length."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def should_wait(self, estimate: RoundEstimate) -> bool:
-        """Return whether fewer than `steps` steps were awaited and a leaf can still grow."""
-        return estimate.steps < self._steps and len(estimate.leaves) > 0
-
-    def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
-        """No effect: the policy is fixed."""

@@ -191,17 +191,14 @@ class ExecutionPlanner:
         if self._choice is not None:
             if mode is not SpeculationMode.ASYNC:
                 all_cores = self._choice.all_cores(rows + self._nodes, reading)
-            elif rows > decoding and self._choice.saved_s(rows, reading) > self._undrafted_round_s(
-                self._choice, mode, decoding
-            ):
-                mode = SpeculationMode.PLAIN
+            elif rows > decoding:
+                # At most one draft step and one decode round are lost without drafting.
+                few = self._choice.table(all_cores=False)
+                round_s = few.first_seconds(decoding, Reading()) if decoding else 0.0
+                if self._choice.saved_s(rows, reading) > self._drafters.step_s_in(mode) + round_s:
+                    mode = SpeculationMode.PLAIN
         if (mode, all_cores) != self._entered:
             self._enter(mode, all_cores, self.mode_config)
-
-    def _undrafted_round_s(self, choice: ThreadCountSelector, mode: SpeculationMode, decoding: int) -> float:
-        """Upper bound of the cost of one round without drafting: one draft step plus one decode round."""
-        round_s = choice.table(all_cores=False).first_seconds(decoding, Reading()) if decoding else 0.0
-        return self._drafters.step_s_in(mode) + round_s
 
     def observe(self, rows: int, nodes: int, reading: Reading, seconds: float) -> None:
         """The round's forward of `rows` rows, of which some are nodes, took `seconds`."""

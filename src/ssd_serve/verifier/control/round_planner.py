@@ -87,18 +87,6 @@ class _RoundCandidates:
     ranking: Ranking
     seconds: npt.NDArray[np.float64]
 
-    @property
-    def without_nodes(self) -> CostEstimate:
-        """The round that verifies none."""
-        return CostEstimate(0, float(self.requests), float(self.seconds[0]))
-
-    @property
-    def with_one_node(self) -> CostEstimate | None:
-        """The round that verifies the best one; None where there is none, or no row for it."""
-        if not self.ranking.nodes or len(self.seconds) < 2:
-            return None
-        return CostEstimate(1, self.requests + self.ranking.nodes[0][0], float(self.seconds[1]))
-
 
 class RoundPlanner:
     """Decides rounds and learns from them. Without `mode_config` the mode, cost and policy never change."""
@@ -246,7 +234,12 @@ class RoundPlanner:
         else:
             why = DecisionReason.PAYS
         chosen = CostEstimate(choice.nodes, choice.tokens, choice.seconds)
-        other = candidates.without_nodes if choice.nodes else candidates.with_one_node
+        requests, nodes, seconds = candidates.requests, candidates.ranking.nodes, candidates.seconds
+        other = None
+        if choice.nodes:
+            other = CostEstimate(0, float(requests), float(seconds[0]))
+        elif nodes and len(seconds) > 1:
+            other = CostEstimate(1, requests + nodes[0][0], float(seconds[1]))
         return DecisionMessage(self._drafters.mode.value, why, choice.nodes, waited_s, chosen, other)
 
     def _candidates(self, pending: _PendingRound, steps: int) -> _RoundCandidates:

@@ -1,9 +1,8 @@
-"""Remembers on disk what forwards of a model cost on a device, and what each layout gave there, so that the
-next start need not find out again.
+"""Measures forwards of a model, and stores their times and the gains of modes for the next start.
 
 A file is named by everything that the times depend on: the model's sizes and dtype, the device, the processor
-and the versions. What is there is checked with a few forwards before it is used; what cannot be read or
-written is only a measurement more. Knows files and timings, not models.
+and the versions. Stored times are checked with a few forwards before use, and measured again if the file cannot
+be read.
 """
 
 import hashlib
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import torch
@@ -25,31 +25,34 @@ from ssd_serve.base.trusted_files import make_folder, read_own
 from ssd_serve.models.interface import Model
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT, measure_steps
 
-_FORMAT = 1
-_MAX_GAIN = 1000.0
 _TRIES = 3
 _MAX_OFF = 1.5
-"""Remembered times that differ by more than this factor from a few forwards now are measured again."""
+"""Stored times that differ by more than this factor from a few forwards now are measured again."""
+_Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class _File(msgspec.Struct):
-    format: int
-    timings: list[tuple[int, int, float]]
+class _Timings(msgspec.Struct):
+    timings: list[tuple[_Count, Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]]]
+    """Rows, context and seconds."""
+    format: Literal[1] = 1
 
 
 class _Gains(msgspec.Struct):
-    format: int
-    gains: dict[int, dict[str, float]]
+    gains: dict[_Count, dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1000)]]]
+    format: Literal[1] = 1
+
+
+FileT = TypeVar("FileT", _Timings, _Gains)
 
 
 class TimingFiles:
-    """Timings in `folder`."""
+    """Files of timings in `folder`."""
 
     def __init__(self, folder: Path, log: Logger) -> None:
         self._folder = folder
         self._log = log
         self.measured_otherwise = False
-        """True if a remembered time has turned out to be different."""
+        """True if a stored time has turned out to be different."""
 
     def timings(
         self,
@@ -57,14 +60,14 @@ class TimingFiles:
         measure: Callable[[], Sequence[Timing]],
         probe: Callable[[], Sequence[Timing]],
     ) -> Sequence[Timing]:
-        """Return remembered timings if `probe` agrees with them, else the result of `measure`.
+        """Return stored timings if `probe` agrees with them, else the result of `measure`.
 
-        A measurement is remembered if `probe` agrees with it afterwards. If it never does, other work
-        disturbs the machine: the least of all times is returned, and the next start measures again.
-        `identity`: everything that the times depend on.
+        A measurement is stored if `probe` agrees with it afterwards. If it never does, other work disturbs the
+        machine: the least of all times is returned, and the next start measures again.
         """
         path = self._folder / f"cost-{_digest(identity)}.json"
-        known = _read(path)
+        stored = _read(path, _Timings)
+        known = [Timing(*each) for each in stored.timings] if stored is not None else []
         if known and _agree(known, probe()):
             return known
         self.measured_otherwise = self.measured_otherwise or bool(known)
@@ -72,14 +75,12 @@ class TimingFiles:
         for _ in range(_TRIES):
             measured, probed = measure(), probe()
             if _agree(measured, probed):
-                self._write(path, measured)
+                content = [(each.rows, each.context, each.seconds) for each in measured]
+                _write(path, _Timings(content), self._log)
                 return measured
-            found = least((*found, *measured, *probed))
+            found = _least((*found, *measured, *probed))
         self._log.debug("step times are not remembered: other work disturbs this machine")
         return found
-
-    def _write(self, path: Path, timings: Sequence[Timing]) -> None:
-        _write(path, _File(_FORMAT, [(each.rows, each.context, each.seconds) for each in timings]), self._log)
 
 
 class GainFile:
@@ -92,20 +93,15 @@ class GainFile:
 
     def read(self) -> dict[int, dict[str, float]]:
         """Return the stored gains; empty if there is no readable file."""
-        try:
-            file = msgspec.json.decode(read_own(self._path), type=_Gains)
-        except (OSError, msgspec.DecodeError):
-            return {}
-        gains = [(load, gain) for load, each in file.gains.items() for gain in each.values()]
-        sound = all(load > 0 and 0 <= gain < _MAX_GAIN for load, gain in gains)
-        return file.gains if sound and file.format == _FORMAT else {}
+        stored = _read(self._path, _Gains)
+        return stored.gains if stored is not None else {}
 
     def write(self, gains: Mapping[int, Mapping[str, float]]) -> None:
-        """Remember these instead; nothing is written while they stay the same."""
+        """Store these gains unless they are the stored ones."""
         content = {load: dict(each) for load, each in gains.items()}
         if content != self._written:
             self._written = content
-            _write(self._path, _Gains(_FORMAT, content), self._log)
+            _write(self._path, _Gains(content), self._log)
 
 
 def _digest(identity: Mapping[str, object]) -> str:
@@ -122,18 +118,16 @@ def _write(path: Path, content: msgspec.Struct, log: Logger) -> None:
         log.debug("what was measured is not remembered", reason=str(error))
 
 
-def _read(path: Path) -> list[Timing]:
-    """The timings of a file; none where it is absent, broken or of another format."""
+def _read(path: Path, kind: type[FileT]) -> FileT | None:
+    """Return a file's content; None if it is absent, broken or of another format."""
     try:
-        file = msgspec.json.decode(read_own(path), type=_File)
+        return msgspec.json.decode(read_own(path), type=kind)
     except (OSError, msgspec.DecodeError):
-        return []
-    sound = all(rows > 0 and context >= 0 and seconds > 0 for rows, context, seconds in file.timings)
-    return [Timing(*each) for each in file.timings] if sound and file.format == _FORMAT else []
+        return None
 
 
-def least(timings: Iterable[Timing]) -> list[Timing]:
-    """The least of each kind: what disturbs a moment only lengthens it."""
+def _least(timings: Iterable[Timing]) -> list[Timing]:
+    """Return the least time of each kind: disturbances only lengthen a forward."""
     found: dict[tuple[int, int], Timing] = {}
     for each in timings:
         key = each.rows, each.context
@@ -167,8 +161,8 @@ def measure_cost(model: Model) -> CostTable:
 
 
 def remembered_timings(model: Model, device: str, files: TimingFiles) -> list[Timing]:
-    """The same timings, from an earlier start where a few forwards agree with them. `device` names the cores
-    in use."""
+    """Return the same timings, stored ones if a few forwards agree with them. `device` names the cores in
+    use."""
     return list(files.timings(identity(model, device), lambda: _measure(model), lambda: _probe(model)))
 
 
@@ -188,11 +182,11 @@ def identity(model: Model, device: str) -> dict[str, object]:
 def _measure(model: Model) -> list[Timing]:
     short = measure_steps(model, ROWS, least_s=_LEAST_S, most_s=_MOST_S)
     longer = measure_steps(model, _LONG_ROWS, _CONTEXTS, least_s=_LEAST_S, most_s=_MOST_S)
-    return least((*_timings(short), *_timings(longer)))
+    return _least((*_timings(short), *_timings(longer)))
 
 
 def _probe(model: Model) -> list[Timing]:
-    return least(
+    return _least(
         _timings(measure_steps(model, _PROBED_ROWS, _CONTEXTS, 2, least_s=_PROBE_S, most_s=_LEAST_S))
     )
 

@@ -83,8 +83,7 @@ class _RequestSync:
 
 
 class Liveness:
-    """Tracks whether a drafter answers. The silence of a synchronous one, which works only while the verifier
-    waits for it, has no meaning."""
+    """Tracks whether an asynchronous drafter answers; a synchronous one counts as responsive."""
 
     def __init__(self, clock: Callable[[], float], synchronous: bool) -> None:
         self.step_s = 0.0
@@ -180,7 +179,7 @@ class DrafterConnection:
         self.joined = False
         self.group: DrafterGroup | None = None
         self.paused = False
-        self._features = FeatureSender(channel)
+        self.features = FeatureSender(channel)
         self._sent_paused = False
         self._requests: dict[int, _RequestSync] = {}
         self._full = False
@@ -247,7 +246,7 @@ class DrafterConnection:
         self.prefill_s_per_token = theirs.prefill_ms / 1e3
         self.since = self.liveness.last_received_at
         self.channel.send(mine)
-        self._features.begin(theirs.features, features, log)
+        self.features.begin(theirs.features, features, log)
         self._send_paused()
 
     def pause(self, paused: bool) -> None:
@@ -286,15 +285,10 @@ class DrafterConnection:
         self._sync(sync)
 
     def send_features(self, request: Request) -> None:
-        """Send features of a prompt chunk that the target has computed."""
+        """Send features of a prompt chunk."""
         sync = self._requests.get(request.number)
         if sync is not None and sync.state is SyncState.CURRENT and not self.paused:
             self._send_features(sync)
-
-    def on_shared_memory_read(self, total: int) -> None:
-        """Free the first `total` spans of shared memory."""
-        self._features.on_read(total)
-        self.liveness.on_ignored()
 
     def send_outcome(self, request: Request) -> None:
         """Queue the outcome of a round, after the request's tokens and replica were updated."""
@@ -322,8 +316,8 @@ class DrafterConnection:
             for sync in list(self._requests.values()):
                 if sync.state in (SyncState.STALE, SyncState.CLOSING) and not self._full:
                     self._sync(sync)
-        if self._features.behind and not self.paused and self._features.has_room:
-            self._features.behind = False
+        if self.features.behind and not self.paused and self.features.has_room:
+            self.features.behind = False
             for sync in self._requests.values():
                 if sync.state is SyncState.CURRENT:
                     self._send_features(sync)
@@ -357,7 +351,7 @@ class DrafterConnection:
         sync.length = len(request.tokens)
 
     def _send_features(self, sync: _RequestSync) -> None:
-        sync.features_end = self._features.send(sync.request, sync.features_end)
+        sync.features_end = self.features.send(sync.request, sync.features_end)
 
     def _send_paused(self) -> None:
         if not self.joined or self._sent_paused == self.paused:

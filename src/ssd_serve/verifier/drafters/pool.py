@@ -9,7 +9,7 @@ how drafts are made.
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import ParamSpec, TypeVar
 
@@ -98,7 +98,7 @@ class DrafterPool:
 
     @property
     def num_async(self) -> int:
-        """Joined drafters with a device of their own, each a process that can die and come back."""
+        """Joined drafters in processes of their own."""
         return len(self._active(synchronous=False))
 
     @property
@@ -224,13 +224,16 @@ class DrafterPool:
                 drafter = self._connections[number]
                 self._guard(drafter, drafter.close, request)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for a message of a working drafter."""
-        return self._wait([each for each in self._connections.values() if not each.paused], timeout_s)
-
-    def wait_async(self, timeout_s: float) -> bool:
-        """Wait for a message of an asynchronous drafter; False if there is none."""
-        return self._wait([each for each in self._connections.values() if not each.synchronous], timeout_s)
+    def wait(self, timeout_s: float, in_flight: bool = False) -> bool:
+        """Wait for a message of a working drafter, or of an asynchronous one while a forward is `in_flight`."""
+        drafters = [
+            each
+            for each in self._connections.values()
+            if not (each.synchronous if in_flight else each.paused)
+        ]
+        return any(each.inbox for each in drafters) or bool(
+            poll([each.channel for each in drafters], timeout_s)
+        )
 
     def worth_waiting(self) -> bool:
         """Return whether a responsive drafter works that may send more nodes."""
@@ -307,7 +310,8 @@ class DrafterPool:
             else:
                 drafter.resync(request)
         elif isinstance(message, SharedMemoryRead):
-            drafter.on_shared_memory_read(message.total)
+            drafter.features.on_read(message.total)
+            drafter.liveness.on_ignored()
         elif not isinstance(message, Heartbeat | Hello):
             raise ProtocolError(f"drafters do not send {type(message).__name__}")
         return 0
@@ -389,13 +393,13 @@ class DrafterPool:
     ) -> R | None:
         """Run an action on a connection. Any exception ends the connection and nothing else, except for
         synchronous drafters, which are part of this process."""
-        if drafter.synchronous:
-            return action(*args, **named)
         if drafter.failed:
             return None
         try:
             return action(*args, **named)
         except Exception as error:
+            if drafter.synchronous:
+                raise
             self._fail(drafter, error)
             return None
 
@@ -433,11 +437,6 @@ class DrafterPool:
 
     def _of(self, mode: SpeculationMode) -> list[DrafterConnection]:
         return self._active(synchronous=mode is SpeculationMode.SYNC)
-
-    def _wait(self, drafters: Sequence[DrafterConnection], timeout_s: float) -> bool:
-        if any(each.inbox for each in drafters):
-            return True
-        return bool(poll([each.channel for each in drafters], timeout_s))
 
     def _update_pause(self, drafter: DrafterConnection) -> None:
         """Let a drafter work or pause, as the mode asks."""
