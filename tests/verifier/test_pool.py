@@ -321,3 +321,15 @@ def test_synchronous_drafter_has_prefilled_the_tokens_above_its_tree() -> None:
     harness.drafters.set_mode(SpeculationMode.PLAIN)
     harness.commit(0, 5, 6)
     assert harness.drafters.pending_prefill_s(SpeculationMode.SYNC) == pytest.approx((2 + 3) * 0.002)
+
+
+def test_pause_that_did_not_fit_is_sent_later() -> None:
+    harness = DrafterHarness()
+    its = harness.join(capacity=3)  # the reply to its Hello and two Open messages fill the queue
+    harness.drafters.set_mode(SpeculationMode.PLAIN)
+    assert of(Pause, its.receive()) == []
+    harness.drain()
+    assert its.receive() == [Pause(paused=True)]
+    harness.drain()
+    harness.drafters.set_mode(SpeculationMode.ASYNC)
+    assert its.receive() == [Pause(paused=False)]
