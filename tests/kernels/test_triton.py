@@ -71,7 +71,7 @@ def test_triton_row_is_batch_invariant() -> None:
     assert torch.equal(alone, together[:1])
 
 
-@pytest.mark.parametrize("scratch_bytes", [1, 1 << 10, 4 << 10])
+@pytest.mark.parametrize("scratch_bytes", [1, 4 << 10])
 def test_batches_beyond_scratch_memory_use_several_launches(scratch_bytes: int) -> None:
     rng = random.Random(5)
     slots = rng.sample(range(SLOTS), SLOTS)
@@ -107,7 +107,7 @@ def test_batch_beyond_fixed_memory_is_not_captured() -> None:
 def test_tree_shape_depends_only_on_row_count(heads: int) -> None:
     rng, cache = random.Random(heads), KVCache(KVLayout((LayerKV(2, 16),), torch.bfloat16), 2600, "cpu")
     attention, slots = TritonAttention(cache, heads), list(range(2600))
-    for rows in (*range(1, 65), 100, 128, 200, 256):
+    for rows in (*range(1, 18), 24, 33, 40, 57, 64, 100, 128, 200, 256):
         captured = captured_rows(rows)
         assert captured is not None
         prefix = rng.choice([0, 1, 256, 257, 1024, 1025, 2048])
@@ -142,9 +142,9 @@ def test_tiles_hold_whole_rows_of_a_group() -> None:
 def test_all_configurations_compile_without_register_spills(tmp_path: Path, gpu: str) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     del environment["TRITON_INTERPRET"]
-    words = [sys.executable, "-m", "tests.kernels.triton_compilation", gpu]
+    words = [sys.executable, "-m", "tests.kernels.triton_compilation", gpu, "128", "256"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr)
     assert done.returncode == 0, done.stdout
-    for kernel, least in (("attend_parts", 17), ("merge_parts", 10), ("fill_noise", 0)):
+    for kernel, least in (("attend_parts", 17), ("merge_parts", 5), ("fill_noise", 0)):
         assert done.stdout.count(kernel) > least

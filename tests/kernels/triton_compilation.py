@@ -151,9 +151,9 @@ def _compile(
     return Compiled(kernel.__name__, target.name, head_dim, kind, tile, registers, shared, matrix)
 
 
-def compile_all(targets: Sequence[Target] = TARGETS) -> Iterator[tuple[Compiled, str]]:
+def compile_all(targets: Sequence[Target], head_dims: Sequence[int]) -> Iterator[tuple[Compiled, str]]:
     """Yield every configuration that may run, with its complaint or an empty string."""
-    for target, head_dim, dtype in product(targets, HEAD_DIMS, DTYPES):
+    for target, head_dim, dtype in product(targets, head_dims, DTYPES):
         for tile, windowed in product(tiles_of(dtype), (False, True)):
             compiled = compile_attention(target, head_dim, dtype, tile, windowed)
             yield compiled, complaint(compiled, target.shared_bytes)
@@ -206,13 +206,17 @@ def _registers(target: Target, code: Mapping[str, Any]) -> Registers:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print a table of all configurations for the named GPUs or all; return 1 if there is a complaint."""
-    targets = [target for target in TARGETS if target.name in names] if names else TARGETS
+    """Print a table of all configurations for the named GPUs and head sizes, or all of them.
+
+    Returns 1 if there is a complaint.
+    """
+    targets = [target for target in TARGETS if target.name in names] or TARGETS
+    head_dims = [int(name) for name in names if name.isdecimal()] or HEAD_DIMS
     head = "kernel | GPU | head size | dtype | rows | registers | spilled | scalar ones | bytes in memory"
     print(f"| {head} | shared KiB | matrix instructions |  |")
     print("|" + "---|" * 12)
     wrong = 0
-    for found, why in compile_all(targets):
+    for found, why in compile_all(targets, head_dims):
         wrong += bool(why)
         cells = (found.kernel, found.target, found.head_dim, found.dtype, found.tile)
         each = found.registers
