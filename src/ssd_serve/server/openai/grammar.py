@@ -6,7 +6,6 @@ Knows request fields, schemas of tools and marks of thinking; no tokens, and not
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.sampling.grammar import (
@@ -29,13 +28,6 @@ from ssd_serve.server.openai.protocol import Function, GenerationRequest
 from ssd_serve.server.service import Service
 
 
-class _Constraint(NamedTuple):
-    """The grammar that a field asks for: its main part and the parts that it refers to."""
-
-    field: str
-    parts: Sequence[GrammarPart]
-
-
 async def grammar_of(
     service: Service,
     body: GenerationRequest,
@@ -54,21 +46,24 @@ async def grammar_of(
     def work() -> str:
         constraints = _constraints(body)
         if calls is not None:
-            constraints.append(_Constraint("tools", calls()))
+            constraints["tools"] = calls()
         return _compiled(constraints, thinking)
 
-    return await service.worker_pool.run(
-        service.limits.inline_characters + 1, work
-    )  # short grammars can take long too
+    # Short grammars can take long too.
+    return await service.worker_pool.run(service.limits.inline_characters + 1, work)
 
 
-def _compiled(constraints: Sequence[_Constraint], thinking: bool | None) -> str:
+Constraints = dict[str, Sequence[GrammarPart]]
+"""Grammars by the fields that ask for them: the main part first, then the parts that it refers to."""
+
+
+def _compiled(constraints: Constraints, thinking: bool | None) -> str:
     if not constraints:
         return ""
     if len(constraints) > 1:
-        one, other = constraints[:2]
-        raise _wrong(other.field, f"asks for another output than {one.field}; give one of them")
-    field, parts = constraints[0]
+        one, other, *_ = constraints
+        raise _wrong(other, f"asks for another output than {one}; give one of them")
+    ((field, parts),) = constraints.items()
     try:
         grammar = _after_thinking(parts, thinking)
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
@@ -79,39 +74,39 @@ def _compiled(constraints: Sequence[_Constraint], thinking: bool | None) -> str:
     return grammar
 
 
-def _constraints(body: GenerationRequest) -> list[_Constraint]:
-    found: list[_Constraint] = []
+def _constraints(body: GenerationRequest) -> Constraints:
+    found: Constraints = {}
     form = body.response_format
     if isinstance(form, JsonObject):
-        found.append(_Constraint("response_format", [from_json_schema(ANY_OBJECT)]))
+        found["response_format"] = [from_json_schema(ANY_OBJECT)]
     elif isinstance(form, JsonOfSchema):
-        found.append(_Constraint("response_format", [from_json_schema(form.json_schema.json_schema)]))
+        found["response_format"] = [from_json_schema(form.json_schema.json_schema)]
     elif isinstance(form, StructuralTags):
-        found.append(_Constraint("response_format", _tags(form)))
+        found["response_format"] = _tags(form)
     if body.json_schema is not None:
-        found.append(_Constraint("json_schema", [from_json_schema(body.json_schema)]))
+        found["json_schema"] = [from_json_schema(body.json_schema)]
     if body.grammar:
-        found.append(_Constraint("grammar", [_rules("grammar", body.grammar)]))
+        found["grammar"] = [_rules("grammar", body.grammar)]
     if body.structured_outputs is not None:
-        found += _structured(body.structured_outputs)
+        found |= _structured(body.structured_outputs)
     return found
 
 
-def _structured(wanted: StructuredOutputs) -> list[_Constraint]:
+def _structured(wanted: StructuredOutputs) -> Constraints:
     name, compact = "structured_outputs", bool(wanted.disable_any_whitespace)
-    found: list[_Constraint] = []
+    found: Constraints = {}
     if wanted.json_schema is not None:
-        found.append(_Constraint(f"{name}.json", [from_json_schema(wanted.json_schema, compact)]))
+        found[f"{name}.json"] = [from_json_schema(wanted.json_schema, compact)]
     if wanted.json_object:
-        found.append(_Constraint(f"{name}.json_object", [from_json_schema(ANY_OBJECT, compact)]))
+        found[f"{name}.json_object"] = [from_json_schema(ANY_OBJECT, compact)]
     if wanted.regex is not None:
-        found.append(_Constraint(f"{name}.regex", [from_regex(wanted.regex)]))
+        found[f"{name}.regex"] = [from_regex(wanted.regex)]
     if wanted.choice is not None:
-        found.append(_Constraint(f"{name}.choice", [from_choices(wanted.choice)]))
+        found[f"{name}.choice"] = [from_choices(wanted.choice)]
     if wanted.grammar is not None:
-        found.append(_Constraint(f"{name}.grammar", [_rules(f"{name}.grammar", wanted.grammar)]))
+        found[f"{name}.grammar"] = [_rules(f"{name}.grammar", wanted.grammar)]
     if wanted.structural_tag is not None:
-        found.append(_Constraint(f"{name}.structural_tag", _tags(wanted.structural_tag)))
+        found[f"{name}.structural_tag"] = _tags(wanted.structural_tag)
     if not found:
         raise _wrong(name, "says nothing of the output; give one of its fields, or leave it out")
     return found

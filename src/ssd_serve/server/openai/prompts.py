@@ -1,6 +1,6 @@
 """Prompts of token ids from texts, ids and conversations; `/tokenize` and `/detokenize`. Knows no sampling."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -132,58 +132,39 @@ def _last(ids: list[int], most: int, begin: list[int]) -> list[int]:
 
 
 async def chat_text(service: Service, rendering: WorkerPool, body: ChatRequest | TokenizeRequest) -> str:
-    """Render the conversation with the model's chat template, on the threads of `rendering`."""
-    conversation = TemplateInput.of(body, service.settings.system_prompt)
+    """Render the conversation with the model's chat template, on the threads of `rendering`.
+
+    Raises `RequestError` for fields that contradict each other, `ApiError` where the template fails.
+    """
+    continues, system_prompt = bool(body.continue_final_message), service.settings.system_prompt
+    if continues and body.add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt: begins a message, and continue_final_message goes on with one; give "
+            "one of them",
+            "add_generation_prompt",
+        )
+    entries = [_entry(message, index) for index, message in enumerate(body.messages or ())]
+    if system_prompt:
+        entries = _with_system_prompt(system_prompt, entries)
+    variables: dict[str, object] = {}
+    if isinstance(body, ChatRequest):
+        if body.tools and body.tool_choice != "none":
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+            variables["enable_thinking"] = body.reasoning_effort != "none"
+    variables |= body.chat_template_kwargs or {}
+    generation_prompt = not continues and body.add_generation_prompt is not False
+
+    def render() -> str:
+        text = service.tokenizer.apply_chat_template(entries, generation_prompt, **variables)
+        return _until_end_of(str(entries[-1]["content"]), text) if continues else text
+
+    characters = sum(_MESSAGE_UNITS + sum(map(_length, entry.values())) for entry in entries)
     try:
-        return await rendering.run(conversation.units, lambda: conversation.text(service.tokenizer))
+        return await rendering.run(characters, render)
     except RequestError as error:
         raise bad_request(str(error), error.field or "messages") from error
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateInput:
-    """Input of a chat template. `continues`: the answer continues the last message."""
-
-    entries: Sequence[Mapping[str, object]]
-    variables: Mapping[str, object]
-    generation_prompt: bool
-    continues: bool
-
-    @classmethod
-    def of(cls, body: ChatRequest | TokenizeRequest, system_prompt: str | None) -> "TemplateInput":
-        """Make the input from a request and the operator's system prompt. Raises `RequestError` for fields
-        that contradict each other."""
-        continues = bool(body.continue_final_message)
-        if continues and body.add_generation_prompt:
-            raise RequestError(
-                "add_generation_prompt: begins a message, and continue_final_message goes on with one; give "
-                "one of them",
-                "add_generation_prompt",
-            )
-        entries = [_entry(message, index) for index, message in enumerate(body.messages or ())]
-        variables: dict[str, object] = {}
-        if isinstance(body, ChatRequest):
-            if body.tools and body.tool_choice != "none":
-                variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-            if body.reasoning_effort is not None:
-                variables["reasoning_effort"] = body.reasoning_effort
-                variables["enable_thinking"] = body.reasoning_effort != "none"
-        return cls(
-            _with_system_prompt(system_prompt, entries) if system_prompt else entries,
-            {**variables, **(body.chat_template_kwargs or {})},
-            not continues and body.add_generation_prompt is not False,
-            continues,
-        )
-
-    @property
-    def units(self) -> int:
-        """Cost of rendering, in characters."""
-        return sum(_MESSAGE_UNITS + sum(map(_length, entry.values())) for entry in self.entries)
-
-    def text(self, tokenizer: TextTokenizer) -> str:
-        """Render the conversation. Raises `RequestError` where the template refuses it."""
-        text = tokenizer.apply_chat_template(self.entries, self.generation_prompt, **self.variables)
-        return _until_end_of(str(self.entries[-1]["content"]), text) if self.continues else text
 
 
 def _length(value: object) -> int:
@@ -216,9 +197,7 @@ def _call_entry(call: ToolCall, path: str) -> dict[str, object]:
     return {**call.model_dump(exclude_none=True), "function": function}
 
 
-def _with_system_prompt(
-    system_prompt: str, entries: Sequence[Mapping[str, object]]
-) -> list[Mapping[str, object]]:
+def _with_system_prompt(system_prompt: str, entries: Sequence[dict[str, object]]) -> list[dict[str, object]]:
     """Put the operator's system prompt first, before the client's in one message: templates take only one."""
     first, *others = entries
     if first["role"] != "system":

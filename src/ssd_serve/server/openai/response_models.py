@@ -128,6 +128,15 @@ class Head(TypedDict):
     system_fingerprint: str
 
 
+class Whole(Head):
+    """Fields of every whole response of completions and chat completions."""
+
+    seed: int
+    usage: Usage
+    metrics: Metrics
+    timings: RequestTimings
+
+
 class Chunk(Head):
     """Fields of every chunk; only the first chunk has the seed."""
 
@@ -172,13 +181,9 @@ class CompletionChoice(Ended):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(Head):
+class Completion(Whole):
     object: Literal["text_completion"]
-    seed: int
     choices: list[CompletionChoice]
-    usage: Usage
-    metrics: Metrics
-    timings: RequestTimings
 
 
 class CompletionChunk(Chunk):
@@ -243,13 +248,9 @@ class ChatChoice(Ended):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(Head):
+class ChatCompletion(Whole):
     object: Literal["chat.completion"]
-    seed: int
     choices: list[ChatChoice]
-    usage: Usage
-    metrics: Metrics
-    timings: RequestTimings
     prompt_token_ids: NotRequired[list[int]]
 
 
