@@ -15,31 +15,16 @@ ASK = [{"role": "user", "content": "Hi"}]
 async def test_completion_response_with_speculation_figures() -> None:
     async with running_server(lambda _: say("Hello, world!")) as server:
         found = await post(server, PATH, prompt="Say it", max_tokens=13, seed=7, model="ssd-embedded")
-    assert found["object"] == "text_completion"
     assert found["id"].startswith("cmpl-")
-    assert found["model"] == "ssd-embedded"
-    assert found["seed"] == 7
     assert found["system_fingerprint"].startswith("fp_")
-    assert found["choices"] == [
-        {
-            "index": 0,
-            "text": "Hello, world!",
-            "logprobs": None,
-            "finish_reason": "length",
-            "stop_reason": None,
-        }
-    ]
-    assert found["usage"] == {
-        "prompt_tokens": 7,
-        "completion_tokens": 13,
-        "total_tokens": 20,
-        "prompt_tokens_details": None,
-    }
+    assert (found["object"], found["model"], found["seed"]) == ("text_completion", "ssd-embedded", 7)
+    end = {"finish_reason": "length", "stop_reason": None}
+    assert found["choices"] == [{"index": 0, "text": "Hello, world!", "logprobs": None, **end}]
+    counts = {"prompt_tokens": 7, "completion_tokens": 13, "total_tokens": 20}
+    assert found["usage"] == {**counts, "prompt_tokens_details": None}
     figures = found["metrics"]["speculative_decoding"]
-    assert figures["num_spec_steps"] == 4
-    assert figures["mean_acceptance_length"] == 3.0
-    assert figures["draft_acceptance_rate"] == 0.25
-    assert figures["cache_hit_rate"] == 0.75
+    assert (figures["num_spec_steps"], figures["mean_acceptance_length"]) == (4, 3.0)
+    assert (figures["draft_acceptance_rate"], figures["cache_hit_rate"]) == (0.25, 0.75)
     assert figures["acceptance_histogram"] == [1, 0, 1, 2]
     assert figures["acceptance_by_depth"] == [0.75, 0.75, pytest.approx(2 / 3)]
     assert figures["sources"] == {
@@ -48,11 +33,26 @@ async def test_completion_response_with_speculation_figures() -> None:
     }
 
 
-async def test_completion_stream_equals_whole_response() -> None:
+async def test_streamed_choices_with_usage_in_every_chunk() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with running_server(lambda submit: say(f"seed {submit.seed % 1000}", group=2)) as server:
+        found = await events(server, PATH, prompt="Say it", n=2, seed=5, stream_options=options)
+    texts = {0: "", 1: ""}
+    for chunk in found[:-1]:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == {i: f"seed {choice_seed(5, i) % 1000}" for i in range(2)}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, sum(map(len, texts.values())))
+    assert all(chunk["usage"]["prompt_tokens"] == 7 for chunk in found)
+
+
+async def test_completion_stream_with_final_usage() -> None:
+    options = {"include_usage": True}
     async with running_server(lambda _: say("Hello, world!")) as server:
-        found = await events(
-            server, PATH, prompt="Say it", max_tokens=13, stream_options={"include_usage": True}
-        )
+        found = await events(server, PATH, prompt="Say it", max_tokens=13, stream_options=options)
+        plain = await events(server, PATH, prompt="Say it", max_tokens=13)
+    assert all("usage" not in chunk for chunk in plain)
     *chunks, last = found
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello, world!"
     assert isinstance(chunks[0]["seed"], int)
@@ -62,17 +62,6 @@ async def test_completion_stream_equals_whole_response() -> None:
     assert last["usage"]["completion_tokens"] == 13
     assert chunks[-1]["metrics"]["speculative_decoding"]["num_spec_steps"] == 4
     assert len({chunk["id"] for chunk in found}) == 1
-
-
-async def test_continuous_usage_stats_in_every_chunk() -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    async with running_server(lambda _: say("Hello", group=2)) as server:
-        found = await events(server, PATH, prompt="Say it", n=2, stream_options=options)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
-    assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (0, 10)
-    assert all(chunk["usage"]["prompt_tokens"] == 7 for chunk in found)
-    assert found[-1]["choices"] == []
 
 
 async def test_random_seed_is_reported_and_repeats_output() -> None:
@@ -97,17 +86,6 @@ async def test_choices_have_own_seeds_and_prompt_counts_once() -> None:
     assert found["usage"]["prompt_tokens"] == 3 + 2
 
 
-async def test_streamed_choices_have_index() -> None:
-    async with running_server(lambda submit: say(f"seed {submit.seed % 1000}")) as server:
-        found = await events(server, PATH, prompt="a", n=2, seed=5)
-    assert all("usage" not in chunk for chunk in found)
-    texts = {0: "", 1: ""}
-    for chunk in found:
-        for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["text"]
-    assert texts == {i: f"seed {choice_seed(5, i) % 1000}" for i in range(2)}
-
-
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
@@ -124,40 +102,30 @@ async def test_prompt_forms_text_texts_ids_id_lists(prompt: object, expected: li
 
 
 async def test_every_sampling_parameter_reaches_the_engine() -> None:
+    same = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.5,
+        "min_tokens": 2,
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "logprobs": 2,
+    }
+    ids = {"allowed_token_ids": [97, 98, 99], "stop_token_ids": [99]}
+    biases = {"97": -100, "98": 5}
     async with running_server(lambda _: say("x")) as server:
         await post(
-            server,
-            PATH,
-            prompt="a",
-            temperature=0.5,
-            top_k=-1,
-            top_p=0.9,
-            min_p=0.1,
-            repetition_penalty=1.1,
-            presence_penalty=-0.5,
-            frequency_penalty=0.5,
-            logit_bias={"97": -100, "98": 5},
-            allowed_token_ids=[97, 98, 99],
-            bad_words=["ab", " c"],
-            min_tokens=2,
-            max_tokens=20,
-            stop_token_ids=[99],
-            ignore_eos=True,
-            logprobs=2,
+            server, PATH, prompt="a", top_k=-1, bad_words=["ab", " c"], logit_bias=biases, **same, **ids
         )
         parameters = server.engine.submits()[0].parameters
-    assert parameters.temperature == 0.5
+    assert {name: getattr(parameters, name) for name in same} == same
+    assert {name: getattr(parameters, name) for name in ids} == {name: tuple(ids[name]) for name in ids}
     assert parameters.top_k == 0
-    assert (parameters.top_p, parameters.min_p) == (0.9, 0.1)
-    assert parameters.repetition_penalty == 1.1
-    assert (parameters.presence_penalty, parameters.frequency_penalty) == (-0.5, 0.5)
     assert parameters.logit_bias == {97: -100.0, 98: 5.0}
-    assert parameters.allowed_token_ids == (97, 98, 99)
     assert parameters.bad_words == ((97, 98), (99,))
-    assert (parameters.min_tokens, parameters.max_tokens) == (2, 20)
-    assert parameters.stop_token_ids == (99,)
-    assert parameters.ignore_eos
-    assert parameters.logprobs == 2
 
 
 class WordTokenizer(ByteTokenizer):
@@ -180,21 +148,17 @@ async def test_bad_words_are_banned_with_and_without_leading_space() -> None:
     assert parameters.bad_words == ((201,), (200,), (204,), (202, 203), (101, 108), (205,), (111, 120))
 
 
-async def test_null_means_the_default() -> None:
+async def test_null_means_the_default_and_max_tokens_fit_the_context() -> None:
     async with running_server(lambda _: say("x")) as server:
         await post(server, PATH, prompt="a")
         await post(
             server, PATH, prompt="a", temperature=None, max_tokens=None, n=None, stop=None, suffix=None
         )
-        first, second = (submit.parameters for submit in server.engine.submits())
-    assert first == second
-    assert (first.temperature, first.max_tokens) == (1.0, 16)
-
-
-async def test_default_max_tokens_fits_context() -> None:
-    async with running_server(lambda _: say("x")) as server:
         await post(server, PATH, prompt=[97] * (CONTEXT - 5))
-        assert server.engine.submits()[0].parameters.max_tokens == 5
+        first, second, long = (submit.parameters for submit in server.engine.submits())
+    assert first == second
+    assert long.max_tokens == 5
+    assert (first.temperature, first.max_tokens) == (1.0, 16)
 
 
 async def test_echo_returns_prompt_before_output() -> None:
@@ -230,12 +194,13 @@ async def test_completion_logprobs_have_tokens_values_and_offsets() -> None:
     async with running_server(lambda _: say("xyz")) as server:
         whole = await post(server, PATH, prompt="a", logprobs=3)
         pieces = await events(server, PATH, prompt="a", logprobs=3)
-    told = whole["choices"][0]["logprobs"]
-    assert told["tokens"] == ["x", "y", "z"]
-    assert told["token_logprobs"] == [-0.5] * 3
-    assert told["text_offset"] == [0, 1, 2]
     # The chosen token is always among them; minus infinity becomes a number that JSON has.
-    assert told["top_logprobs"][0] == {"x": -0.5, "a": -0.25, "b": -1.5, "c": -9999.0}
+    assert whole["choices"][0]["logprobs"] == {
+        "tokens": ["x", "y", "z"],
+        "token_logprobs": [-0.5] * 3,
+        "top_logprobs": [{token: -0.5, "a": -0.25, "b": -1.5, "c": -9999.0} for token in "xyz"],
+        "text_offset": [0, 1, 2],
+    }
     streamed = [chunk["choices"][0]["logprobs"] for chunk in pieces if chunk["choices"][0]["logprobs"]]
     assert [token for part in streamed for token in part["tokens"]] == ["x", "y", "z"]
 
@@ -253,34 +218,29 @@ async def test_return_token_ids() -> None:
 async def test_eos_token_counts_but_its_text_is_hidden() -> None:
     async with running_server(lambda _: tokens([*b"done", END, *b"beyond"])) as server:
         found = await post(server, PATH, prompt="a")
-    assert found["choices"][0]["text"] == "done"
-    assert found["choices"][0]["finish_reason"] == "stop"
-    assert found["choices"][0]["stop_reason"] == END
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("done", "stop", END)
     assert found["usage"]["completion_tokens"] == 5
 
 
-async def test_stop_token_text_is_included_only_on_request() -> None:
-    async with running_server(lambda _: tokens([*b"done", OTHER_END])) as server:
-        plain = await post(server, PATH, prompt="a", stop_token_ids=[OTHER_END], skip_special_tokens=False)
-        shown = await post(
-            server,
-            PATH,
-            prompt="a",
-            stop_token_ids=[OTHER_END],
-            skip_special_tokens=False,
-            include_stop_str_in_output=True,
-        )
-    assert plain["choices"][0]["text"] == "done"
-    assert shown["choices"][0]["text"] == "done<other-end>"
-
-
-async def test_ignored_eos_token_is_text() -> None:
-    async with running_server(lambda _: tokens([*b"a", END, *b"b"])) as server:
-        ignored = await post(server, PATH, prompt="a", ignore_eos=True, skip_special_tokens=False)
-        too_early = await post(server, PATH, prompt="a", min_tokens=3, skip_special_tokens=False)
-        skipped = await post(server, PATH, prompt="a", ignore_eos=True)
-    assert ignored["choices"][0]["text"] == too_early["choices"][0]["text"] == "a<end>b"
-    assert skipped["choices"][0]["text"] == "ab"
+@pytest.mark.parametrize(
+    ("said", "fields", "text"),
+    [
+        ([*b"done", OTHER_END], {"stop_token_ids": [OTHER_END]}, "done"),
+        (
+            [*b"done", OTHER_END],
+            {"stop_token_ids": [OTHER_END], "include_stop_str_in_output": True},
+            "done<other-end>",
+        ),
+        ([*b"a", END, *b"b"], {"ignore_eos": True}, "a<end>b"),
+        ([*b"a", END, *b"b"], {"min_tokens": 3}, "a<end>b"),
+        ([*b"a", END, *b"b"], {"ignore_eos": True, "skip_special_tokens": True}, "ab"),
+    ],
+)
+async def test_text_of_stop_and_eos_tokens(said: list[int], fields: dict[str, object], text: str) -> None:
+    async with running_server(lambda _: tokens(said)) as server:
+        found = await post(server, PATH, **{"prompt": "a", "skip_special_tokens": False, **fields})
+    assert found["choices"][0]["text"] == text
 
 
 async def test_engine_refusal_returns_400_with_field() -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from ssd_serve.base.messages import Refused
 from ssd_serve.base.settings import Settings
 from ssd_serve.server.limits import Limits
-from tests.server.fakes import CONTEXT, END, VOCABULARY, ByteDetokenizer, ByteTokenizer, Script, say
+from tests.server.fakes import CONTEXT, END, VOCABULARY, ByteDetokenizer, ByteTokenizer, say
 from tests.server.running_server import RunningServer, post, running_server
 
 pytestmark = pytest.mark.anyio
@@ -19,7 +18,6 @@ ASK = [{"role": "user", "content": "Hi"}]
 
 # (fields of the body, the field that the error names)
 WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": None}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt.0"),
@@ -28,19 +26,15 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [-1]}, "prompt.0"),
     ({"prompt": [VOCABULARY]}, "prompt"),
     ({"prompt": "a", "temperature": "hot"}, "temperature"),
-    ({"prompt": "a", "temperature": -0.1}, "temperature"),
     ({"prompt": "a", "temperature": True}, "temperature"),
     ({"prompt": "a", "temperature": 1e-30}, "temperature"),
     ({"prompt": "a", "top_p": 0}, "top_p"),
-    ({"prompt": "a", "top_p": 1.1}, "top_p"),
     ({"prompt": "a", "min_p": 2}, "min_p"),
     ({"prompt": "a", "top_k": -2}, "top_k"),
     ({"prompt": "a", "top_k": 1.5}, "top_k"),
     ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
-    ({"prompt": "a", "frequency_penalty": -2.5}, "frequency_penalty"),
     ({"prompt": "a", "n": 0}, "n"),
-    ({"prompt": "a", "n": 500}, "n"),
     ({"prompt": ["a"] * 100, "n": 2}, "n"),
     ({"prompt": ["a"] * 300}, "prompt"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -50,11 +44,9 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "seed": 2**64}, "seed"),
     ({"prompt": "a", "seed": 1.5}, "seed"),
     ({"prompt": "a", "stop": 5}, "stop"),
-    ({"prompt": "a", "stop": ""}, "stop"),
     ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
     ({"prompt": "a", "stop": ["a", ""]}, "stop.1"),
     ({"prompt": "a", "stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
-    ({"prompt": "a", "stop_token_ids": "x"}, "stop_token_ids"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x"),
     ({"prompt": "a", "logit_bias": {"97": 101}}, "logit_bias.97"),
     ({"prompt": "a", "logit_bias": {str(VOCABULARY): 1}}, "logit_bias"),
@@ -68,7 +60,6 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
         {"prompt": "a", "stream": True, "stream_options": {"include-usage": True}},
         "stream_options.include-usage",
     ),
-    ({"prompt": "a", "best_of": 3}, "best_of"),
     ({"prompt": "a", "best_of": 2, "n": 3}, "best_of"),
     ({"prompt": "a", "request_id": "two words"}, "request_id"),
     ({"prompt": "a", "request_id": "a" * 129}, "request_id"),
@@ -78,7 +69,6 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "allowed_token_ids": [97] * 4097}, "allowed_token_ids"),
     ({"prompt": "a", "allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids"),
     ({"prompt": "a", "allowed_token_ids": [END], "min_tokens": 1}, "allowed_token_ids"),
-    ({"prompt": "a", "bad_words": "a"}, "bad_words"),
     ({"prompt": "a", "bad_words": ["a", ""]}, "bad_words.1"),
     ({"prompt": "a", "bad_words": ["  "]}, "bad_words"),
     ({"prompt": "a", "bad_words": ["a"] * 129}, "bad_words"),
@@ -90,7 +80,6 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
 WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
     ({"messages": []}, "messages"),
-    ({"messages": "Hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
@@ -103,12 +92,9 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
         "messages.0.tool_calls.0.function",
     ),
     ({"messages": ASK, "tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
-    ({"messages": ASK, "response_format": {"type": "json"}}, "response_format"),
     ({"messages": ASK, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"messages": ASK, "audio": {}}, "audio"),
     ({"messages": ASK, "modalities": ["text", "audio"]}, "modalities"),
-    ({"messages": ASK, "store": True}, "store"),
     ({"messages": ASK, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": ASK, "logprobs": 5}, "logprobs"),
     ({"messages": ASK, "top_logprobs": 5}, "top_logprobs"),
@@ -148,13 +134,6 @@ async def test_error_codes_of_unknown_and_unsupported_fields() -> None:
         assert await assert_refused(server, COMPLETIONS, {}, "prompt") == "missing_field"
 
 
-async def test_very_long_prompt_is_refused_before_tokenization_ends() -> None:
-    async with running_server(lambda _: say("x")) as server:
-        answer = await server.http.post(COMPLETIONS, json={"prompt": "a" * 1_000_000})
-    assert answer.status_code == 400
-    assert "at least" in answer.json()["error"]["message"]
-
-
 async def test_context_length_error_has_the_numbers() -> None:
     async with running_server(lambda _: say("x")) as server:
         answer = await server.http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 600})
@@ -168,12 +147,10 @@ async def test_context_length_error_has_the_numbers() -> None:
     [
         b"",
         b"{",
-        b"[]",
         b'"prompt"',
         b"null",
         b"\xff\xfe",
         b'{"prompt": NaN}',
-        b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": 1e999}',
         b'{"prompt": "\\ud800"}',
         b'{"prompt": ' + b"[" * 5000,
@@ -187,12 +164,6 @@ async def test_invalid_json_is_a_400(raw: bytes) -> None:
         )
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-async def test_wrong_media_type_is_a_415() -> None:
-    async with running_server(lambda _: say("x")) as server:
-        answer = await server.http.post(COMPLETIONS, content=b'{"prompt": "a"}')
-    assert answer.status_code == 415
 
 
 async def test_large_body_is_a_413_with_and_without_content_length() -> None:
@@ -230,14 +201,6 @@ async def test_full_queue_is_a_429_with_retry_after() -> None:
             assert answer.json()["error"]["code"] == "queue_full"
         server.engine.released.set()
         assert [(await one)["choices"][0]["text"] for one in held] == ["abc", "abc"]
-
-
-async def test_queue_full_in_the_engine_is_a_429() -> None:
-    full = Script((), refused=Refused(0, "no room", retry_after_s=2.5))
-    async with running_server(lambda _: full) as server:
-        for stream in (False, True):
-            answer = await server.http.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
 
 
 async def test_auth_is_needed_except_for_health() -> None:

@@ -1,5 +1,7 @@
 """Tests of sampling defaults from the model's `generation_config.json`."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -22,18 +24,22 @@ async def asked(path: str, fields: dict[str, object]) -> SamplingParameters:
 
 
 @pytest.mark.parametrize(("path", "fields"), WAYS)
-@pytest.mark.parametrize("nothing", [{}, {"temperature": None, "top_p": None, "max_tokens": None}])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": None, "top_p": None, "max_tokens": None}, {}),
+        (
+            {"temperature": 1, "max_tokens": 50, "min_p": 0.1},
+            {"temperature": 1.0, "max_tokens": 50, "min_p": 0.1},
+        ),
+    ],
+)
 async def test_model_defaults_fill_missing_sampling_parameters(
-    path: str, fields: dict[str, object], nothing: dict[str, object]
+    path: str, fields: dict[str, object], given: dict[str, object], expected: dict[str, Any]
 ) -> None:
-    found = await asked(path, fields | nothing)
-    assert found == SamplingParameters(temperature=0.6, top_p=0.95, max_tokens=40)
-
-
-@pytest.mark.parametrize(("path", "fields"), WAYS)
-async def test_request_overrides_model_defaults(path: str, fields: dict[str, object]) -> None:
-    found = await asked(path, fields | {"temperature": 1, "max_tokens": 50, "min_p": 0.1})
-    assert found == SamplingParameters(temperature=1.0, top_p=0.95, min_p=0.1, max_tokens=50)
+    defaults: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 40}
+    assert await asked(path, fields | given) == SamplingParameters(**{**defaults, **expected})
 
 
 async def test_model_default_max_tokens_shrinks_to_context() -> None:

@@ -43,40 +43,24 @@ async def test_openapi_lists_every_route() -> None:
     assert routes <= told
 
 
-def test_openapi_security_only_where_api_key_is_required() -> None:
-    open_, keyed = (
-        build_document("x", "1", SecuritySchemes()),
-        build_document("x", "1", SecuritySchemes(keyed=True)),
-    )
-    assert "securitySchemes" not in open_["components"]
-    for path, operations in keyed["paths"].items():
-        for method, operation in operations.items():
-            wanted = path not in ("/health", "/ping")
-            assert ("401" in operation["responses"]) == wanted
-            assert bool(operation.get("security")) == wanted
-            assert "401" not in open_["paths"][path][method]["responses"]
-
-
-def test_openapi_has_no_unused_schema() -> None:
-    told = {
-        status
-        for operations in build_document("x", "1", SecuritySchemes(keyed=True))["paths"].values()
-        for operation in operations.values()
-        for status in operation["responses"]
-    }
-    assert "422" not in told
-    assert "default" not in told
-
-
-def test_openapi_metrics_key_secures_metrics_only() -> None:
-    told = build_document("x", "1", SecuritySchemes(metrics_keyed=True))
-    locked = {
-        path
-        for path, methods in told["paths"].items()
-        if "401" in methods.get("get", methods.get("post"))["responses"]
-    }
-    assert locked == {"/metrics"}
-    assert told["components"]["securitySchemes"]
+@pytest.mark.parametrize(
+    ("schemes", "open_paths"),
+    [
+        (SecuritySchemes(), set(OPERATIONS)),
+        (SecuritySchemes(keyed=True), {"/health", "/ping"}),
+        (SecuritySchemes(metrics_keyed=True), set(OPERATIONS) - {"/metrics"}),
+    ],
+)
+def test_openapi_security_only_where_a_key_is_required(
+    schemes: SecuritySchemes, open_paths: set[str]
+) -> None:
+    document = build_document("x", "1", schemes)
+    assert ("securitySchemes" in document["components"]) == (open_paths != set(OPERATIONS))
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert bool(operation.get("security")) == (path not in open_paths)
+            assert ("401" in operation["responses"]) == (path not in open_paths)
+            assert not {"422", "default"} & set(operation["responses"])
 
 
 async def ask_all(server: RunningServer, headers: dict[str, str]) -> None:

@@ -9,19 +9,19 @@ from tests.server.running_server import events, post, running_server
 
 pytestmark = pytest.mark.anyio
 ASK = [{"role": "user", "content": "Hi"}]
-DOORS: dict[str, dict[str, Any]] = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": ASK},
 }
 
 
-@pytest.mark.parametrize("path", DOORS)
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     ("wish", "most"), [({"mode": "off"}, 0), ({"max_nodes": 3}, 3), ({"mode": "auto"}, None), (None, None)]
 )
 async def test_speculation_options_limit_draft_tokens(path: str, wish: object, most: int | None) -> None:
     async with running_server(lambda _: say("xy")) as server:
-        await post(server, path, **DOORS[path], n=2, speculation=wish)
+        await post(server, path, **BODIES[path], n=2, speculation=wish)
         assert [submit.options.max_nodes for submit in server.engine.submits()] == [most, most]
 
 
@@ -33,9 +33,9 @@ async def test_invalid_speculation_options_return_400(wish: object) -> None:
     assert "speculation" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", DOORS)
+@pytest.mark.parametrize("path", BODIES)
 async def test_speculation_trace_reports_tokens_of_each_round(path: str) -> None:
-    asked = {**DOORS[path], "speculation": {"trace": True}, "stop": ["ghi"]}
+    asked = {**BODIES[path], "speculation": {"trace": True}, "stop": ["ghi"]}
     async with running_server(lambda _: say("abcdefghkl", group=3)) as server:
         whole = await post(server, path, **asked)
         told = [
@@ -44,7 +44,7 @@ async def test_speculation_trace_reports_tokens_of_each_round(path: str) -> None
             for choice in chunk["choices"]
             if "rounds" in choice
         ]
-        untold = await post(server, path, **DOORS[path])
+        untold = await post(server, path, **BODIES[path])
     assert whole["choices"][0]["rounds"] == [3, 3, 3, 1]
     assert [size for rounds in told for size in rounds] == [3, 3, 3, 1]
     assert "rounds" not in untold["choices"][0]

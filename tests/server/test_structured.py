@@ -11,6 +11,7 @@ from ssd_serve.sampling.thinking import END as THOUGHT_ENDS
 from tests.sampling.test_grammar import END, GRAMMARS, TOKENIZER, VOCABULARY
 from tests.server.fakes import ByteTokenizer, tokens
 from tests.server.running_server import RunningServer, post, running_server
+from tests.server.template_reader import TemplateReader
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -31,7 +32,6 @@ WAYS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"response_format": {"type": "json_object"}}, ['{"b": [1, {}]}', "{}"], ["[1]", "{} "]),
     ({"response_format": NAMED}, ['{"a": 5}', '{\n  "a": -1\n}'], ['{"a": "x"}', "{}", '{"a": 5, "b": 1}']),
     ({"json_schema": SCHEMA}, ['{"a": 5}'], ["{}"]),
-    ({"structured_outputs": {"json": SCHEMA}}, ['{"a": 5}'], ["{}"]),
     ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, ['{"a":5}'], ['{ "a":5}']),
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["5"]),
     ({"structured_outputs": {"regex": r"a/b+\d"}}, ["a/bb7"], ["ab7", "a/b"]),
@@ -68,9 +68,10 @@ async def test_structured_output_fields_become_grammars(
     assert not any(matches(grammar, text) for text in wrong)
 
 
-async def test_text_response_format_has_no_grammar() -> None:
-    async with running_server(lambda _: tokens([97, 0])) as server:
+async def test_no_grammar_for_text_format_and_tools_that_may_be_called() -> None:
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
         assert await asked_grammar(server, CHAT, messages=ASK, response_format={"type": "text"}) == ""
+        assert await asked_grammar(server, CHAT, messages=ASK, tools=[function("f")]) == ""
 
 
 class Thinker(ByteTokenizer):
@@ -121,50 +122,53 @@ class Hermes(ByteTokenizer):
     chat_template = "<tool_call>"
 
 
-class Llama(ByteTokenizer):
-    chat_template = "<|python_tag|>"
-
-
 def function(name: str, **more: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": SCHEMA, **more}}
 
 
 F, G = '{"name": "f", "arguments": {"a": 5}}', '{"name": "g", "arguments": {"a": 7}}'
 CALL_F, CALL_G = (f"<tool_call>\n{call}\n</tool_call>" for call in (F, G))
+LIST_F, LIST_G = f"[TOOL_CALLS][{F}]", f"[TOOL_CALLS][{G}]"
 NAMED_G = {"type": "function", "function": {"name": "g"}}
+REQUIRED, SINGLE = {"tool_choice": "required"}, {"parallel_tool_calls": False}
 
 
 @pytest.mark.parametrize(
-    ("fields", "right", "wrong"),
+    ("template", "fields", "right", "wrong"),
     [
-        ({"tool_choice": "required"}, [CALL_F, f"{CALL_F}\n{CALL_G}"], ["Well", f"Well {CALL_F}", ""]),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL_G], [f"{CALL_F}\n{CALL_G}"]),
-        ({"tool_choice": NAMED_G}, [CALL_G], [CALL_F, CALL_G.replace("5", "true").replace("7", "true")]),
-        ({"tool_choice": NAMED_G, "parallel_tool_calls": True}, [CALL_G], [f"{CALL_G}\n{CALL_G}"]),
+        ("<tool_call>", REQUIRED, [CALL_F, f"{CALL_F}\n{CALL_G}"], ["Well", f"Well {CALL_F}", ""]),
+        ("<tool_call>", {**REQUIRED, **SINGLE}, [CALL_G], [f"{CALL_F}\n{CALL_G}"]),
+        ("<tool_call>", {"tool_choice": NAMED_G}, [CALL_G], [CALL_F, CALL_G.replace("7", "true")]),
+        ("<tool_call>", {"tool_choice": NAMED_G, "parallel_tool_calls": True}, [CALL_G], [CALL_G * 2]),
+        ("[TOOL_CALLS]", REQUIRED, [LIST_F, f"[TOOL_CALLS][{F}, {G}]"], ["Well", LIST_F[:-1], f"[{F}]"]),
+        ("[TOOL_CALLS]", {**REQUIRED, **SINGLE}, [LIST_G], [f"[TOOL_CALLS][{F}, {G}]", "[TOOL_CALLS][]"]),
+        ("[TOOL_CALLS]", {"tool_choice": NAMED_G}, [LIST_G], [LIST_F, f"[TOOL_CALLS][{G}, {G}]"]),
     ],
 )
 async def test_tool_choice_forces_tool_calls(
-    fields: dict[str, Any], right: list[str], wrong: list[str]
+    template: str, fields: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=TemplateReader(template)) as server:
         tools = [function("f"), function("g")]
         grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools, **fields)
     assert [matches(grammar, text) for text in right] == [True] * len(right)
     assert [matches(grammar, text) for text in wrong] == [False] * len(wrong)
 
 
-async def test_strict_tools_constrain_hermes_and_llama_calls() -> None:
-    tools = [function("f", strict=True)]
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
-        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
+@pytest.mark.parametrize(
+    ("template", "right", "wrong"),
+    [
+        ("<tool_call>", f"I call. {CALL_F}", f"I call. {CALL_F.replace('5', 'null')}"),
+        ("<|python_tag|>", F.replace("arguments", "parameters"), F),
+        ("[TOOL_CALLS]", f"So: {LIST_F}", LIST_F.replace("5", "null")),
+    ],
+)
+async def test_strict_tools_constrain_calls(template: str, right: str, wrong: str) -> None:
+    async with running_server(lambda _: tokens([97, 0]), tokenizer=TemplateReader(template)) as server:
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=[function("f", strict=True)])
     assert matches(grammar, "No call.")
-    assert matches(grammar, f"I call. {CALL_F}")
-    assert not matches(grammar, f"I call. {CALL_F.replace('5', 'null')}")
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=Llama()) as server:
-        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
-    assert matches(grammar, "No call.")
-    assert matches(grammar, F.replace("arguments", "parameters"))
-    assert not matches(grammar, F)
+    assert matches(grammar, right)
+    assert not matches(grammar, wrong)
 
 
 LINKED = {
@@ -196,15 +200,6 @@ async def test_tool_schema_references_are_relocated() -> None:
         assert not matches(grammar, CALL_F.replace(F, linked.replace('"n": 2', '"m": 2')))
 
 
-async def test_many_tools_fit_in_grammar() -> None:
-    properties = {f"p{n}": {"type": "string", "description": "what it is"} for n in range(6)}
-    parameters = {"type": "object", "properties": properties}
-    tools = [function(f"f{n}", parameters=parameters) for n in range(20)]
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
-        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools, tool_choice="required")
-    assert matches(grammar, CALL_F.replace('"f"', '"f19"').replace('{"a": 5}', '{"p3": "x"}'))
-
-
 async def test_strict_tool_does_not_constrain_other_tools() -> None:
     odd = {"type": "object", "not": {}}
     tools = [function("f", strict=True), function("g", parameters=odd)]
@@ -229,11 +224,6 @@ async def test_deeply_nested_schema_returns_400() -> None:
         assert (await server.http.get("/health")).status_code == 200
 
 
-async def test_tool_choice_auto_has_no_grammar() -> None:
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=Hermes()) as server:
-        assert await asked_grammar(server, CHAT, messages=ASK, tools=[function("f")]) == ""
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -249,10 +239,6 @@ async def test_unsatisfiable_tool_choice_returns_400(fields: dict[str, Any], par
         body = {"messages": ASK, "tools": [function("f")], **fields}
         answer = await server.http.post(CHAT, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-
-
-class MistralLists(ByteTokenizer):
-    chat_template = "[TOOL_CALLS]"
 
 
 class MistralNames(ByteTokenizer):
@@ -283,25 +269,6 @@ def matches_marked(grammar: str, text: str) -> bool:
     return marked_grammars().start(grammar).consume(tokens) == len(tokens)
 
 
-@pytest.mark.parametrize(
-    ("fields", "right", "wrong"),
-    [
-        ({"tool_choice": "required"}, [f"[{F}]", f"[{F}, {G}]"], ["Well", f"[{F}", F, "[]"]),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, [f"[{G}]"], [f"[{F}, {G}]"]),
-        ({"tool_choice": NAMED_G}, [f"[{G}]"], [f"[{F}]", f"[{G}, {G}]"]),
-    ],
-)
-async def test_forced_calls_in_mistral_list_format(
-    fields: dict[str, Any], right: list[str], wrong: list[str]
-) -> None:
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as server:
-        tools = [function("f"), function("g")]
-        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools, **fields)
-    assert [matches(grammar, f"[TOOL_CALLS]{text}") for text in right] == [True] * len(right)
-    assert [matches(grammar, f"[TOOL_CALLS]{text}") for text in wrong] == [False] * len(wrong)
-    assert not matches(grammar, right[0])
-
-
 NAMED_CALL_F, NAMED_CALL_G = '[TOOL_CALLS]f[ARGS]{"a": 5}', '[TOOL_CALLS]g[ARGS]{"a": 7}'
 
 
@@ -316,15 +283,8 @@ async def test_mistral_marks_are_special_tokens_in_grammar() -> None:
     assert [matches_marked(named, text) for text in (NAMED_CALL_G, NAMED_CALL_F)] == [True, False]
 
 
-async def test_strict_tools_in_mistral_format() -> None:
-    tools = [function("f", strict=True)]
+async def test_strict_tools_with_mistral_marks() -> None:
     async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralNames()) as server:
-        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
+        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=[function("f", strict=True)])
     assert all(matches_marked(grammar, text) for text in ("No call.", NAMED_CALL_F, f"So: {NAMED_CALL_F}"))
     assert not matches_marked(grammar, NAMED_CALL_F.replace("5", "null"))
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=MistralLists()) as server:
-        grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools)
-    assert all(
-        matches(grammar, text) for text in ("No call.", f"[TOOL_CALLS][{F}]", f"So: [TOOL_CALLS][{F}]")
-    )
-    assert not matches(grammar, f"[TOOL_CALLS][{F.replace('5', 'null')}]")
