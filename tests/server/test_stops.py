@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd_serve.base.messages import Abort, Finish
-from tests.server.fakes import END, Script, say, tokens
+from tests.server.fakes import END, Script, say
 from tests.server.running_server import events, post, running_server
 
 PATH = "/v1/completions"
@@ -59,7 +59,9 @@ async def test_tokens_behind_stop_string_are_hidden_and_uncounted() -> None:
         streamed = await events(server, PATH, prompt="a", stop=[" two"])
         server.engine.wait_for(lambda: len(server.engine.sent(Finish)) == 2)
         assert server.engine.sent(Abort) == []
-        last = await post(server, PATH, prompt="a", stop=" two", max_tokens=7)  # the engine ends in that round
+        last = await post(
+            server, PATH, prompt="a", stop=" two", max_tokens=7
+        )  # the engine ends in that round
     assert last["choices"][0]["finish_reason"] == "stop"
     assert last["metrics"]["speculative_decoding"]["num_draft_tokens"] == 32
     choice = found["choices"][0]
