@@ -319,3 +319,15 @@ def test_the_eviction_heap_stays_small() -> None:
         length(cache, [4, 5, 6])
     assert len(cache._leaves) < 200  # pyright: ignore[reportPrivateUsage]
     assert cache.evict(6) == 6
+
+
+def test_insert_frees_duplicate_slots() -> None:
+    pool = SlotPool(16)
+    cache = PrefixCache(pool)
+    first, second = pool.allocate(3), pool.allocate(5)
+    assert first is not None
+    assert second is not None
+    insert(cache, [1, 2, 3], first)
+    assert insert(cache, [1, 2, 3, 4, 5], second) == 3
+    assert pool.used == 5
+    assert match(cache, [1, 2, 3, 4, 5, 6])[0] == first + second[3:]

@@ -159,3 +159,11 @@ def test_advance_frees_dropped_nodes_without_a_collection(committed: list[int]) 
         assert before - nodes() == 3, "the new root alone is left of four, or is a new one"
     finally:
         gc.enable()
+
+
+def test_full_tree_rejects_expansions_and_keeps_its_nodes() -> None:
+    tree = SpeculationTree(ROOT, 3)
+    assert tree.expand(tree.root, [1, 2], [-0.1, -0.2])
+    assert not tree.expand(find(tree, (1,)), [3, 4], [-0.1, -0.2])
+    assert len(tree) == 2
+    assert tree.expand(find(tree, (1,)), [3], [-0.1])
