@@ -321,7 +321,7 @@ def test_full_replica_drops_growth() -> None:
 def test_orphans_are_bounded_by_candidates_and_do_not_keep_messages() -> None:
     replica = Replica(REQUEST, 1, 50, limit=100, vocabulary=VOCABULARY)
     for parent in range(1000, 1300):
-        replica.apply(growth_of(*[Expansion(parent, step, [1, 2], [-0.5, -1.0]) for step in range(60)]))
+        replica.apply(growth_of(*[Expansion(parent, step, [1, 2], [-0.5, -1.0]) for step in range(300)]))
     orphans = [each for several in replica._orphans.values() for each in several]  # pyright: ignore[reportPrivateUsage]
     assert sum(each.expansion.size for each in orphans) <= 100
     assert sum(len(each.expansion.tokens) for each in orphans) <= 400
