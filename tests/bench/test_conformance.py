@@ -1,6 +1,5 @@
 """Every backend that runs here passes the conformance suite; wrong ones do not."""
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,12 +12,11 @@ from ssd_serve.bench.conformance import (
     HEAD_DIMS,
     LARGE,
     conformance,
-    every_batch,
 )
 from ssd_serve.cache.kv import KVCache
 from ssd_serve.kernels.attention.contract import Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
-from ssd_serve.kernels.attention.self_test import SMALL, Heads, Trial, largest_error
+from ssd_serve.kernels.attention.self_test import Heads, Trial, largest_error
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.triton.attention import TritonAttention, TritonPlan
@@ -34,7 +32,7 @@ def wrong(make: Maker, dtypes: Sequence[torch.dtype] = DTYPES, *, quick: bool = 
 @pytest.mark.slow
 def test_torch() -> None:
     assert wrong(SdpaAttention, (torch.float32,)) == []
-    assert wrong(SdpaAttention, (torch.bfloat16, torch.float16), quick=True) == []
+    assert wrong(SdpaAttention, (torch.bfloat16,), quick=True) == []
 
 
 def test_compiled_kernel(native: NativeLibrary) -> None:
@@ -59,23 +57,22 @@ class Interpreted(TritonAttention):
         return self._computed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [name for name in BATCHES if name not in LARGE])
-def test_triton_under_its_interpreter_with_every_batch(name: str) -> None:
-    heads = Heads(2, 1, 64, torch.float32)
-    trial = Trial(heads, largest_error(Interpreted, heads, BATCHES[name], "cpu"))
-    assert trial.right, trial
+BATCH_NAMES = ("trees and a chunk", "parts of a long prefix", "one row, nothing before it", "padding rows")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("head_dim", "numbers"), list(zip(HEAD_DIMS, itertools.cycle(((4, 1), (2, 2), (4, 2)))))
+    ("name", "heads"),
+    [
+        *((name, (2, 1, 64)) for name in BATCH_NAMES),
+        (BATCH_NAMES[0], (2, 2, 96)),
+        (BATCH_NAMES[0], (4, 2, 256)),
+    ],
 )
-def test_triton_under_its_interpreter_with_every_shape(head_dim: int, numbers: tuple[int, int]) -> None:
-    heads = Heads(*numbers, head_dim, torch.float32)
-    trial = Trial(heads, largest_error(Interpreted, heads, SMALL[0], "cpu"))
+def test_triton_under_its_interpreter(name: str, heads: tuple[int, int, int]) -> None:
+    shape = Heads(*heads, torch.float32)
+    trial = Trial(shape, largest_error(Interpreted, shape, BATCHES[name], "cpu"))
     assert trial.right, trial
 
 
@@ -91,6 +88,6 @@ class Short(SdpaAttention):
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_named() -> None:
-    results = every_batch(Short, "cpu", torch.float32, quick=False)
+def test_wrong_results_are_named_by_batch() -> None:
+    results = conformance(Short, "cpu", (torch.float32,))
     assert {result.batch for result in results if not result.trial.right} == {"8,192 tokens"}

@@ -15,7 +15,6 @@ import torch
 from ssd_serve.app.cli.main import main
 from ssd_serve.base.devices import Device, Machine
 from ssd_serve.base.draft_messages import Open
-from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.base.settings import Settings
@@ -37,6 +36,7 @@ from ssd_serve.kernels.attention.sdpa import SdpaAttention
 from ssd_serve.models import load
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
+from tests.end_to_end.tiny_pair import write_pair
 
 FIRST, SECOND = Device("cuda", (0,)), Device("cuda", (1,))
 SAMPLED = SamplingParameters(temperature=0.8, max_tokens=8)
@@ -62,22 +62,20 @@ def machine(gpus: int) -> Machine:
         (1, "cuda:0", "cpu:3", Devices(FIRST, Device("cpu", (3,)))),
     ],
 )
-def test_the_drafter_takes_a_second_device_where_there_is_one(
-    gpus: int, target: str, draft: str, found: Devices
-) -> None:
+def test_default_devices_of_target_and_draft(gpus: int, target: str, draft: str, found: Devices) -> None:
     assert chosen_devices(target, draft, machine(gpus), CORES) == found
 
 
 @pytest.mark.parametrize(
     ("target", "draft", "flag"), [("cuda:1", "", "--device"), ("cuda", "cuda:1", "--draft")]
 )
-def test_a_gpu_that_is_not_there_is_named_with_its_flag(target: str, draft: str, flag: str) -> None:
+def test_missing_gpu_is_named_with_its_flag(target: str, draft: str, flag: str) -> None:
     with pytest.raises(SettingsError, match=f"{flag}.* is cuda:1, but this machine has 1 GPU"):
         chosen_devices(target, draft, machine(1), CORES)
 
 
 @pytest.mark.parametrize("words", [*(["bench", *words] for words in COMMANDS), ["report"]])
-def test_every_command_refuses_a_gpu_that_is_not_there(
+def test_every_command_refuses_a_missing_gpu(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = ["--out", str(tmp_path / "report.tar.gz")] if words == ["report"] else []
@@ -94,51 +92,48 @@ def test_emulated_devices_are_refused_on_a_gpu(
     assert "use --setting real" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    target, draft = write_pair(tmp_path_factory.mktemp("pair"))
+    return Settings(target=str(target), draft=str(draft), native_kernels=False)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name that torch uses for the stand-in."""
 
     def choose(wish: AttentionOptions, cache: KVCache, heads: int, *rest: object) -> ChosenAttention:
-        return ChosenAttention(
-            "sdpa", SdpaAttention(cache, heads)
-        )  # without its self-test, which reads numbers
+        return ChosenAttention("sdpa", SdpaAttention(cache, heads))  # no self-test, which reads numbers
 
     monkeypatch.setattr(load, "attention_for", choose)
     monkeypatch.setattr(load, "available_memory", lambda device: 1 << 40)
     return "meta"
 
 
-def test_a_sampled_round_stays_on_the_gpu_until_tokens_are_read(gpu: str) -> None:
-    rig = Rig(Settings(target=EMBEDDED, draft=EMBEDDED), gpu)
+def test_sampled_round_stays_on_the_gpu_until_tokens_are_read(gpu: str, pair: Settings) -> None:
+    rig = Rig(pair, gpu)
     assert rig.real.facts.kernels == "torch"
     engine = rig.engine(EngineMode("ar"))
     assert engine.submit(Submit(1, (5, 6, 7), SAMPLED, 3)) is None
     with pytest.raises(NotImplementedError, match=READ_BACK):
         engine.step()
     grow(rig.core(EngineMode("sd-chain", 3)))
-
-
-@pytest.mark.parametrize("mode", [EngineMode("sd-chain", 2), EngineMode("sd-tree", 2, 4, 4, lookup=True)])
-def test_a_synchronous_draft_may_compute_elsewhere_than_its_target(mode: EngineMode) -> None:
-    rig, runner = Rig(Settings(target=EMBEDDED, draft=EMBEDDED)), Runner(12)
-    prompt = Prompt("def", tuple(rig.tokenizer.encode("def main(")), 3)
-    plain = runner.run(rig.engine(EngineMode("ar")), prompt, 0.8)
-    engine = rig.engine(mode, draft_device="cpu")
-    assert runner.run(engine, prompt, 0.8).tokens == plain.tokens
-    assert engine.drafters.expansions > 0  # the number of verified ones depends on measured times
-
-
-def test_beside_a_gpu_it_computes_on_cores(gpu: str) -> None:
-    rig = Rig(Settings(target=EMBEDDED, draft=EMBEDDED), gpu)
     assert rig.engine(EngineMode("sd-tree", 2, 4, 4), draft_device="cpu").drafters.step_s > 0
 
 
-def test_the_drafter_grows_on_the_gpu_until_children_are_read(gpu: str) -> None:
-    grow(
-        assemble_drafter(
-            Settings(draft=EMBEDDED, draft_kv_memory_mb=64).engine_config(), "drafter", gpu, None
-        ).core
-    )
+def test_synchronous_draft_on_another_device_than_its_target(pair: Settings) -> None:
+    rig, runner = Rig(pair), Runner(12)
+    prompt = Prompt("def", tuple(rig.tokenizer.encode("def main(")), 3)
+    plain = runner.run(rig.engine(EngineMode("ar")), prompt, 0.8)
+    for mode in (EngineMode("sd-chain", 2), EngineMode("sd-tree", 2, 4, 4, lookup=True)):
+        engine = rig.engine(mode, draft_device="cpu")
+        assert runner.run(engine, prompt, 0.8).tokens == plain.tokens
+        assert engine.drafters.expansions > 0  # the number of verified ones depends on measured times
+
+
+def test_drafter_grows_on_the_gpu_until_children_are_read(gpu: str, pair: Settings) -> None:
+    settings = pair.model_copy(update={"draft_kv_memory_mb": 64})
+    grow(assemble_drafter(settings.engine_config(), "drafter", gpu, None).core)
 
 
 def grow(core: DrafterCore) -> None:
@@ -148,7 +143,7 @@ def grow(core: DrafterCore) -> None:
         core.step()
 
 
-def test_each_model_of_the_proof_computes_with_its_own_gpu_current(
+def test_proof_models_compute_with_their_own_gpu_current(
     gpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     current: list[str] = []

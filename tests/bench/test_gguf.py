@@ -1,7 +1,7 @@
 """Tests of the GGUF export, read back: keys, names, shapes, types, and numbers near the checkpoint."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ssd_serve.base.errors import UserError
 from ssd_serve.bench.peers.gguf_writer import interleaved, write_gguf
@@ -50,31 +51,6 @@ def file(checkpoint: Path) -> File:
     return File(checkpoint / "model.gguf")
 
 
-def unmoved(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights that keep the order of their rows; another test covers the rest."""
-    for name, weight in read_checkpoint(checkpoint).weights.items():
-        if "q_proj" not in name and "k_proj" not in name:
-            yield name, weight.float()
-
-
-def test_the_header_describes_the_model(checkpoint: Path, file: File) -> None:
-    config = read_checkpoint(checkpoint).config
-    assert file.keys["general.architecture"] == "llama"
-    assert file.keys["llama.block_count"] == LAYERS
-    assert file.keys["llama.embedding_length"] == 128
-    assert file.keys["llama.attention.head_count"] == config["num_attention_heads"]
-    assert file.keys["llama.attention.head_count_kv"] == config["num_key_value_heads"]
-    assert file.keys["llama.rope.freq_base"] == config["rope_theta"]
-    assert file.keys["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config["rms_norm_eps"])
-
-
-def test_the_header_holds_the_whole_vocabulary(checkpoint: Path, file: File) -> None:
-    size = read_checkpoint(checkpoint).config["vocab_size"]
-    tokens, kinds = file.keys["tokenizer.ggml.tokens"], file.keys["tokenizer.ggml.token_type"]
-    assert len(set(tokens)) == len(kinds) == size
-    assert tokens[0] == END
-
-
 @pytest.fixture
 def edited(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that copies the checkpoint with other values in its config or tokenizer."""
@@ -89,10 +65,23 @@ def edited(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
     return edit
 
 
+def test_gguf_header_describes_model_and_vocabulary(checkpoint: Path, file: File) -> None:
+    config = read_checkpoint(checkpoint).config
+    assert file.keys["general.architecture"] == "llama"
+    assert file.keys["general.file_type"] == 32
+    assert file.keys["llama.block_count"] == LAYERS
+    assert file.keys["llama.embedding_length"] == 128
+    assert file.keys["llama.attention.head_count"] == config["num_attention_heads"]
+    assert file.keys["llama.attention.head_count_kv"] == config["num_key_value_heads"]
+    assert file.keys["llama.rope.freq_base"] == config["rope_theta"]
+    assert file.keys["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config["rms_norm_eps"])
+    tokens, kinds = file.keys["tokenizer.ggml.tokens"], file.keys["tokenizer.ggml.token_type"]
+    assert len(set(tokens)) == len(kinds) == config["vocab_size"]
+    assert tokens[0] == END
+
+
 @pytest.mark.parametrize("merges", [["a b"], [["a", "b"]]])
-def test_special_tokens_are_marked_and_merges_are_pairs(
-    edited: Callable[..., Path], merges: list[object]
-) -> None:
+def test_gguf_special_tokens_and_merges(edited: Callable[..., Path], merges: list[object]) -> None:
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 3}, "merges": merges}
     folder = edited("tokenizer.json", model=model, added_tokens=[{"id": 2, "content": "<|end|>"}])
     write_gguf(folder, folder / "model.gguf")
@@ -102,57 +91,19 @@ def test_special_tokens_are_marked_and_merges_are_pairs(
     assert keys["tokenizer.ggml.merges"] == ["a b"]
 
 
-def test_every_weight_is_there_once_with_its_shape(checkpoint: Path, file: File) -> None:
-    weights = read_checkpoint(checkpoint).weights
-    assert len(file.tensors) == len(weights)
-    for name, weight in weights.items():
-        assert file.weight(name).shape == weight.shape, name
-        kind = file.tensors[str(NAMES.get_name(name, (".weight",)))].tensor_type
-        assert kind == (F32 if weight.dim() == 1 else BF16), name
-
-
-def test_weights_keep_their_values(checkpoint: Path, file: File) -> None:
-    for name, weight in unmoved(checkpoint):
-        kept = weight if weight.dim() == 1 else weight.to(torch.bfloat16).float()
-        assert torch.equal(file.weight(name), kept), name
-
-
-def test_matrices_can_be_blocks_of_eight_bits(checkpoint: Path, file: File, tmp_path: Path) -> None:
-    write_gguf(checkpoint, tmp_path / "model.gguf", "int8")
-    found = File(tmp_path / "model.gguf")
-    assert (found.keys["general.file_type"], file.keys["general.file_type"]) == (7, 32)
-    assert {each.tensor_type for each in found.tensors.values()} == {F32, Q8_0}
-    for name, exact in unmoved(checkpoint):
-        if exact.dim() > 1:
-            # Half a step of the block's scale, and its rounding to fp16.
-            step = exact.view(len(exact), -1, 32).abs().amax(2, keepdim=True) / 127
-            bound = (0.5 + 127 * 2**-11) * step + 127 * 2**-25
-            off = (found.weight(name) - exact).view(len(exact), -1, 32).abs()
-            assert (off <= bound).all(), name
-
-
-def test_eight_bits_need_rows_of_whole_blocks(edited: Callable[..., Path]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = edited("config.json")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:, :40].contiguous()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="cannot be stored as int8"):
-        write_gguf(folder, folder / "model.gguf", "int8")
-
-
-def test_queries_and_keys_are_interleaved_by_their_own_number_of_heads(checkpoint: Path, file: File) -> None:
+def test_gguf_weights_have_the_values_of_the_checkpoint(checkpoint: Path, file: File) -> None:
+    """Queries and keys are interleaved by their own number of heads."""
     found = read_checkpoint(checkpoint)
-    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-        name = f"model.layers.0.self_attn.{part}.weight"
-        weight, stored = found.weights[name].to(torch.bfloat16).float(), file.weight(name)
-        size = weight.shape[0] // found.config[heads]
-        for head in range(found.config[heads]):
-            for pair in range(size // 2):
-                row = head * size
-                assert torch.equal(stored[row + 2 * pair], weight[row + pair])
-                assert torch.equal(stored[row + 2 * pair + 1], weight[row + size // 2 + pair])
+    assert len(file.tensors) == len(found.weights)
+    for name, weight in found.weights.items():
+        stored = file.tensors[str(NAMES.get_name(name, (".weight",)))].tensor_type
+        assert stored == (F32 if weight.dim() == 1 else BF16), name
+        kept = weight.float() if weight.dim() == 1 else weight.to(torch.bfloat16).float()
+        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if part in name:
+                first, second = kept.view(found.config[heads], 2, -1, kept.shape[1]).unbind(1)
+                kept = torch.stack((first, second), 2).reshape(kept.shape)
+        assert torch.equal(file.weight(name), kept), name
 
 
 def test_interleaving_moves_whole_rows() -> None:
@@ -160,7 +111,26 @@ def test_interleaving_moves_whole_rows() -> None:
     assert interleaved(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def test_what_has_no_place_is_refused(edited: Callable[..., Path]) -> None:
+def test_gguf_matrices_in_blocks_of_eight_bits(checkpoint: Path, tmp_path: Path) -> None:
+    write_gguf(checkpoint, tmp_path / "model.gguf", "int8")
+    found = File(tmp_path / "model.gguf")
+    assert found.keys["general.file_type"] == 7
+    assert {each.tensor_type for each in found.tensors.values()} == {F32, Q8_0}
+    exact = read_checkpoint(checkpoint).weights["model.embed_tokens.weight"].float()
+    # Half a step of the block's scale, and its rounding to fp16.
+    step = exact.view(len(exact), -1, 32).abs().amax(2, keepdim=True) / 127
+    bound = (0.5 + 127 * 2**-11) * step + 127 * 2**-25
+    off = (found.weight("model.embed_tokens.weight") - exact).view(len(exact), -1, 32).abs()
+    assert (off <= bound).all()
+
+
+def test_unsupported_checkpoints_are_refused(edited: Callable[..., Path]) -> None:
     folder = edited("config.json", architectures=["Qwen3ForCausalLM"])
     with pytest.raises(UserError, match="no plain Llama"):
         write_gguf(folder, folder / "model.gguf")
+    folder = edited("config.json")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:, :40].contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="cannot be stored as int8"):
+        write_gguf(folder, folder / "model.gguf", "int8")

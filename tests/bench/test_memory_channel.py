@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.messages import Abort, Finish
-from ssd_serve.bench.memory_channel import FaultRates, faultless, memory_pair, scripted, seeded
+from ssd_serve.bench.memory_channel import faultless, memory_pair
 from ssd_serve.transport.channel import poll
+from tests.message_faults import FaultRates, scripted, seeded
 
 
 def test_faultless_pair_delivers_equal_copies() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ssd_serve.base.errors import SsdError
-from ssd_serve.base.messages import Figures
+from ssd_serve.base.messages import Committed, Figures, Finished, Submit
+from ssd_serve.bench import runner
 from ssd_serve.bench.modes import COLUMNS, PLAIN, initial_shapes, neighbours, run_modes
 from ssd_serve.bench.prompts import NEW_TOKENS, ChosenPrompts, Prompt
 from ssd_serve.bench.report import Report, report_text
@@ -187,3 +188,34 @@ def test_neighbours_of_shapes(mode: str) -> None:
         assert bool({each.steps for each in around} - {shape.steps}) == bool(shape.steps)
     assert list(neighbours(EngineMode("sd-chain", 1))) == [EngineMode("sd-chain", 2)]
     assert list(neighbours(PLAIN)) == list(neighbours(ASYNC_MODES[0])) == []
+
+
+class TimedEngine:
+    """Test double of an engine: a second of prefill, then a token, and two more after 0.1 s."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.times = SimpleNamespace(forward_s=0.0, wait_s=0.0, host_s=0.0)
+        self._steps = [(0.5, 0), (0.5, 1), (0.1, 2)]
+
+    def submit(self, submit: Submit) -> None:
+        self.request = submit.request
+
+    def step(self) -> list[Committed | Finished]:
+        seconds, tokens = self._steps.pop(0)
+        self.now += seconds
+        self.times.forward_s += seconds
+        reports: list[Committed | Finished] = (
+            [Committed(self.request, tuple(range(tokens)))] if tokens else []
+        )
+        return reports if self._steps else [*reports, Finished(self.request, "length", Figures())]
+
+
+def test_decoding_speed_excludes_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = TimedEngine()
+    monkeypatch.setattr("ssd_serve.bench.runner.time.perf_counter", lambda: engine.now)
+    found = runner.Runner(3).run(engine, PROMPTS[0], 0.0)
+    assert (found.tokens, found.decoded) == ((0, 0, 1), 2)
+    assert found.seconds == pytest.approx(0.1)
+    assert found.forward_s == pytest.approx(0.1)
+    assert found.tokens_per_s == pytest.approx(20.0)

@@ -20,11 +20,11 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.bench.client import Events, open_client, stream
 from ssd_serve.bench.lossless.judge import Judge, first_difference
 from ssd_serve.bench.lossless.rig import LoadedPair, Outputs
-from ssd_serve.bench.memory_channel import FaultRates
 from ssd_serve.models.hub import resolve_model
 from tests.chaos.message_proxy import MessageProxy
 from tests.chaos.processes import RunningServer
 from tests.chaos.slow_readers import never_read, read_slowly
+from tests.message_faults import FaultRates
 
 _BEGUN_TOKENS = 8
 """Tokens that every client has before a fault happens."""

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from ssd_serve.base.draft_messages import Hello, Message, Refusal
 from ssd_serve.base.errors import SsdError
-from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, seeded
+from ssd_serve.bench.memory_channel import Schedule, faultless
 from ssd_serve.transport.channel import Channel, Waitable, poll
 from ssd_serve.transport.listener import Listener, connect
+from tests.message_faults import FaultRates, seeded
 
 TICK_S = 0.01
 _POLL_S = 0.005

@@ -12,7 +12,6 @@ from ssd_serve.base.draft_messages import Close, Hello, Message
 from ssd_serve.base.engine_config import EMBEDDED, Mode
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench.emulated import emulating
-from ssd_serve.bench.memory_channel import FaultRates
 from ssd_serve.transport.channel import SocketChannel
 from ssd_serve.transport.listener import Listener, connect
 from tests.chaos.faults import (
@@ -33,6 +32,7 @@ from tests.chaos.message_proxy import MessageProxy
 from tests.chaos.processes import served
 from tests.end_to_end.tiny_pair import write_pair
 from tests.fakes import HELLO
+from tests.message_faults import FaultRates
 
 
 def server_settings(folder: Path, **changes: object) -> Settings:

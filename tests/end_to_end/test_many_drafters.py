@@ -72,7 +72,7 @@ def serving(folders: dict[str, Path], folder: Path, **settings: str) -> Generato
 
 
 def complete(url: str, number: int) -> str:
-    body = {"prompt": f"def f{number}(", "max_tokens": 200, "seed": number, "temperature": 0.8}
+    body = {"prompt": f"def f{number}(", "max_tokens": 80, "seed": number, "temperature": 0.8}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]

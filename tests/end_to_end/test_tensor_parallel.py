@@ -140,33 +140,12 @@ def test_two_ranks_with_inline_drafts_equal_one_rank(pair: Pair, tmp_path: Path,
         shuts_down_cleanly(server, tmp_path)
 
 
-def test_four_ranks_are_four_processes_and_equal_one_rank(tmp_path: Path) -> None:
-    """Their heads share one key-value head."""
-    wide = write_pair(tmp_path / "pair", heads=4)
-    with serving(wide, tmp_path, "ssd", 4) as server:
-        names = {"ssd: verifier", "ssd: drafter-0", *(f"ssd: rank-{n}" for n in range(1, 4))}
-        assert set(children(server[0])) == names
-        assert texts(server[1]) == texts_of_one_rank(wide[0])
-        shuts_down_cleanly(server, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("environment", "code", "message"),
-    [
-        ({"SSD_TENSOR_PARALLEL": "4"}, 2, "4 ranks cannot share 2 attention heads"),
-        ({"SSD_TENSOR_PARALLEL": "9"}, 2, "SSD_TENSOR_PARALLEL: input should be less than or equal to 8"),
-        ({"SSD_TENSOR_PARALLEL": "2", "SSD_TARGET_DEVICE": "cuda:0-1"}, 2, "no GPU"),
-        ({"SSD_TENSOR_PARALLEL": "2", "SSD_TARGET_DEVICE_ALONE": "cpu:0"}, 2, "is for one rank"),
-    ],
-)
-def test_invalid_settings_are_one_sentence(
-    pair: Pair, environment: dict[str, str], code: int, message: str
-) -> None:
+def test_too_many_ranks_are_refused_in_one_sentence(pair: Pair) -> None:
     command = [sys.executable, "-m", "ssd_serve", "generate", "x", "--target", str(pair[0]), "--mode", "ar"]
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
+        [*command, "--tensor-parallel", "4"], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
+    assert done.returncode == 2, done.stderr
+    assert "4 ranks cannot share 2 attention heads" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("ssd: ") == 1

@@ -24,13 +24,6 @@ CONTENTS: Mapping[str, Callable[[str, bool], Any]] = {
 }
 AT_ONCE, OF_PLAIN = 16, 6
 WHOLE_ONLY = {"prompt_logprobs"}
-CASES = [
-    pytest.param(api, field, stream, id=f"{api.path[4:]}-{field}-{'streamed' if stream else 'whole'}")
-    for api in APIS
-    for field in api.values
-    for stream in (False, True)
-    if not (stream and field in WHOLE_ONLY)
-]
 
 
 @contextmanager
@@ -67,7 +60,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return answers("ar", tmp_path_factory.mktemp("plain"), OF_PLAIN)
 
 
-@pytest.fixture(scope="module", params=["ar", "sd", "ssd"])
+@pytest.fixture(scope="module", params=["sd", "ssd"])
 def of_mode(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     mode: str = request.param
     return answers(mode, tmp_path_factory.mktemp(mode))
@@ -82,11 +75,12 @@ def contents(client: httpx.Client, api: Api, field: str, stream: bool) -> Any:
     return CONTENTS[api.path](answer.text, stream)
 
 
-@pytest.mark.parametrize(("api", "field", "stream"), CASES)
-def test_api_field_is_the_same_in_every_mode(
-    plain: Answers, of_mode: Answers, api: Api, field: str, stream: bool
-) -> None:
-    assert of_mode[api.path, field, stream].result() == plain[api.path, field, False].result()
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
+def test_api_fields_give_the_same_answer_in_every_mode(plain: Answers, of_mode: Answers, api: Api) -> None:
+    answers = {key: answer for key, answer in of_mode.items() if key[0] == api.path}
+    assert len(answers) >= 2 * len(api.values) - len(WHOLE_ONLY)
+    for (_, field, stream), answer in answers.items():
+        assert answer.result() == plain[api.path, field, False].result(), (field, stream)
 
 
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)

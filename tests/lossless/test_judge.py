@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.bench.lossless.judge import Float64Decoder, Judge, compared
 from ssd_serve.bench.lossless.proof import requests
 from ssd_serve.bench.lossless.random_pair import RANDOM_PAIRS, write_random_pair
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, Outputs, run_case
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from tests.models import checkpoints
+from tests.models.fp8_checkpoints import FORMS, write
 
 
 @pytest.fixture(params=RANDOM_PAIRS)
@@ -49,3 +52,15 @@ def test_early_end_is_not_a_near_tie(pair: LoadedPair) -> None:
     short = Outputs({0: plain.tokens[0][:-1]}, 0, 0)
     (difference,) = Judge(pair).differences(submits, plain, short)
     assert not difference.near_tie
+
+
+def test_float64_decoder_refuses_fp8_weights(tmp_path: Path) -> None:
+    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
+    checkpoints.save(checkpoints.make("llama-linear-biases"), wide)
+    assert Float64Decoder(wide).last_logits([1, 2, 3]).shape == (199,)
+    write(FORMS["quark-tensor-static"], narrow)
+    with pytest.raises(
+        CheckpointError, match=r"holds fp8 weights.* use a model that is not quantised"
+    ) as error:
+        Float64Decoder(narrow)
+    assert "\n" not in str(error.value)

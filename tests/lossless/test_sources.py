@@ -46,8 +46,8 @@ def test_async_mode_is_lossless_under_memory_pressure(sources: EverySource, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DRAFTS)
-def test_lost_messages_and_killed_drafters_are_lossless(sources: EverySource, name: str) -> None:
+@pytest.mark.parametrize("name", ["model", "first head", "installed", "shared texts", "all"])
+def test_other_cases_and_killed_drafters_are_lossless(sources: EverySource, name: str) -> None:
     for case in (replace(ROOMY, slots=SHORT.slots), replace(SHORT, slots=ROOMY.slots)):
         assert sources.check(name, case).accepted > 0
     for drafter in ("killed", "garbage"):

@@ -12,12 +12,13 @@ from ssd_serve.base.draft_messages import (
     Open,
     Outcome,
 )
-from ssd_serve.bench.memory_channel import FaultRates, Schedule, faultless, memory_pair, seeded
+from ssd_serve.bench.memory_channel import Schedule, faultless, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.verifier.control.budget import CostBasedWait, FixedSteps, NoWait, WaitPolicy
 from ssd_serve.verifier.engine import Engine
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
+from tests.message_faults import FaultRates, seeded
 from tests.verifier.drafter_factory import CoreDrafter, connect_inline
 
 

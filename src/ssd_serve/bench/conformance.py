@@ -5,6 +5,7 @@ The self-test at start is a small part of it; the whole takes a minute on a CPU.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -68,27 +69,17 @@ def conformance(
 
     `quick` uses few heads and leaves out the largest batches. Errors of the backend are passed on.
     """
+    ratios = _FEW_HEADS if quick else RATIOS
+    first = next(iter(BATCHES))
     for dtype in dtypes:
-        yield from every_batch(make, device, dtype, quick=quick)
-        yield from every_shape(make, device, dtype, quick=quick)
-
-
-def every_batch(make: Maker, device: str, dtype: torch.dtype, *, quick: bool) -> Iterator[ConformanceRow]:
-    """Try all batches with one shape of heads."""
-    for name, asked in BATCHES.items():
-        if quick and name in LARGE:
-            continue
-        heads = Heads(*(_FEW_HEADS[0] if quick else (8, 2)), 64, dtype)
-        yield ConformanceRow(name, Trial(heads, largest_error(make, heads, asked, device)))
-
-
-def every_shape(make: Maker, device: str, dtype: torch.dtype, *, quick: bool) -> Iterator[ConformanceRow]:
-    """Try all shapes of heads with one batch."""
-    name, asked = next(iter(BATCHES.items()))
-    for head_dim in HEAD_DIMS:
-        for query_heads, kv_heads in _FEW_HEADS if quick else RATIOS:
-            heads = Heads(query_heads, kv_heads, head_dim, dtype)
-            yield ConformanceRow(name, Trial(heads, largest_error(make, heads, asked, device)))
+        shapes = [
+            (name, Heads(*(_FEW_HEADS[0] if quick else (8, 2)), 64, dtype))
+            for name in BATCHES
+            if not (quick and name in LARGE)
+        ]
+        shapes += [(first, Heads(*ratio, size, dtype)) for size, ratio in product(HEAD_DIMS, ratios)]
+        for name, heads in shapes:
+            yield ConformanceRow(name, Trial(heads, largest_error(make, heads, BATCHES[name], device)))
 
 
 def check_conformance(device: str, say: Callable[[str], None], *, quick: bool = False) -> dict[str, object]:

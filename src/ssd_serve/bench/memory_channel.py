@@ -1,13 +1,11 @@
-"""A deterministic pair of channels inside one process, with scripted faults.
+"""A deterministic pair of channels inside one process, with a schedule of arrivals.
 
 Messages pass through the real encoding, so the two ends share no objects. Time is counted in `receive` and
 `wait` calls of the receiving end.
 """
 
 import heapq
-import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.transport.framing import FrameReader, FrameWriter
@@ -22,39 +20,6 @@ Schedule = Callable[[int, Message], tuple[int, ...]]
 def faultless(_index: int, _message: Message) -> tuple[int, ...]:
     """Deliver every message once, in order, without delay."""
     return (0,)
-
-
-def scripted(fates: Mapping[int, tuple[int, ...]]) -> Schedule:
-    """Apply faults to these messages (counted from 0), and deliver all others without delay."""
-    return lambda index, _message: fates.get(index, (0,))
-
-
-@dataclass(frozen=True, slots=True)
-class FaultRates:
-    """Probabilities of faults; delays are 1 to `max_ticks`; the message types `spare` have none."""
-
-    drop: float = 0.0
-    duplicate: float = 0.0
-    delay: float = 0.0
-    max_ticks: int = 8
-    spare: tuple[type[Message], ...] = ()
-
-
-def seeded(seed: int, rates: FaultRates) -> Schedule:
-    """Return random faults that depend only on the seed."""
-    source = random.Random(seed)
-
-    def fate(_index: int, message: Message) -> tuple[int, ...]:
-        if isinstance(message, rates.spare):
-            return (0,)
-        if source.random() < rates.drop:
-            return ()
-        copies = 2 if source.random() < rates.duplicate else 1
-        return tuple(
-            source.randint(1, rates.max_ticks) if source.random() < rates.delay else 0 for _ in range(copies)
-        )
-
-    return fate
 
 
 class _Direction:

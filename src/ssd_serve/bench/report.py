@@ -58,9 +58,17 @@ def add_report(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespac
 
 
 def _run_and_report(run: Callable[[argparse.Namespace], Report], args: argparse.Namespace) -> int:
-    start = _Start.here()
+    clock, before = time.monotonic(), os.getloadavg()
+    provenance = _provenance()
     report = run(args)
-    text = json.dumps({**report.result, "provenance": start.provenance()}, indent=1)
+    provenance |= {
+        "seconds": round(time.monotonic() - clock, 1),
+        "load_averages": {"before": before, "after": os.getloadavg()},
+        "machine": _machine(),
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))}
+        | {"python": platform.python_version()},
+    }
+    text = json.dumps({**report.result, "provenance": provenance}, indent=1)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(text + "\n", encoding="utf-8")
@@ -122,47 +130,19 @@ def need(command: str, *packages: str) -> None:
         raise UserError(f"{command} needs {' and '.join(missing)}: pip install 'ssd-serve[bench]'")
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """The state of code and machine before a measurement."""
-
-    commit: str
-    dirty: bool
-    command: str
-    environment: dict[str, str]
-    started: datetime
-    clock: float
-    load_averages: tuple[float, ...]
-
-    @classmethod
-    def here(cls) -> "_Start":
-        return cls(
-            commit=_git("rev-parse", "HEAD"),
-            dirty=bool(_git("status", "--porcelain")),
-            command=" ".join(["ssd", *without_secrets(sys.argv[1:])]),
-            environment={
-                name: "****" if name.removeprefix("SSD_").lower() in SECRETS else value
-                for name, value in sorted(os.environ.items())
-                if name.startswith(("SSD_", "OMP_", "MKL_", "LD_PRELOAD"))
-            },
-            started=datetime.now(timezone.utc),
-            clock=time.monotonic(),
-            load_averages=os.getloadavg(),
-        )
-
-    def provenance(self) -> dict[str, object]:
-        return {
-            "commit": self.commit,
-            "dirty": self.dirty,
-            "command": self.command,
-            "environment": self.environment,
-            "started": self.started.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - self.clock, 1),
-            "load_averages": {"before": list(self.load_averages), "after": list(os.getloadavg())},
-            "machine": _machine(),
-            "versions": {name: found for name in _PACKAGES if (found := _version(name))}
-            | {"python": platform.python_version()},
-        }
+def _provenance() -> dict[str, object]:
+    """Return the state of code and environment before a measurement."""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain")),
+        "command": " ".join(["ssd", *without_secrets(sys.argv[1:])]),
+        "environment": {
+            name: "****" if name.removeprefix("SSD_").lower() in SECRETS else value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("SSD_", "OMP_", "MKL_", "LD_PRELOAD"))
+        },
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
