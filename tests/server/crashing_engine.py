@@ -90,8 +90,11 @@ class FakeSupervisor:
 
 @dataclass
 class FakeLauncher:
-    connect: Callable[[float], Channel]
+    connecting: Callable[[float], Channel]
     supervisor: FakeSupervisor = field(default_factory=FakeSupervisor)
+
+    def connect(self, timeout_s: float) -> Channel:
+        return self.connecting(timeout_s)
 
 
 @dataclass

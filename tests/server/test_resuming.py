@@ -221,7 +221,7 @@ async def test_reconnect_retries_after_resource_shortage(
             raise shortages.pop()
         return crashing.connect(timeout_s)
 
-    crashing.launcher.connect = connect
+    crashing.launcher.connecting = connect
     _, heard = await begun(crashing)
     crashing.die()
     crashing.live()

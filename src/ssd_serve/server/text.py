@@ -94,8 +94,8 @@ class TokenTexts:
 class StopStrings:
     """An Aho-Corasick automaton of stop strings, built once per request and shared by its choices.
 
-    A state is the longest suffix of the text that is a prefix of a stop string, so the cost per character does
-    not depend on the number and length of the strings.
+    A state is the longest suffix of the text that is a prefix of a stop string. The cost per character therefore
+    does not depend on the number and length of the strings.
     """
 
     def __init__(self, strings: tuple[str, ...] = ()) -> None:

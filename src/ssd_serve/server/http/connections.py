@@ -108,8 +108,8 @@ class ConnectionLimitMiddleware:
 class BoundedConnection(H11Protocol):
     """uvicorn's HTTP connection, with deadlines for input and a minimum rate at which output is read.
 
-    Received bytes are parsed in chunks of 4 KiB, and other tasks run between them: one read of a socket can hold
-    forty thousand HTTP chunks of one byte, and parsing each takes as long as parsing one of a megabyte.
+    Received bytes are parsed in chunks of 4 KiB, and other tasks run between them. One read of a socket can hold
+    forty thousand HTTP chunks of one byte, each of which costs as much as one of a megabyte.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import Request, Response
@@ -268,8 +268,8 @@ async def _message_events(task: GenerationTask, stream: MessageStream) -> AsyncG
             task.tenant.output(len(delta.tokens))
             if delta.end is not None:
                 ends[0] = delta.end
-            entry: Entry = task.serializer.delta(delta) or {}
-            written = entry.get("delta", {})
+            entry = task.serializer.delta(delta)
+            written = cast(Entry, entry.get("delta", {}) if entry else {})
             thought = thought or "reasoning_content" in written
             answered = answered or bool(written.get("content") or written.get("tool_calls"))
             before_answer += 0 if answered else len(delta.tokens)
