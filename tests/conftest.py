@@ -104,15 +104,14 @@ def _one_torch_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def served_kernels(tmp_path_factory: pytest.TempPathFactory) -> "NativeLibrary | None":
-    """The compiled kernels that a server would use here; None without a C compiler."""
+def served_kernels(pytestconfig: pytest.Config) -> "NativeLibrary | None":
+    """Return the compiled kernels that a server would use here; None without a C compiler."""
     from ssd_serve.kernels.native.library import COMPILERS, NativeLibrary, build
 
     if not any(shutil.which(name) for name in COMPILERS):
         return None
-    # One folder for all test processes: the first compiles, the others wait for it.
-    folder = Path(tmp_path_factory.getbasetemp())
-    return NativeLibrary(build((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "native"))
+    # One folder for all test processes and runs: the first compiles, the others wait for it.
+    return NativeLibrary(build(pytestconfig.rootpath / ".pytest_cache" / "native"))
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,7 @@ def found(checks: list[Check], name: str) -> Check:
     return next(check for check in checks if check.name == name)
 
 
+@pytest.mark.slow
 def test_doctor_of_this_machine_has_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}

@@ -108,6 +108,7 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
             llm.generate(TEXT, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_self_draft_gives_the_same_text(llm: LLM, folder: Path) -> None:
     expected = llm.generate(TEXT, SAMPLED)[0].token_ids
     with LLM(cache_dir=folder, draft="self:3,ngram", **SETTINGS) as own:
@@ -127,6 +128,7 @@ def test_self_draft_of_no_layers_or_all_is_refused(draft: str, message: str, fol
         LLM(cache_dir=folder, draft=draft, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_prompts_beyond_the_engine_limits_wait_until_close(folder: Path) -> None:
     with LLM(cache_dir=folder, mode="ar", max_running=2, max_waiting=1, **SETTINGS) as small:
         outputs = small.generate(["a", "b", "c", "d", "e", "f"], SamplingParams(max_tokens=2), progress=False)

@@ -101,6 +101,7 @@ class Short(Unheard):
         return start(plan)
 
 
+@pytest.mark.slow
 def test_worker_is_restarted_after_descriptors_ran_out() -> None:
     plan = WorkerPlan("verifier", tuple(workers(verifier="sleep")("verifier")), vital=True)
     short = Short()

@@ -36,8 +36,7 @@ def test_compiled_library_is_reused_at_the_next_start(tmp_path: Path) -> None:
     "kind",
     [
         "x86-64",
-        "haswell",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("skylake-avx512", "cooperlake")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("haswell", "skylake-avx512", "cooperlake")),
         "sapphirerapids",
     ],
 )

@@ -71,6 +71,7 @@ def test_impossible_drafts_are_refused(
 TINY = ProofPlan(("random-llama",), batches=(4,), budgets=(4,), sets=1, max_tokens=8)
 
 
+@pytest.mark.slow
 def test_proof_counts_distinct_positions_and_runs_both_dtypes() -> None:
     lines: list[str] = []
     result: dict[str, Any] = run_lossless(TINY, lines.append)
@@ -89,7 +90,7 @@ def test_proof_counts_distinct_positions_and_runs_both_dtypes() -> None:
     assert [line.partition(":")[0] for line in lines] == ["random-llama ", "bf16"]
 
 
-@pytest.mark.parametrize("broken", ["fp32", "bf16"])
+@pytest.mark.parametrize("broken", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_wrong_tokens_in_either_dtype_are_not_lossless(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large difference is an error in bf16 too, not rounding."""
 

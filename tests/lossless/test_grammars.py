@@ -14,7 +14,7 @@ from ssd_serve.app.llm.engine import Output
 from ssd_serve.app.llm.sampling_params import StructuredOutputsParams
 from tests.examples import WHOLE
 
-SCHEMAS = 90 if WHOLE else 15
+SCHEMAS = 90 if WHOLE else 6
 PROMPTS = ("def read", "The settings as JSON:\n", "import json\n\ndata = ", "class Node:\n    ")
 
 

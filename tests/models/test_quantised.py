@@ -99,6 +99,7 @@ def test_int8_is_refused_on_gpus(folder: Path) -> None:
         load.load_model(folder, load.ModelOptions(device="cuda:1", dtype="int8", slots=16, context=64))
 
 
+@pytest.mark.slow
 def test_int8_greedy_texts_are_the_same_with_speculation(tmp_path: Path) -> None:
     pair = LoadedPair("random-llama", *write_random_pair("random-llama", tmp_path), dtype="int8")
     assert (pair.target.facts.dtype, pair.draft.facts.dtype) == ("int8", "int8")

@@ -122,7 +122,7 @@ def behind(output: list[int]) -> set[int]:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_earlier_trees_do_not_change_grammar_masks(random: Random) -> None:
     output: list[int] = []
     state = GRAMMARS.start(OPTIONAL)

@@ -8,7 +8,10 @@ import pytest
 
 from tests.setup_rocm.machine import HIP, ROOT, Machine
 
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("make") is None, reason="there is no make"),
+]
 
 
 def make(machine: Machine, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":

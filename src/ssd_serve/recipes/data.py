@@ -193,7 +193,7 @@ class Workspace:
             return False
         if load_tokenizer(self.folder).to_str() != tokenizer.to_str():
             raise UserError(f"{self.folder} was made with another tokenizer: choose another folder.")
-        if self._summary()["texts_sha256"] != corpus.sha256:
+        if self._summary().get("texts_sha256") != corpus.sha256:
             raise UserError(f"{self.folder} was made of other texts: choose another folder.")
         return True
 
