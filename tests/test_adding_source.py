@@ -73,7 +73,7 @@ def test_an_installed_source_that_fails_to_import_is_named_in_the_error(
 
 
 def test_an_unregistered_name_is_no_source(settings: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="prompt-lookup is neither a folder nor a hub id"):
+    with pytest.raises(CheckpointError, match="prompt-lookup is neither a folder, a GGUF file"):
         LLM(**settings, draft="prompt-lookup", mode="sd")
 
 

@@ -81,7 +81,7 @@ def test_the_memory_check_counts_the_format_s_own_layout(pair: tuple[Path, Path]
 
 def test_a_file_of_no_known_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.npz").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
+    with pytest.raises(CheckpointError, match="neither a folder, a GGUF file, a hub id"):
         resolve_model(str(tmp_path / "model.npz"), "target")
 
 

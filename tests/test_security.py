@@ -110,11 +110,6 @@ def test_hub_downloads_no_code() -> None:
     assert re.findall(r"[\w*]+\\?\.py\b", source) == []
 
 
-def test_gguf_is_not_read() -> None:
-    packages = ("app", "base", "cluster", "drafter", "kernels", "models", "verifier")
-    assert [each for name in packages for each in imports(PRODUCT / name) if "gguf" in each[1].lower()] == []
-
-
 def test_no_path_manages_the_server() -> None:
     posts = {path for path, each in OPERATIONS.items() if not {*each.methods} <= {"get", "head"}}
     assert posts == POST_PATHS

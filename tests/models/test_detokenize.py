@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ssd_serve.models.text.sentencepiece_bpe import convert
 from ssd_serve.models.text.tokenizer import DetokenizeStream
-from ssd_serve.models.weights.huggingface import convert_sentencepiece
 
 TEXT = "naïve 日本語の文字列 👩‍👩‍👧 emoji 🎉🎉, Ελληνικά; عربى\n\tend  of text — 你好，世界! "
 CORPUS = ["the quick brown fox jumps over the lazy dog " * 5, "def function(value): return value\n" * 5]
@@ -42,7 +42,7 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         byte_fallback=True,
         minloglevel=2,
     )
-    return convert_sentencepiece(folder / "tokenizer.model", add_bos=True, add_eos=False)
+    return convert(folder / "tokenizer.model", add_bos=True, add_eos=False)
 
 
 def pushed(stream: DetokenizeStream, ids: Sequence[int]) -> list[str]:
@@ -132,7 +132,7 @@ def test_sentencepiece_conversion_is_exact(tmp_path: Path, byte_fallback: Tokeni
         minloglevel=2,
     )
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    tokenizer = convert_sentencepiece(tmp_path / "tokenizer.model", add_bos=True, add_eos=False)
+    tokenizer = convert(tmp_path / "tokenizer.model", add_bos=True, add_eos=False)
     for text in (TEXT, CORPUS[0], " leading  and trailing ", "x", "foxfoxfox def dog_dog"):
         assert tokenizer.encode(text).ids == [model.bos_id(), *model.encode(text)]
         assert tokenizer.decode(tokenizer.encode(text).ids) == text

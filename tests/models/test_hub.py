@@ -101,7 +101,7 @@ def test_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "name", ["no-such-folder", "/a/b/c", "a/b/c", "owner/", "./x", "owner/na me", "a/b@", "a/b@../c"]
 )
 def test_neither_folder_nor_id(name: str) -> None:
-    with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
+    with pytest.raises(CheckpointError, match="neither a folder, a GGUF file, a hub id"):
         hub.resolve_model(name, "target")
 
 
@@ -179,10 +179,54 @@ def test_missing_revision(fake: FakeHub) -> None:
         hub.resolve_model("owner/name@v9", "target")
 
 
-def test_other_formats(fake: FakeHub) -> None:
-    fake.files = {"model.gguf": 1, "config.json": 1}
-    with pytest.raises(HubError, match="GGUF"):
+def test_other_formats_are_refused(fake: FakeHub) -> None:
+    fake.files = {"consolidated.00.pth": 1, "params.json": 1}
+    with pytest.raises(HubError, match="original checkpoints"):
         hub.resolve_model("owner/name", "target")
+
+
+QUANTISED = {
+    "README.md": 1,
+    "mmproj-m-f16.gguf": 5,
+    "m-Q4_K_M.gguf": 4,
+    "m-Q8_0-00001-of-00002.gguf": 8,
+    "m-Q8_0-00002-of-00002.gguf": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("owner/name", ["m-Q4_K_M.gguf"]),
+        ("owner/name:q4_k_m", ["m-Q4_K_M.gguf"]),
+        ("owner/name@v1:Q8_0", ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"]),
+    ],
+)
+def test_gguf_variant_is_downloaded_whole(fake: FakeHub, name: str, files: list[str]) -> None:
+    fake.files = dict(QUANTISED)
+    assert hub.resolve_model(name, "target") == fake.folder / files[0]
+    assert fake.downloads[0]["allow_patterns"] == files
+
+
+def test_unknown_gguf_variant_lists_the_files(fake: FakeHub) -> None:
+    fake.files = dict(QUANTISED)
+    with pytest.raises(HubError, match="holds m-Q4_K_M, m-Q8_0: name one as owner/name:Q4_K_M"):
+        hub.resolve_model("owner/name:Q6_K", "target")
+    fake.files = dict(FILES)
+    with pytest.raises(HubError, match="has no GGUF files"):
+        hub.resolve_model("owner/name:Q6_K", "target")
+
+
+def test_cached_gguf_commit_needs_no_hub(fake: FakeHub, tmp_path: Path) -> None:
+    fake.failure = refused(GatedRepoError, 403)
+    folder = tmp_path / "cache" / "models--owner--name" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    for file in QUANTISED:
+        (folder / file).touch()
+    assert hub.resolve_model(f"owner/name@{COMMIT}:Q8_0", "target") == folder / "m-Q8_0-00001-of-00002.gguf"
+    (folder / "m-Q8_0-00002-of-00002.gguf").unlink()
+    with pytest.raises(HubError):
+        hub.resolve_model(f"owner/name@{COMMIT}:Q8_0", "target")
 
 
 @pytest.mark.parametrize(

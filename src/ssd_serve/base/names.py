@@ -5,20 +5,25 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?")
+_HUB_ID = re.compile(
+    r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?(?::([A-Za-z0-9][\w.-]*))?"
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A repository of the hub, and which state of it: a branch, a tag, a commit, or what is newest."""
+    """A repository of the hub, its state (a branch, a tag, a commit, or the newest), and one of its GGUF files."""
 
     name: str
     revision: str | None = None
+    variant: str | None = None
+    """A part of the name of a GGUF file, such as `Q4_K_M`."""
 
     def __str__(self) -> str:
         """The name as people write it."""
-        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"{self.name}{revision}" + ("" if self.variant is None else f":{self.variant}")
 
     @property
     def commit(self) -> str | None:
@@ -27,9 +32,9 @@ class HubId:
 
 
 def hub_id(name: str) -> HubId | None:
-    """`owner/name` or `owner/name@revision` in parts; None for a text that is neither."""
+    """Return `owner/name`, `owner/name@revision` or `owner/name:variant` in parts; None for any other text."""
     found = _HUB_ID.fullmatch(name)
-    return None if found is None else HubId(found[1], found[2])
+    return None if found is None else HubId(*found.groups())
 
 
 def without_revision(name: str) -> str:
@@ -38,12 +43,12 @@ def without_revision(name: str) -> str:
     return name if found is None else found.name
 
 
-def pinned(name: str, folder: Path) -> str:
-    """A model's name with the commit that was found for it, if its folder is a download of the hub."""
-    found = hub_id(name)
+def pinned(name: str, path: Path) -> str:
+    """Return a model's name with the commit that was found for it, if its folder or file is a hub download."""
+    found, folder = hub_id(name), path.parent if path.suffix == ".gguf" else path
     if found is None or folder.parent.name != "snapshots" or not _COMMIT.fullmatch(folder.name):
         return name
-    return str(HubId(found.name, folder.name))
+    return str(HubId(found.name, folder.name, found.variant))
 
 
 LONGEST_LABEL = 128

@@ -14,13 +14,13 @@ from ssd_serve.base.errors import CheckpointError
 Json = Mapping[str, Any]
 
 
-def model_name(folder: Path) -> str:
-    """Return the displayed name of a model: its hub id if the folder is a hub download, else the folder's
-    name."""
-    parent = folder.parent
+def model_name(path: Path) -> str:
+    """Return the displayed name of a model: its hub id if it is a hub download, else the name of its folder or
+    file."""
+    parent = path.parent.parent if path.suffix == ".gguf" else path.parent
     if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
         return parent.parent.name.removeprefix("models--").replace("--", "/", 1)
-    return f"embedded-{folder.name}" if parent.name == "embedded" else folder.name
+    return f"embedded-{path.name}" if parent.name == "embedded" else path.name.removesuffix(".gguf")
 
 
 def read_json(path: Path) -> Json:

@@ -24,7 +24,9 @@ from huggingface_hub.errors import (
 from ssd_serve.base.engine_config import EMBEDDED, EMBEDDED_HEAD, EngineConfig
 from ssd_serve.base.errors import CheckpointError, HubError, MemoryShortError, in_a_line
 from ssd_serve.base.names import HubId, hub_id
+from ssd_serve.models.short_names import SHORT_NAMES, packaged_model
 from ssd_serve.models.weights.formats import recognised
+from ssd_serve.models.weights.gguf.file import files_of
 
 Role = Literal["target", "draft"]
 
@@ -37,6 +39,9 @@ PICKLES = (
     "such files are pickles, which can run code of their author: take a revision with safetensors "
     "(owner/name@revision), or set SSD_ALLOW_PICKLE=1 if you trust where they come from"
 )
+_GGUF = re.compile(r"(?!mmproj)([\w.+-]+?)(-\d{5}-of-(\d{5}))?\.gguf")
+"""Names of GGUF files: the model's, and its parts where it is split."""
+_DEFAULT_VARIANT = "q4_k_m"
 _TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 
 
@@ -48,7 +53,7 @@ class _Plan:
     files: list[str]
     download_bytes: int
     min_memory: int
-    """Bytes that the weights need at least, once loaded: two for each number."""
+    """Bytes that the weights need at least, once loaded: two for each number, or the size of GGUF files."""
 
 
 def resolve_model(
@@ -62,14 +67,14 @@ def resolve_model(
     warn: Callable[[str], None] = lambda _line: None,
     ask_hub: bool = False,
 ) -> Path:
-    """The folder of a model, downloaded if need be.
+    """Return the folder of a model, or its first GGUF file, downloaded if need be.
 
-    `name` is `embedded`, `embedded-head`, a folder, or a hub id `owner/name`, with `@revision` for another
-    state than the newest. `token` is used for gated models (None: the hub client's own login).
-    `allow_pickle`: weights may be `.bin` files. `free_memory` in bytes, where known, is compared with the
-    weights before a download. `report` and `warn` get lines for people. A commit that lies whole in the cache
-    is taken without asking the hub, unless `ask_hub`. Raises `CheckpointError`, `HubError` or
-    `MemoryShortError`.
+    `name` is `embedded`, `embedded-head`, a short name, a folder, a GGUF file, or a hub id `owner/name`, with
+    `@revision` for another state than the newest and `:variant` for one of several GGUF files (`:Q4_K_M`).
+    `token` is used for gated models (None: the hub client's own login). `allow_pickle`: weights may be `.bin` files.
+    `free_memory` in bytes, where known, is compared with the weights before a download. `report` and `warn`
+    get lines for people. A commit that lies whole in the cache is taken without asking the hub, unless
+    `ask_hub`. Raises `CheckpointError`, `HubError` or `MemoryShortError`.
     """
     if (embedded := embedded_model(name, role)) is not None:
         return embedded
@@ -78,10 +83,14 @@ def resolve_model(
         if wanted is not None:
             warn(f"{name} is the folder {local.absolute()}, not the hub's model; ./{name} says so clearly")
         return local
+    if name.endswith(".gguf"):
+        raise CheckpointError(f"there is no file {Path(name).expanduser().absolute()}")
     if wanted is None:
-        raise CheckpointError(f"{name} is neither a folder nor a hub id such as owner/name")
-    if wanted.commit and not ask_hub and _is_whole(folder := _snapshot(wanted)):
-        return folder
+        raise CheckpointError(
+            f"{name} is neither a folder, a GGUF file, a hub id such as owner/name, nor one of {', '.join(SHORT_NAMES)}"
+        )
+    if wanted.commit and not ask_hub and (found := _complete(wanted)) is not None:
+        return found
     return _from_hub(wanted, token, allow_pickle, free_memory, report, warn)
 
 
@@ -98,11 +107,10 @@ def find_model(
 def model_here(name: str, role: Role) -> Path | None:
     """Return the folder of a model that is complete on this machine, else None. The name of a hub model
     must include its commit."""
-    if name in (EMBEDDED, EMBEDDED_HEAD) or local_model(name) is not None:
+    if name in (EMBEDDED, EMBEDDED_HEAD, *SHORT_NAMES) or local_model(name) is not None:
         return resolve_model(name, role)
     wanted = hub_id(name)
-    here = wanted is not None and bool(wanted.commit) and _is_whole(_snapshot(wanted))
-    return resolve_model(name, role) if here else None
+    return None if wanted is None or not wanted.commit else _complete(wanted)
 
 
 def local_model(name: str) -> Path | None:
@@ -112,7 +120,9 @@ def local_model(name: str) -> Path | None:
 
 
 def embedded_model(name: str, role: Role) -> Path | None:
-    """The folder of a model that comes with the package; None for any other name."""
+    """Return the folder or file of a model that comes with a package; None for any other name."""
+    if name in SHORT_NAMES:
+        return packaged_model(name)
     if name == EMBEDDED_HEAD:
         return embedded_folder("head")
     return embedded_folder(role) if name == EMBEDDED else None
@@ -142,14 +152,16 @@ def _from_hub(
         raise
     except Exception as error:  # no network: which class that is depends on the hub client's HTTP library
         folder = _cached(model, error)
+        found = _downloaded(model, folder)
         warn(f"the hub cannot be reached ({in_a_line(error)}): {model} is the cached revision {folder.name}")
-        return folder
+        return found
     _check_space(model, plan, free_memory)
     report(f"fetching {model} ({plan.download_bytes / 1e9:.2f} GB, unless cached)")
     try:
-        return Path(
+        folder = Path(
             snapshot_download(model.name, revision=plan.revision, allow_patterns=plan.files, token=token)
         )
+        return folder / plan.files[0] if plan.files[0].endswith(".gguf") else folder
     except HfHubHTTPError as error:
         raise HubError(_explain(model, error)) from error
     except Exception as error:
@@ -160,12 +172,15 @@ def _look_up(model: HubId, token: str | None, allow_pickle: bool) -> _Plan:
     """Ask the hub which files there are, and choose those that are needed."""
     info = HfApi(token=token).model_info(model.name, revision=model.revision, files_metadata=True)
     sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
-    weights = [file for file in sizes if _SAFETENSORS.fullmatch(file)]
+    weights = [] if model.variant else [file for file in sizes if _SAFETENSORS.fullmatch(file)]
+    if not weights and (parts := choose_gguf(model, list(sizes))):
+        stored = sum(sizes[part] for part in parts)
+        return _Plan(info.sha or model.revision or "main", parts, stored, stored)
     pickles = [] if weights else [file for file in sizes if _TORCH.fullmatch(file)]
     if not (weights or pickles) or "config.json" not in sizes:
         raise HubError(
-            f"{model} on the hub has no config.json with model.safetensors or pytorch_model.bin beside it; "
-            "other formats (GGUF, original checkpoints, adapters) are not supported"
+            f"{model} on the hub has neither a GGUF file nor a config.json with model.safetensors or "
+            "pytorch_model.bin beside it; other formats (original checkpoints, adapters) are not supported"
         )
     if pickles and not allow_pickle:
         raise HubError(f"{model} on the hub has no safetensors, only .bin files; {PICKLES}")
@@ -178,6 +193,29 @@ def _look_up(model: HubId, token: str | None, allow_pickle: bool) -> _Plan:
         download_bytes=sum(sizes[file] for file in files),
         min_memory=2 * info.safetensors.total if info.safetensors else stored // 2,
     )
+
+
+def choose_gguf(model: HubId, files: list[str]) -> list[str]:
+    """Return the parts of the wanted GGUF file among the files of a repository; none where it has none.
+
+    Raises `HubError` where several files fit.
+    """
+    found: dict[str, list[str]] = {}
+    for file in sorted(files):
+        if (name := _GGUF.fullmatch(file)) is not None:
+            found.setdefault(name[1], []).append(file)
+    wanted = (model.variant or (_DEFAULT_VARIANT if len(found) > 1 else "")).lower()
+    fitting = [parts for name, parts in found.items() if wanted in name.lower()]
+    exact = [parts for name, parts in found.items() if name.lower().endswith(wanted)]
+    if len(chosen := fitting if len(fitting) == 1 else exact) == 1:
+        return chosen[0]
+    if found:
+        raise HubError(
+            f"{model} on the hub holds {', '.join(found)}: name one as {model.name}:{_DEFAULT_VARIANT.upper()}"
+        )
+    if model.variant:
+        raise HubError(f"{model.name} on the hub has no GGUF files")
+    return []
 
 
 def _check_space(model: HubId, plan: _Plan, free_memory: int | None) -> None:
@@ -201,6 +239,26 @@ def _check_space(model: HubId, plan: _Plan, free_memory: int | None) -> None:
 
 def _snapshot(model: HubId) -> Path:
     return Path(HF_HUB_CACHE) / f"models--{model.name.replace('/', '--')}" / "snapshots" / f"{model.revision}"
+
+
+def _complete(model: HubId) -> Path | None:
+    """Return the folder or file of a commit in the cache that seems to be whole, None without one."""
+    folder = _snapshot(model)
+    if not folder.is_dir():
+        return None
+    try:
+        found = _downloaded(model, folder)
+        whole = found != folder and bool(files_of(found))
+    except (CheckpointError, HubError):
+        return None
+    return found if whole or _is_whole(folder) else None
+
+
+def _downloaded(model: HubId, folder: Path) -> Path:
+    """Return a downloaded folder, or the first file of the wanted GGUF model in it."""
+    weights = not model.variant and any(_SAFETENSORS.fullmatch(file.name) for file in folder.iterdir())
+    parts = [] if weights else choose_gguf(model, [file.name for file in folder.iterdir()])
+    return folder / parts[0] if parts else folder
 
 
 def _is_whole(folder: Path) -> bool:

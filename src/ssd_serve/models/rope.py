@@ -15,7 +15,7 @@ import torch
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.config import Json
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     """Cosines and sines are multiplied by it (yarn)."""
     truncate: bool = True
+    factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, one for each pair (`factors`: GGUF files of Llama 3.1 and later)."""
 
 
 def interleave(head_dim: int, heads: int) -> torch.Tensor:
@@ -60,6 +62,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _llama3(rope, plain)
         case "yarn":
             return _yarn(rope, plain, head_dim)
+        case "factors":
+            return plain / torch.tensor(rope.factors)
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
@@ -114,6 +118,8 @@ def parse_rope(raw: Json) -> RopeConfig:
                 low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
                 high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
             )
+        case "factors":
+            return RopeConfig(theta=theta, kind="factors", factors=tuple(parameters["factors"]))
         case "yarn" if "mscale" not in parameters:
             return _parse_yarn(parameters, theta, factor, original)
         case _:

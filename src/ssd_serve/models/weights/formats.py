@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS: dict[str, str] = {
     "safetensors": "ssd_serve.models.weights.huggingface:SAFETENSORS",
+    "gguf": "ssd_serve.models.weights.gguf.format:GGUF",
     "pickle": "ssd_serve.models.weights.huggingface:PICKLE",
 }
 """Path of each `WeightFormat`, `module:name`. The first one that recognises a path reads it."""

@@ -1,0 +1,124 @@
+"""Tensors of GGUF files by their Hugging Face names, widened from their blocks when they are read.
+
+Query and key rows of Llama files are stored with the halves of a head interleaved; they are read in the order
+of the Hugging Face layout. Knows names and blocks; knows no device.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+
+from ssd_serve.base.errors import CheckpointError
+from ssd_serve.models.weights.formats import Tensors
+from ssd_serve.models.weights.gguf.config import INTERLEAVED, ROPE_FACTORS, architecture_of
+from ssd_serve.models.weights.gguf.file import GgufFile, StoredTensor, files_of
+
+_DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+"""Types that are widened here."""
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_WIDENED_AT_ONCE = 1 << 22
+"""Numbers of a matrix that are widened in one step, which bounds the memory for intermediate results."""
+
+Rows = npt.NDArray[np.intp] | slice
+
+
+class GgufTensors:
+    """`Tensors` of one file. `heads` gives the interleaved heads of a tensor's rows, 0 for none."""
+
+    def __init__(self, file: GgufFile, heads: Callable[[str], int]) -> None:
+        self._file = file
+        self._heads = heads
+        self._stored = {
+            hugging_face_name(name): each for name, each in file.tensors.items() if name != ROPE_FACTORS
+        }
+
+    def names(self) -> list[str]:
+        return list(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored[name].shape
+
+    def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
+        stored = self._stored[name]
+        if len(stored.shape) == 1:
+            return widen(self._file, stored).view(-1)[rows]
+        chosen: Rows = rows
+        if heads := self._heads(stored.name):
+            chosen = halves_apart(stored.shape[0], heads)[rows]
+        numbers = widen(self._file, stored, chosen)
+        return numbers if columns is None else numbers[:, columns]
+
+
+def open_tensors(path: Path, stack: ExitStack) -> dict[str, Tensors]:
+    """Open all files of a model; return the file of each tensor. `stack` closes them."""
+    files = [stack.enter_context(GgufFile(each)) for each in files_of(path)]
+    metadata = files[0].metadata
+    architecture = architecture_of(metadata)
+    heads = {} if architecture not in INTERLEAVED else _heads(architecture, metadata)
+    found: dict[str, Tensors] = {}
+    for file in files:
+        tensors = GgufTensors(file, lambda name: heads.get(name.split(".")[-2], 0))
+        found.update(dict.fromkeys(tensors.names(), tensors))
+    return found
+
+
+def _heads(architecture: str, metadata: Mapping[str, int]) -> dict[str, int]:
+    queries = metadata[f"{architecture}.attention.head_count"]
+    return {"attn_q": queries, "attn_k": metadata.get(f"{architecture}.attention.head_count_kv", queries)}
+
+
+def halves_apart(rows: int, heads: int) -> npt.NDArray[np.intp]:
+    """Return the stored row of each row of the Hugging Face layout: int [rows]."""
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def widen(file: GgufFile, stored: StoredTensor, rows: Rows = slice(None)) -> torch.Tensor:
+    """Read some rows of a tensor [rows, numbers], in the file's dtype or in float32 for blocks."""
+    data = file.rows(stored)[rows]
+    if (dtype := _DTYPES.get(stored.kind)) is not None:
+        return torch.from_numpy(data.copy()).view(dtype)
+    if stored.kind not in BLOCKS:
+        supported = ", ".join(each.name for each in (*_DTYPES, *BLOCKS))
+        raise CheckpointError(
+            f"{file.path}: {stored.name} is {stored.kind.name}, which is not built; built are {supported}"
+        )
+    wide = np.empty((len(data), stored.shape[-1]), np.float32)
+    step = max(1, _WIDENED_AT_ONCE // stored.shape[-1])
+    for start in range(0, len(data), step):
+        wide[start : start + step] = dequantize(data[start : start + step], stored.kind)
+    return torch.from_numpy(wide)
+
+
+def hugging_face_name(name: str) -> str:
+    """Return the Hugging Face name of a tensor; a name that is not known is returned as it is."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    match name.split("."):
+        case ["blk", layer, block, kind] if block in _LAYER:
+            return f"model.layers.{layer}.{_LAYER[block]}.{kind}"
+        case _:
+            return name
