@@ -69,8 +69,9 @@ def resolve_model(
 ) -> Path:
     """Return the folder of a model, or its first GGUF file, downloaded if need be.
 
-    `name` is `embedded`, `embedded-head`, a short name, a folder, a GGUF file, or a hub id `owner/name`, with
-    `@revision` for another state than the newest and `:variant` for one of several GGUF files (`:Q4_K_M`).
+    `name` is `embedded`, `embedded-head`, a short name, a folder, a GGUF file, or a hub id `owner/name`. A hub
+    id may end with `@revision` for another state than the newest, and with `:variant` (`:Q4_K_M`) for one of
+    several GGUF files.
     `token` is used for gated models (None: the hub client's own login). `allow_pickle`: weights may be `.bin` files.
     `free_memory` in bytes, where known, is compared with the weights before a download. `report` and `warn`
     get lines for people. A commit that lies whole in the cache is taken without asking the hub, unless

@@ -1,7 +1,7 @@
 """Reading the GGUF container: metadata and the places of tensors, checked against the size of the file.
 
-Every length and count is compared with the bytes that are left before anything is read, so that a damaged or
-hostile file is a `CheckpointError` and not a large allocation. Free of torch. Knows no architecture.
+Every length and count is compared with the bytes that are left before anything is read. A damaged or hostile
+file is therefore a `CheckpointError` and not a large allocation. Free of torch. Knows no architecture.
 Source: the GGUF specification, versions 2 and 3 (ggml, docs/gguf.md).
 """
 
