@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from ssd_serve.base.errors import SsdError
 from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
 from ssd_serve.kernels.triton.noise import BLOCKS, fill_noise
-from ssd_serve.kernels.triton.shapes import SPLIT, WARPS, block_n, merged, tiles_of
+from ssd_serve.kernels.triton.shapes import SPLIT, STAGES, WARPS, block_n, merged, tiles_of
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -143,7 +143,8 @@ def _compile(
     aligned = [name for name in names if signature[name].startswith("*") or name.endswith("_stride")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, places, attributes)
-    found = triton.compile(source, target=target.gpu, options={"num_warps": WARPS})
+    stages = {"num_stages": STAGES} if kernel is attend_parts else {}
+    found = triton.compile(source, target=target.gpu, options={"num_warps": WARPS, **stages})
     kinds = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
     matrix = len(re.findall(target.matrix.format(kinds[kind]), found.asm[target.listing]))
     head_dim, shared = constants.get("HEAD_DIM", 0), int(found.metadata.shared)

@@ -21,6 +21,7 @@ from ssd_serve.kernels.triton.kernel import attend_parts, merge_parts
 from ssd_serve.kernels.triton.shapes import (
     FEW_PARTS,
     SPLIT,
+    STAGES,
     WARPS,
     BatchCapacity,
     BatchMemory,
@@ -199,6 +200,7 @@ class TritonAttention(CacheAttention):
             WINDOWED=shape.window is not None,
             WIDEN=self._widen,
             num_warps=WARPS,
+            num_stages=STAGES,
         )
         merge[rows, heads](
             partial,

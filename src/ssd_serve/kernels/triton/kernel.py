@@ -94,8 +94,7 @@ def attend_parts(
     greatest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # With three stages, the default on NVIDIA GPUs, some shapes spill registers on sm90.
-    for start in tl.range(first, end, BLOCK_N, num_stages=2):
+    for start in range(first, end, BLOCK_N):
         entry = start + tl.arange(0, BLOCK_N)
         there = entry < end
         slot = tl.load(slots + entry, mask=there, other=0).to(tl.int64)

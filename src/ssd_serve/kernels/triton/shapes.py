@@ -24,6 +24,8 @@ _MERGED, _MERGED_WIDE = 8, 4
 TILES = (16, 32, 64)
 """Stacked rows of a program in half precision."""
 WARPS = 4
+STAGES = 2
+"""Loads of tree attention in flight. With three, the default on NVIDIA GPUs, some shapes spill registers on sm90."""
 FEW_PARTS, _FEW_WORDS = 4, 4
 """Least parts of a prefix, and words a row, that are launched. Programs that find no
 part end at once, and trees up to 128 nodes after up to 1,024 tokens are one shape."""
