@@ -77,7 +77,7 @@ endif
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(DEVELOPING)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" $(ARGS)
 
 # One process runs a whole file, so that its servers start once. Three processes, because many tests wait.
 test-all: $(DEVELOPING)
