@@ -45,7 +45,7 @@ def without_revision(name: str) -> str:
 
 def pinned(name: str, path: Path) -> str:
     """Return a model's name with the commit that was found for it, if its folder or file is a hub download."""
-    found, folder = hub_id(name), path.parent if path.suffix == ".gguf" else path
+    found, folder = hub_id(name), path if path.parent.name == "snapshots" else path.parent
     if found is None or folder.parent.name != "snapshots" or not _COMMIT.fullmatch(folder.name):
         return name
     return str(HubId(found.name, folder.name, found.variant))

@@ -174,7 +174,7 @@ def _look_up(model: HubId, token: str | None, allow_pickle: bool) -> _Plan:
     info = HfApi(token=token).model_info(model.name, revision=model.revision, files_metadata=True)
     sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
     weights = [] if model.variant else [file for file in sizes if _SAFETENSORS.fullmatch(file)]
-    if not weights and (parts := choose_gguf(model, list(sizes))):
+    if not weights and (parts := _choose_gguf(model, list(sizes))):
         stored = sum(sizes[part] for part in parts)
         return _Plan(info.sha or model.revision or "main", parts, stored, stored)
     pickles = [] if weights else [file for file in sizes if _TORCH.fullmatch(file)]
@@ -196,7 +196,7 @@ def _look_up(model: HubId, token: str | None, allow_pickle: bool) -> _Plan:
     )
 
 
-def choose_gguf(model: HubId, files: list[str]) -> list[str]:
+def _choose_gguf(model: HubId, files: list[str]) -> list[str]:
     """Return the parts of the wanted GGUF file among the files of a repository; none where it has none.
 
     Raises `HubError` where several files fit.
@@ -258,7 +258,7 @@ def _complete(model: HubId) -> Path | None:
 def _downloaded(model: HubId, folder: Path) -> Path:
     """Return a downloaded folder, or the first file of the wanted GGUF model in it."""
     weights = not model.variant and any(_SAFETENSORS.fullmatch(file.name) for file in folder.iterdir())
-    parts = [] if weights else choose_gguf(model, [file.name for file in folder.iterdir()])
+    parts = [] if weights else _choose_gguf(model, [file.name for file in folder.iterdir()])
     return folder / parts[0] if parts else folder
 
 

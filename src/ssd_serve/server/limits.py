@@ -18,7 +18,7 @@ MAX_TOKEN_IDS = 2**21
 MAX_VALUES = 32_768
 """JSON values of one body besides token ids; MAX_MESSAGES messages have fewer."""
 MAX_TEXT_BYTES = 16 * 2**20
-"""All strings of one body in Python's memory; one wide character makes its string 4 times as large."""
+"""Limit for all strings of one body in Python's memory; one wide character makes its string 4 times as large."""
 MAX_TOOLS = 256
 """Tools of a request, or calls of a message."""
 MAX_GRAMMAR_CHARACTERS = 65_536

@@ -3,14 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.rope import inverse_frequencies, parse_rope
+from ssd_serve.models.weights.checkpoint import Checkpoint
 from tests.models.checkpoints import LLAMA3, make
 from tests.models.gguf.files import write_model
 
@@ -61,8 +65,6 @@ def test_rope_factors_of_llama3_give_the_logits_of_transformers(tmp_path: Path) 
 
 
 def test_split_files_are_one_model(tmp_path: Path) -> None:
-    import gguf
-
     model, path = make("llama"), tmp_path / "whole.gguf"
     write_model(path, model, lambda _name: Kind.F16)
     reader = gguf.GGUFReader(path)
@@ -83,3 +85,25 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     for part in (1, 2):
         found = logits(tmp_path / f"part-0000{part}-of-00002.gguf", tokens)
         assert torch.equal(found, logits(path, tokens))
+
+
+def test_type_that_is_not_built_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_head_count(4)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 84), np.uint8), raw_dtype=Kind.Q2_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        CheckpointError, match=r"token_embd\.weight is Q2_K, which is not built; built are F32"
+    ):
+        Checkpoint(path)
+
+
+def test_metadata_of_a_wrong_type_is_a_clear_error(tmp_path: Path) -> None:
+    model, path = make("llama"), tmp_path / "model.gguf"
+    write_model(path, model, lambda _name: Kind.F32, tokenizer={"llama.rope.scaling.factor": "many"})
+    with pytest.raises(CheckpointError, match="wrong type or value"):
+        load_description(path)

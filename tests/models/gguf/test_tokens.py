@@ -6,6 +6,7 @@ from typing import Any
 
 import gguf
 import pytest
+import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +34,11 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 
@@ -51,6 +57,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "llama-bpe": {"pre_tokenizer": split(LLAMA3), "ignore_merges": True},
     "qwen2": {"pre_tokenizer": split(QWEN2), "normalizer": {"type": "NFC"}},
+    "tekken": {"pre_tokenizer": split(TEKKEN), "ignore_merges": True},
 }
 """The parts of the `tokenizer.json` that the models of each pre-tokenizer publish."""
 
@@ -112,13 +119,41 @@ def test_template_is_read_from_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pre": "no-such"}, "pre-tokenizer 'no-such' is not known"),
+        ({"pre": "no-such"}, "pre-tokenizer 'no-such' is not built"),
         ({"model": "bert"}, "tokenizer 'bert' is not built"),
         ({"merges": ["a nonsense"]}, "merges do not fit"),
         ({"token_type": [1]}, "types of tokens"),
+        ({"tokens": 7}, "wrong type or value"),
+        ({"merges": [1, 2]}, "wrong type or value"),
     ],
 )
 def test_damaged_tokenizer_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     metadata = byte_level(published("smollm"), **{"pre": "smollm", **change})
     with pytest.raises(CheckpointError, match=message):
         Ours(write(tmp_path / "model.gguf", metadata))
+
+
+def test_sentencepiece_ids_equal_those_of_its_model_file(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*ODD[:6], Path(__file__).read_text(encoding="utf-8")]),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=600,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    ids = range(model.get_piece_size())
+    kinds = [
+        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in ids
+    ]
+    metadata: dict[str, Any] = {"model": "llama", "token_type": kinds, "bos_token_id": model.bos_id()}
+    metadata |= {"tokens": [model.id_to_piece(i) for i in ids], "scores": [model.get_score(i) for i in ids]}
+    ours = Ours(
+        write(tmp_path / "model.gguf", {f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    )
+    for text in ("Hello, world!", "  two  spaces", "日本 é 🎉", "x = [1, 2]\n"):
+        assert ours.encode(text) == [model.bos_id(), *model.encode(text)]

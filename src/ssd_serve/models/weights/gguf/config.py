@@ -86,8 +86,8 @@ def config_of(
         raw["architectures"] = [ARCHITECTURES["mistral"]]
     _check_heads(name, metadata, raw)
     if factors is not None:
-        if 2 * len(factors) != head_size(raw):
-            raise CheckpointError(f"{ROPE_FACTORS} has {len(factors)} numbers, a head has {head_size(raw)}")
+        if 2 * len(factors) != _head_size(raw):
+            raise CheckpointError(f"{ROPE_FACTORS} has {len(factors)} numbers, a head has {_head_size(raw)}")
         raw["rope_scaling"] = {"rope_type": "factors", "factors": list(factors)}
     elif scaling := _rope_scaling(name, metadata):
         raw["rope_scaling"] = scaling
@@ -109,7 +109,7 @@ def end_tokens(metadata: Json) -> tuple[int, ...]:
     return tuple(dict.fromkeys(each for each in (*named, *known) if isinstance(each, int)))
 
 
-def head_size(raw: Json) -> int:
+def _head_size(raw: Json) -> int:
     """Return the numbers in a head."""
     return int(raw.get("head_dim") or raw["hidden_size"] // max(1, raw["num_attention_heads"]))
 
@@ -126,7 +126,8 @@ def _check_heads(name: str, metadata: Json, raw: Json) -> None:
             raise CheckpointError(
                 f"numbers of heads that differ by layer ({name}.attention.{key}) are not built"
             )
-    size = head_size(raw)
+    if (size := _head_size(raw)) % 2:
+        raise CheckpointError(f"heads of {size} numbers have no halves to rotate")
     for key in ("attention.value_length", "rope.dimension_count"):
         if (found := metadata.get(f"{name}.{key}", size)) != size:
             raise CheckpointError(f"{name}.{key} is {found} and a head has {size} numbers; that is not built")

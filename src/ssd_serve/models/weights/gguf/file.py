@@ -9,6 +9,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -60,7 +61,7 @@ class StoredTensor:
 
 
 class GgufFile:
-    """One open file. A context manager; `metadata` and `tensors` outlive it, data do not."""
+    """An open GGUF file, as a context manager; `metadata` and `tensors` outlive it, data do not."""
 
     def __init__(self, path: Path) -> None:
         """Raises `CheckpointError` for a file that is no GGUF, damaged, or of an unsupported version."""
@@ -83,7 +84,8 @@ class GgufFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._map.close()
+        with suppress(BufferError):  # an error's traceback may hold a view; the map ends with it
+            self._map.close()
 
     def rows(self, tensor: StoredTensor) -> npt.NDArray[np.uint8]:
         """Copy nothing: a view of a tensor's bytes, uint8 [rows, row_bytes]. Keep no reference to it."""

@@ -1,7 +1,8 @@
 """The weight format GGUF: one file, the parts of a split one, or a folder that holds one."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+# ruff: noqa: ARG002 (this format ignores some arguments of the contract)
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,32 +31,42 @@ class GgufFormat:
 
     def config(self, path: Path) -> tuple[Json, Json]:
         metadata, tensors = read_metadata(path)
-        try:
+        with _errors_of(path):
             return config_of(metadata, tensors, _rope_factors(path))
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
 
     def tokenizer(self, path: Path) -> TokenizerParts:
-        try:
-            return tokenizer_of(read_metadata(path)[0])
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        metadata, _ = read_metadata(path)
+        with _errors_of(path):
+            return tokenizer_of(metadata)
 
-    def open(self, path: Path, stack: ExitStack, *, allow_pickle: bool) -> Mapping[str, Tensors]:  # noqa: ARG002
+    def open(self, path: Path, stack: ExitStack, *, allow_pickle: bool) -> Mapping[str, Tensors]:
         from ssd_serve.models.weights.gguf.tensors import open_tensors
 
         return open_tensors(path, stack)
 
-    def matrices(self, checkpoint: "Checkpoint", scheme: "Fp8Scheme | None") -> Matrices:  # noqa: ARG002
+    def matrices(self, checkpoint: "Checkpoint", scheme: "Fp8Scheme | None") -> Matrices:
         from ssd_serve.models.weights.matrices import MatrixReader
 
         return MatrixReader(checkpoint, None)
 
-    def multiplies(self, scheme: "Fp8Scheme | None", device: str) -> bool:  # noqa: ARG002
+    def multiplies(self, scheme: "Fp8Scheme | None", device: str) -> bool:
         return False
 
 
 GGUF = GgufFormat()
+
+
+@contextmanager
+def _errors_of(path: Path) -> Generator[None]:
+    """Name the file in errors, and report metadata of a wrong type or value as damage."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: its metadata have a wrong type or value ({error}); get it again"
+        ) from error
 
 
 def _rope_factors(path: Path) -> tuple[float, ...] | None:

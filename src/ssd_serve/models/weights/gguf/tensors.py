@@ -4,7 +4,7 @@ Query and key rows of Llama files are stored with the halves of a head interleav
 of the Hugging Face layout. Knows names and blocks; knows no device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ssd_serve.models.weights.gguf.config import INTERLEAVED, ROPE_FACTORS, arch
 from ssd_serve.models.weights.gguf.file import GgufFile, StoredTensor, files_of
 
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
-BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+_BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 """Types that are widened here."""
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -47,13 +47,20 @@ Rows = npt.NDArray[np.intp] | slice
 
 
 class GgufTensors:
-    """`Tensors` of one file. `heads` gives the interleaved heads of a tensor's rows, 0 for none."""
+    """`Tensors` of one file. `heads`: number of interleaved heads, by kind of tensor (`attn_q`, `attn_k`)."""
 
-    def __init__(self, file: GgufFile, heads: Callable[[str], int]) -> None:
+    def __init__(self, file: GgufFile, heads: Mapping[str, int]) -> None:
+        """Raise `CheckpointError` for tensors of a type that is not built."""
+        for each in file.tensors.values():
+            if each.kind not in (*_DTYPES, *_BLOCKS):
+                supported = ", ".join(kind.name for kind in (*_DTYPES, *_BLOCKS))
+                raise CheckpointError(
+                    f"{file.path}: {each.name} is {each.kind.name}, which is not built; built are {supported}"
+                )
         self._file = file
         self._heads = heads
         self._stored = {
-            hugging_face_name(name): each for name, each in file.tensors.items() if name != ROPE_FACTORS
+            _hugging_face_name(name): each for name, each in file.tensors.items() if name != ROPE_FACTORS
         }
 
     def names(self) -> list[str]:
@@ -65,11 +72,11 @@ class GgufTensors:
     def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
         stored = self._stored[name]
         if len(stored.shape) == 1:
-            return widen(self._file, stored).view(-1)[rows]
+            return _widen(self._file, stored).view(-1)[rows]
         chosen: Rows = rows
-        if heads := self._heads(stored.name):
-            chosen = halves_apart(stored.shape[0], heads)[rows]
-        numbers = widen(self._file, stored, chosen)
+        if heads := self._heads.get(stored.name.split(".")[-2]):
+            chosen = _halves_apart(stored.shape[0], heads)[rows]
+        numbers = _widen(self._file, stored, chosen)
         return numbers if columns is None else numbers[:, columns]
 
 
@@ -81,7 +88,7 @@ def open_tensors(path: Path, stack: ExitStack) -> dict[str, Tensors]:
     heads = {} if architecture not in INTERLEAVED else _heads(architecture, metadata)
     found: dict[str, Tensors] = {}
     for file in files:
-        tensors = GgufTensors(file, lambda name: heads.get(name.split(".")[-2], 0))
+        tensors = GgufTensors(file, heads)
         found.update(dict.fromkeys(tensors.names(), tensors))
     return found
 
@@ -91,21 +98,16 @@ def _heads(architecture: str, metadata: Mapping[str, int]) -> dict[str, int]:
     return {"attn_q": queries, "attn_k": metadata.get(f"{architecture}.attention.head_count_kv", queries)}
 
 
-def halves_apart(rows: int, heads: int) -> npt.NDArray[np.intp]:
+def _halves_apart(rows: int, heads: int) -> npt.NDArray[np.intp]:
     """Return the stored row of each row of the Hugging Face layout: int [rows]."""
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def widen(file: GgufFile, stored: StoredTensor, rows: Rows = slice(None)) -> torch.Tensor:
+def _widen(file: GgufFile, stored: StoredTensor, rows: Rows = slice(None)) -> torch.Tensor:
     """Read some rows of a tensor [rows, numbers], in the file's dtype or in float32 for blocks."""
     data = file.rows(stored)[rows]
     if (dtype := _DTYPES.get(stored.kind)) is not None:
         return torch.from_numpy(data.copy()).view(dtype)
-    if stored.kind not in BLOCKS:
-        supported = ", ".join(each.name for each in (*_DTYPES, *BLOCKS))
-        raise CheckpointError(
-            f"{file.path}: {stored.name} is {stored.kind.name}, which is not built; built are {supported}"
-        )
     wide = np.empty((len(data), stored.shape[-1]), np.float32)
     step = max(1, _WIDENED_AT_ONCE // stored.shape[-1])
     for start in range(0, len(data), step):
@@ -113,7 +115,7 @@ def widen(file: GgufFile, stored: StoredTensor, rows: Rows = slice(None)) -> tor
     return torch.from_numpy(wide)
 
 
-def hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str) -> str:
     """Return the Hugging Face name of a tensor; a name that is not known is returned as it is."""
     if name in _WHOLE:
         return _WHOLE[name]

@@ -5,6 +5,7 @@ name that is not known is refused, because another pattern would give other ids 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -31,45 +32,39 @@ _TEKKEN = (
 )
 
 
-def _gpt2(*before: Any) -> Any:
-    return pre_tokenizers.Sequence(
-        [*before, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    )
+@dataclass(frozen=True, slots=True)
+class _PreTokenizer:
+    """Rules of one name. `pattern` None: GPT-2's, with single digits apart where `digits`."""
 
+    pattern: str | None = None
+    digits: bool = False
+    composed: bool = False
+    """True: text is brought into NFC first."""
+    whole_words: bool = False
+    """True: a word of the vocabulary is one token, whatever the merges give."""
+    begins: bool = False
+    """True: the BOS token comes before a text unless the file has `add_bos_token`."""
 
-def _split(pattern: str) -> Any:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _pre_tokenizer(name: str) -> Any:
-    """Return the pre-tokenizer of this name. Raises `CheckpointError`."""
-    match name:
-        case "gpt-2" | "default" | "mpt" | "olmo" | "jais":
-            return _gpt2()
-        case "smollm" | "starcoder" | "refact" | "command-r":
-            return _gpt2(pre_tokenizers.Digits(individual_digits=True))
-        case "llama-bpe" | "llama3" | "llama-v3" | "smaug-bpe" | "dbrx":
-            return _split(_LLAMA3)
-        case "qwen2" | "deepseek-r1-qwen" | "hunyuan" | "megrez":
-            return _split(_QWEN2)
-        case "tekken":
-            return _split(_TEKKEN)
-        case _:
-            raise CheckpointError(
-                f"the GGUF file's pre-tokenizer {name!r} is not known; known are smollm, llama-bpe, qwen2, tekken, "
-                "gpt-2 and their aliases. Use the model's safetensors"
+    def build(self) -> Any:
+        """Return the steps of the `tokenizers` library."""
+        if self.pattern is not None:
+            split = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
+            return pre_tokenizers.Sequence(
+                [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
             )
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
+        return pre_tokenizers.Sequence(
+            [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
 
 
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
-"""Pre-tokenizers of vocabularies in which a whole word is one token, whatever the merges say."""
-_BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Pre-tokenizers that put the BOS token before a text unless the file says otherwise."""
+_PRE_TOKENIZERS = {
+    "gpt-2": _PreTokenizer(),
+    "smollm": _PreTokenizer(digits=True),
+    "llama-bpe": _PreTokenizer(_LLAMA3, whole_words=True, begins=True),
+    "qwen2": _PreTokenizer(_QWEN2, composed=True),
+    "tekken": _PreTokenizer(_TEKKEN, whole_words=True, begins=True),
+}
 
 
 def tokenizer_of(metadata: Json) -> TokenizerParts:
@@ -99,25 +94,29 @@ def tokenizer_of(metadata: Json) -> TokenizerParts:
 def _byte_level(
     metadata: Json, tokens: Sequence[str], types: Sequence[int], special: Mapping[str, str]
 ) -> Tokenizer:
-    name = str(metadata.get(f"{_KEY}pre", "default"))
-    pre_tokenizer = _pre_tokenizer(name)
+    name = metadata.get(f"{_KEY}pre")
+    if (rules := _PRE_TOKENIZERS.get(str(name))) is None:
+        raise CheckpointError(
+            f"the GGUF file's pre-tokenizer {name!r} is not built; built are {', '.join(_PRE_TOKENIZERS)}. "
+            "Use the model's safetensors"
+        )
     merges = [tuple(each.split(" ", 1)) for each in metadata.get(f"{_KEY}merges") or []]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise CheckpointError(f"the GGUF file has {len(tokens) - len(vocabulary)} tokens twice")
     try:
-        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in _WHOLE_WORDS)
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rules.whole_words)
     except Exception as error:  # the library raises bare exceptions
         raise CheckpointError(f"the GGUF file's merges do not fit its tokens: {error}") from error
     backend = Tokenizer(model)
-    if name in ("qwen2", "deepseek-r1-qwen"):
+    if rules.composed:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizer
+    backend.pre_tokenizer = rules.build()
     backend.decoder = decoders.ByteLevel()
     for kind, is_special in ((_CONTROL, True), (_USER, False)):
         added = [token for token, found in zip(tokens, types, strict=True) if found == kind]
         backend.add_tokens([AddedToken(each, normalized=False, special=is_special) for each in added])
-    before = _wanted(metadata, "add_bos_token", name in _BEGINS, special.get("bos_token"))
+    before = _wanted(metadata, "add_bos_token", rules.begins, special.get("bos_token"))
     after = _wanted(metadata, "add_eos_token", False, special.get("eos_token"))
     if before or after:
         backend.post_processor = TemplateProcessing(
