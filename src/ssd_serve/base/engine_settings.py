@@ -16,12 +16,12 @@ class EngineSettings(BaseSettings):
 
     target: str = Field(
         default=EngineConfig.target,
-        description="target model: a folder, a hub id, a hub id with a revision (owner/name@revision), or "
-        "'embedded'",
+        description="target model: a folder, a GGUF file, a hub id (also owner/name@revision, owner/name:Q4_K_M), "
+        "'smollm2' or 'embedded'",
     )
     draft: Drafts | None = Field(
         default=None,
-        description="drafts: a folder, a hub id or 'embedded' for a model, 'embedded-head' for the "
+        description="drafts: a folder, a GGUF file, a hub id or 'embedded' for a model, 'embedded-head' for the "
         "EAGLE-3 head of the embedded target, 'self:N' for the target's first N layers, "
         "'ngram' for lookup in a request's own text, 'suffix' for lookup in other requests "
         "too, or 'none'; several with commas between draft in parallel; empty: the embedded "

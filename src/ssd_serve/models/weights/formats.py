@@ -127,7 +127,7 @@ def format_of(path: Path) -> WeightFormat:
         first: WeightFormat = resolve_name(FORMATS["safetensors"])
         return first
     raise CheckpointError(
-        f"{path} is not a folder; a model is a folder in the Hugging Face layout"
+        f"{path} is not a folder; a model is a GGUF file or a folder in the Hugging Face layout"
         if not path.exists()
         else f"{path} is not a folder, nor a file of weights in a format that is known ({', '.join(FORMATS)})"
     )
