@@ -33,7 +33,6 @@ TOLD = (
     r"the conversation must begin with the user",
     r"messages\.\d+\.content: field required",
     r"messages\.\d+\.tool_call_id: field required",
-    r"(messages|input)\.\d+\.(tool_calls\.\d+\.function\.)?arguments: not JSON",
     r"tools: how this model would call them is not known",
     r"prompt_logprobs: (cannot be streamed|echo with logprobs tells them)",
     r"add_generation_prompt: begins a message",

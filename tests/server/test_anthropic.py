@@ -176,7 +176,7 @@ async def test_anthropic_api_key_header_is_accepted() -> None:
         ({"max_tokens": 3, "tool_choice": {"type": "tool"}}, "tool_choice.name: field required"),
         ({"max_tokens": 3, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
         (
-            {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "bash"}]}]},
             "one of the types",
         ),
         ({"max_tokens": 3, "messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),

@@ -19,6 +19,7 @@ from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.fields import (
     Ignored,
     Lenient,
+    Media,
     NotBuilt,
     Schema,
     Stop,
@@ -28,6 +29,7 @@ from ssd_serve.server.openai.fields import (
     not_built,
     text_or_list,
 )
+from ssd_serve.server.openai.message import arguments_object
 from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.openai.protocol import (
     RULES,
@@ -82,7 +84,7 @@ class ToolUseBlock(_Block):
 
     type: Literal["tool_use"]
     id: str
-    name: ToolName
+    name: str
     input: dict[str, object]
 
 
@@ -107,8 +109,9 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Media,
+    by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result", media=("image", "document")),
 ]
 
 
@@ -240,8 +243,7 @@ class AskedConversation(Lenient):
             "tools": None if tools is None else [function_tool(each, each.input_schema) for each in tools],
             "tool_choice": _chosen(choice),
             "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
-            "continue_final_message": (messages[-1].role == "assistant" and not messages[-1].tool_calls)
-            or None,
+            "continue_final_message": _goes_on(messages[-1]) or None,
             "reasoning_effort": config and config.effort,
             "thinking_token_budget": thinking and thinking.budget_tokens,
         }
@@ -272,6 +274,10 @@ class MessagesRequest(AskedConversation, GenerationRequest):
             raise bad_request("max_tokens: field required", "max_tokens", "missing_field")
         common = {name: getattr(self, name) for name in GenerationRequest.model_fields}
         return self.chat(**{**common, "stop": self.stop_sequences or self.stop})
+
+
+def _goes_on(last: Message) -> bool:
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
 def _chosen(choice: AnthropicChoice | None) -> str | NamedTool | None:
@@ -363,7 +369,7 @@ class AnthropicStream(MessageStream):
             return
         self.is_open = False
         if self.blocks[-1]["type"] == "tool_use":
-            self.blocks[-1]["input"] = _object("".join(self._arguments))
+            self.blocks[-1]["input"] = arguments_object("".join(self._arguments))
             self._arguments.clear()
         yield _event("content_block_stop", self._index())
 
@@ -410,12 +416,3 @@ def _stop(entry: Entry) -> dict[str, object]:
     reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
     found = reasons.get(str(reason), "stop_sequence" if isinstance(cause, str) else "end_turn")
     return {"stop_reason": found, "stop_sequence": cause if found == "stop_sequence" else None}
-
-
-def _object(text: str) -> object:
-    """Return the arguments of a call; a text that is no JSON object becomes its `arguments`."""
-    try:
-        found: object = json.loads(text or "{}")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": text}

@@ -42,9 +42,9 @@ _PROBLEMS = {
     "one request may have; `best_of` is `n`; two names of one field do not differ; `bad_words` and "
     "`min_tokens` leave some of `allowed_token_ids`; `generated_token_ids` has one list for each choice; "
     "the model's chat template accepts the messages, and keeps the last one where it is continued; a "
-    "message without tool calls has `content`; arguments of calls are JSON; a message of a tool names its "
-    "call; the model's format of tool calls is known; log-probabilities of a prompt are requested once, and "
-    "not streamed. An unknown field gives 400 where its name is close to a known one, or where the server "
+    "message of a user or a system has `content`; a message of a tool names its call; the "
+    "model's format of tool calls is known; log-probabilities of a prompt are requested once, and not "
+    "streamed. An unknown field gives 400 where its name is close to a known one, or where the server "
     "is strict. `/v1/responses` and `/v1/messages` have one choice (`n`).",
     401: "The key is missing or wrong.",
     403: "Metrics cover all keys: only the operator's key may read them.",

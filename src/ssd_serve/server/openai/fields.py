@@ -191,12 +191,15 @@ def text_or_list(of: str) -> Discriminator:
     )
 
 
-def by_type(*kinds: str, default: str | None = None) -> Discriminator:
-    """Return a discriminator of objects by `type`; `default` is the type of objects without one."""
+def by_type(*kinds: str, default: str | None = None, media: Sequence[str] = ()) -> Discriminator:
+    """Return a discriminator of objects by `type`; `default` is the type of objects without one, those of
+    `media` are `<media>`."""
 
     def kind_of(value: object) -> str | None:
         kind: Any = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        return f"<{kind}>" if isinstance(kind, str) and kind in kinds else None
+        if not isinstance(kind, str) or kind not in (*kinds, *media):
+            return None
+        return f"<{kind}>" if kind in kinds else "<media>"
 
     return Discriminator(
         kind_of,
@@ -315,17 +318,47 @@ Prompt = Annotated[
 
 
 class TextPart(Lenient):
-    """A text part of a chat message; images and audio are not supported."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
+class RefusalPart(Lenient):
+    """A refusal of an earlier answer, which counts as its text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
+
+
+def _no_media(_value: object) -> object:
+    raise PydanticCustomError(
+        "not_built", "not built: this server reads text only; send a description or a transcript as text"
+    )
+
+
+Media = Annotated[object, BeforeValidator(_no_media), WithJsonSchema({"not": {}}), Tag("<media>")]
+"""Part with an image, a sound, a video or a file."""
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")] | Media,
+    by_type("text", "refusal", media=("image_url", "input_audio", "audio_url", "video_url", "file")),
+]
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024), Tag("<list>")],
+    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=1024), Tag("<list>")],
     text_or_list("text parts"),
 ]
+
+
+def text_of_parts(parts: Sequence[Any]) -> str:
+    """Return the text of a message's parts."""
+    return "".join(part.text for part in parts)
 
 
 Schema = Annotated[dict[str, object], Field(description="a JSON schema")]

@@ -6,6 +6,9 @@ Knows the shape of OpenAI's messages and deltas; no tokens, and not how choices 
 import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import cast
+
+import msgspec
 
 from ssd_serve.server.openai.output_readers import (
     FORMATS,
@@ -88,6 +91,16 @@ class Call:
         """Return the call as messages have it."""
         function = {"name": self.name, "arguments": "".join(self.arguments)}
         return {"id": self.identifier, "type": "function", "function": function}
+
+
+def arguments_object(text: str) -> dict[str, object]:
+    """Return the arguments of a call as an object. A text that is no JSON object, since the output was cut or
+    the model erred, becomes its field `arguments`."""
+    try:
+        found: object = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    return cast("dict[str, object]", found) if isinstance(found, dict) else {"arguments": text}
 
 
 class MessageWriter:

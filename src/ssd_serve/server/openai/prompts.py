@@ -18,6 +18,7 @@ from ssd_serve.sampling.validation import (
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.worker_pool import Steps, WorkerPool
 from ssd_serve.server.openai.fields import ignored_header
+from ssd_serve.server.openai.message import arguments_object
 from ssd_serve.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -175,11 +176,8 @@ def _entry(message: Message, index: int) -> dict[str, object]:
     """Return a message as templates read it, with arguments of calls as objects."""
     entry = message.template_entry()
     if message.tool_calls:
-        entry["tool_calls"] = [
-            _call_entry(call, f"messages.{index}.tool_calls.{place}")
-            for place, call in enumerate(message.tool_calls)
-        ]
-    elif message.content is None:
+        entry["tool_calls"] = [_call_entry(call) for call in message.tool_calls]
+    if message.content is None and message.role not in ("assistant", "tool"):
         raise RequestError(f"messages.{index}.content: field required", f"messages.{index}.content")
     if message.role == "tool" and message.tool_call_id is None:
         path = f"messages.{index}.tool_call_id"
@@ -187,13 +185,8 @@ def _entry(message: Message, index: int) -> dict[str, object]:
     return entry
 
 
-def _call_entry(call: ToolCall, path: str) -> dict[str, object]:
-    try:
-        arguments: object = msgspec.json.decode(call.function.arguments or "{}")
-    except msgspec.DecodeError as error:
-        path += ".function.arguments"
-        raise RequestError(f"{path}: not JSON: {error}", path) from error
-    function = {"name": call.function.name, "arguments": arguments}
+def _call_entry(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": arguments_object(call.function.arguments)}
     return {**call.model_dump(exclude_none=True), "function": function}
 
 

@@ -40,6 +40,7 @@ from ssd_serve.server.openai.fields import (
     Truncation,
     not_built,
     only_where,
+    text_of_parts,
 )
 
 TopLogprobs = Annotated[int, range_field("logprobs")]
@@ -281,7 +282,7 @@ class Message(Lenient):
     passes_on: ClassVar[bool] = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = Field(None, description="null only where tools are called")
+    content: Content | None = Field(None, description="null only of assistants and tools: an empty text")
     name: str | None = Field(None, max_length=256)
 
     tool_call_id: str | None = Field(None, description="of a tool's message: the call that it answers")
@@ -289,13 +290,13 @@ class Message(Lenient):
 
     audio: NotBuilt = None
     function_call: NotBuilt = None
-    refusal: NotBuilt = None
+    refusal: str | None = Field(None, description="text of an assistant that has no content")
     annotations: Annotated[object, not_built([])] = None
 
     def template_entry(self) -> dict[str, object]:
         """Return the message for chat templates: content as one string, and the client's other fields."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        content = self.content or self.refusal or ""
+        text = content if isinstance(content, str) else text_of_parts(content)
         role = "system" if self.role == "developer" else self.role
         entry: dict[str, object] = {**(self.model_extra or {}), "role": role, "content": text}
         if self.name is not None:

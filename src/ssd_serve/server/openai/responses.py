@@ -5,12 +5,10 @@ Its body and the chat request with the same meaning; its object and events as it
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import Request, Response
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from ssd_serve.base.messages import Ready
 from ssd_serve.server.errors import ApiError, bad_request
@@ -19,12 +17,15 @@ from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.fields import (
     JsonObject,
     Lenient,
+    Media,
     NamedSchema,
     NotBuilt,
+    RefusalPart,
     TextFormat,
     Tokens,
     by_type,
     not_built,
+    text_of_parts,
     text_or_list,
 )
 from ssd_serve.server.openai.protocol import (
@@ -66,9 +67,19 @@ class ThoughtText(Lenient):
     text: str
 
 
+def _kind_of(value: object) -> str:
+    kind: Any = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    media = ("input_image", "input_audio", "input_file")
+    return "<refusal>" if kind == "refusal" else "<media>" if kind in media else "<text>"
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")] | Media,
+    Discriminator(_kind_of),
+]
 Texts = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[InputText], Field(fail_fast=True, max_length=1024), Tag("<list>")],
+    | Annotated[list[Part], Field(fail_fast=True, max_length=1024), Tag("<list>")],
     text_or_list("texts"),
 ]
 
@@ -86,21 +97,13 @@ class InputMessage(_Item):
     content: Texts
 
 
-def _json(text: str) -> str:
-    try:
-        msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError as error:
-        raise PydanticCustomError("json", "not JSON: {why}", {"why": str(error)}) from error
-    return text
-
-
 class FunctionCall(_Item):
     """A call that the model made."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Annotated[str, AfterValidator(_json)]
+    arguments: str
 
 
 class FunctionCallOutput(_Item):
@@ -165,8 +168,8 @@ def messages_of(items: str | Sequence[AnyItem]) -> list[Message]:
     return found
 
 
-def text_of(texts: str | list[InputText]) -> str:
-    return texts if isinstance(texts, str) else "".join(part.text for part in texts)
+def text_of(texts: str | Sequence[Any]) -> str:
+    return texts if isinstance(texts, str) else text_of_parts(texts)
 
 
 def _other(item: InputMessage | FunctionCallOutput) -> Message:
