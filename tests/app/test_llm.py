@@ -253,7 +253,7 @@ def test_chat_is_the_completion_of_its_rendered_text(llm: LLM) -> None:
         ({"temperature": 1e-9}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"stop": ""}, "stop"),
         ({"top_k": 2**31}, "top_k"),
         ({"logit_bias": {3: 101.0}}, "logit_bias"),
@@ -295,6 +295,13 @@ def test_impossible_requests_are_named_and_leave_others_alone(
 def test_default_max_tokens_is_limited_by_the_context(llm: LLM) -> None:
     prompt = [5] * (llm.ready.context - 3)
     assert len(llm.generate(prompt, SamplingParams(ignore_eos=True))[0].token_ids) == 3
+
+
+def test_max_tokens_is_0_or_fills_the_context(llm: LLM) -> None:
+    prompt = [5] * (llm.ready.context - 3)
+    assert len(llm.generate(prompt, SamplingParams(max_tokens=-1, ignore_eos=True))[0].token_ids) == 3
+    none = llm.generate("a", SamplingParams(max_tokens=0, logprobs=1))[0]
+    assert (none.text, none.token_ids, none.logprobs, none.finish_reason) == ("", (), (), "length")
 
 
 @pytest.mark.parametrize(

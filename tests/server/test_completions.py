@@ -190,6 +190,26 @@ async def test_echo_with_logprobs_returns_prompt_logprobs_first() -> None:
     assert plain["choices"][0]["logprobs"]["tokens"] == ["x", "y", "z"]
 
 
+@pytest.mark.parametrize("said", [[120], [END]])
+async def test_max_tokens_0_scores_the_prompt_only(said: list[int]) -> None:
+    body: dict[str, object] = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0, "n": 2}
+    async with running_server(lambda _: tokens(said)) as server:
+        found = await post(server, PATH, **body)
+        assert server.engine.submits()[0].parameters.max_tokens == 1
+        streamed = await events(server, PATH, prompt="ab", max_tokens=0, return_token_ids=True)
+        refused = await server.http.post(PATH, json={**body, "min_tokens": 1})
+    for choice in found["choices"]:
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "length", None)
+        assert choice["logprobs"]["tokens"] == ["<begin>", "a", "b"]
+        assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+    assert (found["usage"]["completion_tokens"], found["usage"]["total_tokens"]) == (0, 3)
+    assert found["metrics"]["speculative_decoding"]["num_tokens"] == 0
+    assert [chunk["choices"][0]["token_ids"] for chunk in streamed if "token_ids" in chunk["choices"][0]] == [
+        []
+    ]
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
+
+
 async def test_completion_logprobs_have_tokens_values_and_offsets() -> None:
     async with running_server(lambda _: say("xyz")) as server:
         whole = await post(server, PATH, prompt="a", logprobs=3)

@@ -37,7 +37,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "n": 0}, "n"),
     ({"prompt": ["a"] * 100, "n": 2}, "n"),
     ({"prompt": ["a"] * 300}, "prompt"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -2}, "max_tokens"),
     ({"prompt": "a", "max_tokens": CONTEXT}, "max_tokens"),
     ({"prompt": [97] * CONTEXT}, "prompt"),
     ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
@@ -85,7 +85,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages.0.content.0.type",
+        "messages.0.content.0",
     ),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},

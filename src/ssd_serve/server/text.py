@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from ssd_serve.base.errors import EngineDeadError
+from ssd_serve.base.messages import Finished
 
 TOKEN_UNITS = 8
 """Decoding a token takes about as long as tokenizing so many characters."""
@@ -185,6 +188,15 @@ class TextRules:
     """Stop strings have no effect in the first `min_tokens` tokens."""
     stop_token_set: frozenset[int] = frozenset()
     """Ids that may end the output; their text is held back until the engine reports the end or more tokens."""
+    empty: bool = False
+    """The output has no tokens; the one that the engine makes behind every prompt is dropped."""
+
+    def end(self, report: Finished) -> Finished:
+        """Return the engine's report of the end as these rules have it."""
+        if not self.empty:
+            return report
+        figures = msgspec.structs.replace(report.figures, tokens=0)
+        return msgspec.structs.replace(report, reason="length", stop_token=None, figures=figures)
 
 
 class TextAssembler:
@@ -207,7 +219,7 @@ class TextAssembler:
         The token is not counted in `tokens` where the text stopped before it.
         """
         text = self._settle()
-        if self.stopped_by is not None:
+        if self.stopped_by is not None or self._rules.empty:
             return text
         self.tokens += 1
         if token in self._rules.stop_token_set:

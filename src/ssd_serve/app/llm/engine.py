@@ -33,7 +33,7 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.launch import RunningEngine, chosen_launcher, start_engine
 from ssd_serve.cluster.placement import PinnedModels, place, resolve_config
 from ssd_serve.models.text.tokenizer import Tokenizer
-from ssd_serve.server.text import StopStrings, TextAssembler, TextRules
+from ssd_serve.server.text import Detokenizer, StopStrings, TextAssembler, TextRules
 from ssd_serve.transport.channel import Channel
 
 _LOOK_EVERY_S = 0.2
@@ -96,14 +96,15 @@ class Continuation:
     """A text that is being generated: it takes the engine's reports and returns pieces. `scored`: with
     log-probabilities."""
 
-    def __init__(self, place: TextPlace, assembler: TextAssembler, scored: bool) -> None:
+    def __init__(self, place: TextPlace, detokenizer: Detokenizer, rules: TextRules, scored: bool) -> None:
         self.place = place
         self.pieces = deque[Piece]()
         """Pieces that the caller has not taken yet."""
         self.output: Output | None = None
         self.failure: SsdError | None = None
         """Reason why there is no output."""
-        self._assembler = assembler
+        self._rules = rules
+        self._assembler = TextAssembler(detokenizer, rules)
         self._scored = scored
         self._text: list[str] = []
         self._tokens: list[int] = []
@@ -145,6 +146,7 @@ class Continuation:
 
     def end(self, report: Finished) -> None:
         """End the text as the engine reports."""
+        report = self._rules.end(report)
         text = self._assembler.finish(report.stop_token if report.reason == "stop" else None)
         self._text.append(text)
         cause, place = self._assembler.stopped_by, self.place
@@ -367,11 +369,13 @@ class Conversation:
             params.include_stop_str_in_output,
             params.min_tokens,
             asked.ending,
+            empty=params.max_tokens == 0,
         )
         return [
             Continuation(
                 TextPlace(asked.place, choice, asked.prompt, seed),
-                TextAssembler(self._tokenizer.stream(asked.prompt, params.skip_special_tokens), rules),
+                self._tokenizer.stream(asked.prompt, params.skip_special_tokens),
+                rules,
                 params.logprobs is not None,
             )
             for choice, seed in enumerate(asked.seeds)

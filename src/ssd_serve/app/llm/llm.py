@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from typing_extensions import Self
@@ -192,16 +193,18 @@ class LLM:
         for place, (ids, params) in enumerate(prompts):
             words = [each for word in params.bad_words for each in bad_word_sequences(self.tokenizer, word)]
             ending = stop_token_set(params.stop_token_ids, params.ignore_eos, self.tokenizer.eos_token_ids)
+            limit = output_limit(params.max_tokens, usual, len(ids), self.ready, "max_tokens")
             parameters = engine_parameters(
                 params,
                 self.ready,
-                max_tokens=output_limit(params.max_tokens, usual, len(ids), self.ready, "max_tokens"),
+                max_tokens=limit,
                 logprobs=params.logprobs,
                 bad_words=tuple(dict.fromkeys(words)),
                 ending=ending,
                 grammar=params.structured_outputs.written if params.structured_outputs else "",
                 thinking_budget=self._thinking_budget(ids, params.thinking_token_budget),
             )
+            parameters = msgspec.structs.replace(parameters, max_tokens=max(1, limit))
             seed = random_seed() if params.seed is None else params.seed & MASK64
             seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
             asked.append(Asked(place, ids, seeds, params, parameters, ending))

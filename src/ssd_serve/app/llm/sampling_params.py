@@ -17,7 +17,15 @@ from ssd_serve.sampling.grammar import (
     from_rules,
     serialize_parts,
 )
-from ssd_serve.sampling.validation import Choices, Seed, Temperature, range_field, with_number_fields
+from ssd_serve.sampling.parameters import range_of
+from ssd_serve.sampling.validation import (
+    FILL_CONTEXT,
+    Choices,
+    Seed,
+    Temperature,
+    range_field,
+    with_number_fields,
+)
 
 TokenIds = Sequence[Annotated[int, Field(ge=0)]]
 StopString = Annotated[str, Field(min_length=1)]
@@ -80,8 +88,9 @@ class SamplingParams(BaseModel):
         default=(), description="texts that the output must not hold"
     )
     min_tokens: Annotated[int, range_field("min_tokens")] = 0
-    max_tokens: Annotated[int, range_field("max_tokens")] | None = Field(
-        default=None, description="None: 128, and in a chat as many as the context holds"
+    max_tokens: Annotated[int, Field(ge=FILL_CONTEXT, le=int(range_of("max_tokens").highest))] | None = Field(
+        default=None,
+        description="-1: as many as the context holds; None: 128, and in a chat as many as the context holds",
     )
     stop: StopString | Sequence[StopString] = ()
     stop_token_ids: TokenIds = ()

@@ -86,6 +86,7 @@ class RunningChoice:
         """True where several engines worked on it: none has all of its statistics."""
         self.course: ChoiceTiming | None = None
         """Times and counts, once it has ended."""
+        self._rules = plan.rules
         self._assembler = TextAssembler(detokenizer, plan.rules)
         self._watch = ChoiceTimer(service.metrics, len(plan.prompt))
         self._resumed_texts: list[str] = []
@@ -145,6 +146,7 @@ class RunningChoice:
 
     def end(self, report: Finished) -> ChoiceOutput:
         """End the choice as the engine reports; text that was held back may still complete a stop string."""
+        report = self._rules.end(report)
         text = self._assembler.finish(report.stop_token if report.reason == "stop" else None)
         figures = self._counted_figures() if self.interrupted else report.figures
         self._watch.figures(figures)

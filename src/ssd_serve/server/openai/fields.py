@@ -145,12 +145,8 @@ def _tokens(value: int) -> int:
     return value
 
 
-Tokens = Annotated[
-    int,
-    Field(ge=-1, le=int(range_of("max_tokens").highest), json_schema_extra={"not": {"const": 0}}),
-    AfterValidator(_tokens),
-]
-"""Most output tokens; -1: as many as fit."""
+Tokens = Annotated[int, Field(ge=-1, le=int(range_of("max_tokens").highest))]
+"""Most output tokens; -1: as many as fit, 0: none, for scores of the prompt."""
 
 Truncation = Annotated[
     int, Field(ge=-1, le=MAX_TOKEN_IDS, json_schema_extra={"not": {"const": 0}}), AfterValidator(_tokens)

@@ -82,6 +82,7 @@ async def plan_choices(
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=body.min_tokens or 0,
         stop_token_set=stop_token_set(body.stop_token_ids, body.ignore_eos, service.tokenizer.eos_token_ids),
+        empty=min(limits) == 0,
     )
 
     def bad_words() -> Steps[tuple[tuple[int, ...], ...]]:
@@ -102,7 +103,7 @@ async def plan_choices(
         grammar=grammar,
         thinking_budget=thinking_budget,
     )
-    parameters = [msgspec.structs.replace(common, max_tokens=limit) for limit in limits]
+    parameters = [msgspec.structs.replace(common, max_tokens=max(1, limit)) for limit in limits]
     all_limits = [limit for limit in limits for _ in range(choices)]
     generated = iter(await _generated_tokens(service, ready, body, all_limits))
     return [
