@@ -63,6 +63,15 @@ def test_text_and_back(folder: Path) -> None:
     assert tokenizer.eos_token_ids == (7, 8, 9, 1)
 
 
+def test_bytes_of_tokens_join_to_those_of_the_text(folder: Path) -> None:
+    tokenizer, text = Tokenizer(folder), " naïve 你好 🎉👩‍👩‍👧 text\n"
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert b"\xf0" in map(tokenizer.token_bytes, ids)
+    assert (tokenizer.token_bytes(1), tokenizer.token_bytes(100_000)) == (b"</s>", b"")
+    assert tokenizer.special_token_ids == {0, 1}
+
+
 def test_stream(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode("a 🎉 b")

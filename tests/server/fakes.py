@@ -121,7 +121,11 @@ class ByteDetokenizer:
 
 class ByteTokenizer:
     eos_token_ids = frozenset({END})
+    special_token_ids = frozenset(SPECIAL)
     chat_template = ""
+
+    def token_bytes(self, token: int) -> bytes:
+        return SPECIAL[token].encode() if token in SPECIAL else bytes([token])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BEGIN] * add_special_tokens + list(text.encode())

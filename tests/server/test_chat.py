@@ -118,18 +118,18 @@ async def test_chat_default_max_tokens_fills_context() -> None:
 
 
 async def test_chat_logprobs_have_tokens_and_bytes() -> None:
-    async with running_server(lambda _: tokens(list("aé".encode()))) as server:
+    said = "a🙂é"
+    async with running_server(lambda _: tokens([*said.encode(), END])) as server:
         found = await post(server, PATH, messages=ASK, logprobs=True, top_logprobs=2)
         pieces = await events(server, PATH, messages=ASK, logprobs=True)
     content = found["choices"][0]["logprobs"]["content"]
-    assert (
-        "".join(entry["token"] for entry in content) == "a\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
-    )
-    # A piece of a character has no text of its own, hence no bytes that would be true.
-    assert [entry["bytes"] for entry in content] == [[97], None, None]
+    assert bytes(byte for entry in content for byte in entry["bytes"] or ()).decode() == said
+    assert [entry["token"] for entry in content[:2]] == ["a", r"bytes:\xf0"]
+    assert len({entry["token"] for entry in content}) == len(content)
+    assert (content[-1]["token"], content[-1]["bytes"]) == ("<end>", None)
     assert [top["token"] for top in content[0]["top_logprobs"]] == ["a", "b"]
     streamed = [chunk["choices"][0]["logprobs"] for chunk in pieces if chunk["choices"][0]["logprobs"]]
-    assert sum(len(part["content"]) for part in streamed) == 3
+    assert sum(len(part["content"]) for part in streamed) == len(content)
 
 
 async def test_utf8_characters_are_not_split_in_stream() -> None:

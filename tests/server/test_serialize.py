@@ -48,3 +48,15 @@ def test_serialization_in_short_steps_equals_whole(length: int, chat: bool) -> N
     assert msgspec.json.decode(msgspec.json.encode(sliced)) == msgspec.json.decode(
         msgspec.json.encode(write(slice(0, length)))
     )
+
+
+class TwoSpellings(ByteTokenizer):
+    def token_bytes(self, token: int) -> bytes:
+        return b"a" if token in (1, 2) else bytes([token])
+
+
+def test_tokens_of_the_same_text_stay_apart() -> None:
+    entry = TokenLogprobs(-2.0, ((2, -1.0), (1, -2.0), (0xF0, -3.0), (0x9F, -4.0)))
+    told = completion_logprobs(TokenTexts(TwoSpellings), [1], [entry], [0])
+    apart = {"a": -2.0, "token_id:2": -1.0, r"bytes:\xf0": -3.0, r"bytes:\x9f": -4.0}
+    assert (told["tokens"], told["top_logprobs"]) == (["a"], [apart])

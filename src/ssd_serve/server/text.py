@@ -48,6 +48,15 @@ class TextTokenizer(Protocol):
         """Source of the model's chat template; empty where it has none."""
         ...
 
+    @property
+    def special_token_ids(self) -> Collection[int]:
+        """Ids that are skipped in texts unless a request asks for them."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token in the middle of a text, of special tokens too."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -77,21 +86,32 @@ class LoadedTokenizer:
 
 
 class TokenTexts:
-    """Texts of single tokens, special tokens included, as they are in the middle of a text."""
+    """Texts and bytes of single tokens, special tokens included, as they are in the middle of a text."""
 
     def __init__(self, tokenizer: Callable[[], TextTokenizer]) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def _of(self, token: int) -> tuple[str, bytes]:
+        if token not in self._known:
+            data = self._tokenizer().token_bytes(token)
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(rf"\x{byte:02x}" for byte in data)
+            self._known[token] = text, data
+        return self._known[token]
 
     def text_of(self, token: int) -> str:
-        """Return the token's text; a part of a character gives the replacement character."""
-        if token not in self._known:
-            # At the start of a text some tokenizers drop a leading space.
-            tokenizer = self._tokenizer()
-            before = tokenizer.encode("a", add_special_tokens=False)
-            stream = tokenizer.stream(before, skip_special_tokens=False)
-            self._known[token] = stream.push(token) or stream.flush()
-        return self._known[token]
+        r"""Return the token's text; a part of a character is written as OpenAI does: `bytes:\xf0\x9f`."""
+        return self._of(token)[0]
+
+    def bytes_of(self, token: int) -> bytes:
+        return self._of(token)[1]
+
+    def is_special(self, token: int) -> bool:
+        """Return True for a token that is skipped in texts."""
+        return token in self._tokenizer().special_token_ids
 
 
 class StopStrings:

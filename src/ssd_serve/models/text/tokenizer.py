@@ -4,11 +4,10 @@ Free of torch, because the HTTP server uses it. Knows model folders; knows no re
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +137,26 @@ class Tokenizer:
         """Return the content of tokenizer.json."""
         return self._backend.to_str()
 
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids whose text is skipped unless a request asks for it."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token for token, each in added.items() if each.special)
+
+    @cached_property
+    def _spell(self) -> Callable[[str], bytes]:
+        decoder = self._backend.decoder
+        is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        return _bytes_of_signs if is_byte_level else _bytes_of_pieces
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token in the middle of a text, of special tokens too; none for an unknown id."""
+        name = self._backend.id_to_token(token)
+        return b"" if name is None else self._spell(name)
+
     def meanings(self) -> dict[int, bytes]:
         """Return the bytes of each id's text, or the name of a special token."""
-        added = self._backend.get_added_tokens_decoder()
-        special = {token for token, each in added.items() if each.special}
-        decoder = json.loads(self._backend.to_str())["decoder"]
-        spell = _bytes_of_signs if "ByteLevel" in json.dumps(decoder) else _bytes_of_pieces
+        special, spell = self.special_token_ids, self._spell
         return {
             token: b"<|special|>" + name.encode() if token in special else spell(name)
             for name, token in self._backend.get_vocab(True).items()

@@ -58,6 +58,8 @@ class ChatEndpoint:
             )
         logprobs = requested_logprobs(body)
         head = response_head(service, ready, body, request, "chatcmpl")
+        # Call markers may be special tokens.
+        skip_special = given(body.skip_special_tokens, rules.format is None)
         plans = await plan_choices(
             service,
             ready,
@@ -65,15 +67,14 @@ class ChatEndpoint:
             [prompt],
             [chat_output_limit(body, len(prompt.ids), ready)],
             head.seed,
-            # Call markers may be special tokens.
-            skip_special=given(body.skip_special_tokens, rules.format is None),
+            skip_special=skip_special,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
             grammar=grammar,
             thinking_budget=thinking_budget(service, body, rules.thinking),
         )
         writers = [MessageWriter(rules, f"{head.identifier} {head.seed} {i}") for i in range(choices)]
-        serializer = ChatSerializer(service.texts, body, logprobs is not None, prompt, writers)
+        serializer = ChatSerializer(service.texts, body, logprobs is not None, prompt, writers, skip_special)
         return GenerationTask(service, request, body, head, plans, serializer)
 
 

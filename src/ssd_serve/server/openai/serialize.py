@@ -257,9 +257,11 @@ class ChatSerializer(ChoiceSerializer):
         logprobs: bool,
         prompt: TokenPrompt,
         writers: Sequence[MessageWriter],
+        skip_special: bool,
     ) -> None:
         super().__init__(texts, body, logprobs, [prompt], len(writers))
         self._writers = writers
+        self._skip_special = skip_special
 
     def opening(self, choice: int) -> dict[str, object] | None:
         return self._entry(ChoiceOutput(choice), {"delta": {"role": "assistant", "content": ""}}, None)
@@ -280,7 +282,7 @@ class ChatSerializer(ChoiceSerializer):
 
     def _written(self, tokens: Tokens, entries: Entries, offsets: Sequence[int]) -> dict[str, object]:
         del offsets
-        return chat_logprobs(self._texts, tokens, entries)
+        return chat_logprobs(self._texts, tokens, entries, self._skip_special)
 
     def _entry(
         self, output: ChoiceOutput, content: dict[str, object], details: dict[str, object] | None
@@ -346,30 +348,34 @@ def _top_by_text(texts: TokenTexts, chosen: int, entry: TokenLogprobs) -> dict[s
     """Map texts to log-probabilities. The chosen token is always included, as one more where necessary."""
     found = {texts.text_of(chosen): finite(entry.chosen)}
     for token, value in entry.top:
-        # Different tokens may share a text (parts of characters): the more probable token stays.
-        found.setdefault(texts.text_of(token), finite(value))
+        text = texts.text_of(token)
+        if token != chosen:
+            # Different tokens may share a text, such as a letter and its byte.
+            found[f"token_id:{token}" if text in found else text] = finite(value)
     return found
 
 
-def chat_logprobs(texts: TokenTexts, tokens: Tokens, entries: Entries) -> dict[str, object]:
-    """Return the logprobs object of the chat API."""
+def chat_logprobs(
+    texts: TokenTexts, tokens: Tokens, entries: Entries, skip_special: bool = True
+) -> dict[str, object]:
+    """Return the logprobs object of the chat API. `skip_special`: the text is without special tokens."""
+
+    def entry_of(token: int, logprob: float) -> dict[str, object]:
+        shown = not (skip_special and texts.is_special(token))
+        data = list(texts.bytes_of(token)) if shown else None
+        return {"token": texts.text_of(token), "logprob": finite(logprob), "bytes": data}
+
     return {
         "content": [
             {
-                **_chat_token(texts, token, entry.chosen),
-                "top_logprobs": [_chat_token(texts, other, value) for other, value in entry.top],
+                **entry_of(token, entry.chosen),
+                "top_logprobs": [entry_of(other, value) for other, value in entry.top],
             }
             for token, entry in zip(tokens, entries, strict=True)
             if entry is not None
         ],
         "refusal": None,
     }
-
-
-def _chat_token(texts: TokenTexts, token: int, logprob: float) -> dict[str, object]:
-    text = texts.text_of(token)
-    known = "�" not in text
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode()) if known else None}
 
 
 def finite(logprob: float) -> float:
