@@ -22,12 +22,13 @@ DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all check mypy pyright prose format bench release clean
+.PHONY: help install serve test test-all tritons check mypy pyright prose format bench release clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
 	@echo "make test      quick tests: no servers, no clusters, no long proofs"
 	@echo "make test-all  every test; a skip for an unlisted reason is a failure"
+	@echo "make tritons   compile the kernels for three GPUs with each Triton that a supported torch requires"
 	@echo "make check     lint, format check, layers, types"
 	@echo "make prose     language of docstrings and documents (ARGS=\"--list 20 PATH\" lists findings)"
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
@@ -82,6 +83,17 @@ test: $(DEVELOPING)
 # One process runs a whole file, so that its servers start once. Three processes, because many tests wait.
 test-all: $(DEVELOPING)
 	CI=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# torch 2.9 needs Triton 3.5.1, 2.10 and 2.11 need 3.6, 2.12 needs 3.7, 2.14 needs 3.8. (3.4, of torch 2.8, links
+# for AMD's GPUs only where ROCm is installed.)
+TRITONS ?= 3.5.1 3.6.0 3.7.0 3.8.0
+tritons: $(DEVELOPING)
+	for each in $(TRITONS); do \
+		echo "Triton $$each"; \
+		$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/triton-$$each triton==$$each; \
+		PYTHONPATH=$(VENV)/triton-$$each TRITON_CACHE_DIR=$(VENV)/triton-$$each/cache \
+			$(BIN)/python -m tests.kernels.triton_compilation 128 bf16 || exit 1; \
+	done
 
 check: $(DEVELOPING)
 	$(BIN)/ruff check .

@@ -40,6 +40,10 @@ set -euo pipefail
 # Older ones inflate the softmax sums of bf16 by 1.875 and mask the wrong heads under grouped-query attention.
 readonly FLOOR="0.5.3+amd.2"
 readonly WHEELS=https://repo.radeon.com/rocm/manylinux
+# The runtime before this one aborts the capture of graphs while RCCL watches for errors of several GPUs.
+readonly LEAST_ROCM=7.2.1
+# What AMD advises for inference on MI300X; values that the user has set are kept. Also in deploy/rocm.Dockerfile.
+readonly TUNING=(HSA_NO_SCRATCH_RECLAIM=1 HIP_FORCE_DEV_KERNARG=1 NCCL_MIN_NCHANNELS=112)
 readonly UNREACHABLE='ConnectionError|NameResolutionError|TimeoutError|ProxyError|SSLError|Could not resolve host'
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -116,6 +120,17 @@ check_gpu() {
   else
     ARCHITECTURE=$known
     say "GPU: $ARCHITECTURE"
+  fi
+  check_runtime
+}
+
+check_runtime() {
+  local file=${ROCM_PATH:-/opt/rocm}/.info/version there
+  if [[ ! -r $file ]]; then return; fi
+  there=$(grep -oE '^[0-9]+(\.[0-9]+)+' "$file") || return 0
+  if [[ $(printf '%s\n' "$there" "$LEAST_ROCM" | sort -V | head -n 1) != "$LEAST_ROCM" ]]; then
+    say "warning: ROCm $there: before $LEAST_ROCM captured forwards of several GPUs may be aborted:" \
+      "update ROCm, or serve with SSD_GRAPHS=false"
   fi
 }
 
@@ -207,10 +222,14 @@ install_packages() {
 
 # FlashInfer finds compiled kernels by name, not by what compiled them: each combination gets its own folder.
 write_environment() {
-  local key="torch-${FACT[torch]}_flashinfer-${FACT[flashinfer]:-none}_$ARCHITECTURE" text workspace
+  local key="torch-${FACT[torch]}_flashinfer-${FACT[flashinfer]:-none}_$ARCHITECTURE" text workspace each
   workspace=$CACHE/rocm/${key//[^A-Za-z0-9._+-]/-}
   ENVIRONMENT=$CACHE/rocm.env
   text=$(printf 'export %s=%q\n' FLASHINFER_WORKSPACE_BASE "$workspace" TRITON_CACHE_DIR "$workspace/triton")
+  for each in "${TUNING[@]}"; do
+    # shellcheck disable=SC2016 # the shell that reads the file expands it
+    text+=$(printf '\nexport %s=${%s:-%s}' "${each%%=*}" "${each%%=*}" "${each#*=}")
+  done
   text+=$(printf '\nROCM_PYTHON=%q' "$(command -v "$PYTHON")") # what `make serve` starts
   if [[ -n $(find "$CACHE" -maxdepth 0 \( ! -user "$(id -u)" -o -perm /022 \) 2>/dev/null) ]]; then
     problem 2 "others may write to $CACHE, and what is compiled there is run" \

@@ -152,9 +152,11 @@ def _compile(
     return Compiled(kernel.__name__, target.name, head_dim, kind, tile, registers, shared, matrix)
 
 
-def compile_all(targets: Sequence[Target], head_dims: Sequence[int]) -> Iterator[tuple[Compiled, str]]:
+def compile_all(
+    targets: Sequence[Target], head_dims: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> Iterator[tuple[Compiled, str]]:
     """Yield every configuration that may run, with its complaint or an empty string."""
-    for target, head_dim, dtype in product(targets, head_dims, DTYPES):
+    for target, head_dim, dtype in product(targets, head_dims, dtypes):
         for tile, windowed in product(tiles_of(dtype), (False, True)):
             compiled = compile_attention(target, head_dim, dtype, tile, windowed)
             yield compiled, complaint(compiled, target.shared_bytes)
@@ -207,17 +209,18 @@ def _registers(target: Target, code: Mapping[str, Any]) -> Registers:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print a table of all configurations for the named GPUs and head sizes, or all of them.
+    """Print a table of all configurations for the named GPUs, head sizes and dtypes, or all of them.
 
     Returns 1 if there is a complaint.
     """
     targets = [target for target in TARGETS if target.name in names] or TARGETS
     head_dims = [int(name) for name in names if name.isdecimal()] or HEAD_DIMS
+    dtypes = [dtype for dtype, name in DTYPES.items() if name in names] or list(DTYPES)
     head = "kernel | GPU | head size | dtype | rows | registers | spilled | scalar ones | bytes in memory"
     print(f"| {head} | shared KiB | matrix instructions |  |")
     print("|" + "---|" * 12)
     wrong = 0
-    for found, why in compile_all(targets, head_dims):
+    for found, why in compile_all(targets, head_dims, dtypes):
         wrong += bool(why)
         cells = (found.kernel, found.target, found.head_dim, found.dtype, found.tile)
         each = found.registers

@@ -172,6 +172,34 @@ def test_kernel_folder_names_torch_flashinfer_and_architecture(machine: Machine)
     ]
 
 
+def test_rocm_env_sets_tuning_variables_unless_the_user_did(machine: Machine) -> None:
+    assert machine.run().code == 0
+    names = ("HSA_NO_SCRATCH_RECLAIM", "HIP_FORCE_DEV_KERNARG", "NCCL_MIN_NCHANNELS")
+    dockerfile = (ROOT / "deploy" / "rocm.Dockerfile").read_text(encoding="utf-8")
+    assert all(re.search(rf"\b{name}=\d+ ", dockerfile) for name in names)
+    script = f'. "{machine.environment_file}" && env'
+    for given, expected in (({}, ["1", "1", "112"]), ({"NCCL_MIN_NCHANNELS": "32"}, ["1", "1", "32"])):
+        done = subprocess.run(
+            ["sh", "-c", script],
+            env={"PATH": "/usr/bin:/bin", **given},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        seen = dict(line.split("=", 1) for line in done.stdout.splitlines())
+        assert [seen[name] for name in names] == expected
+
+
+@pytest.mark.parametrize(("version", "warned"), [("7.2.0", True), ("7.2.1-81", False), ("7.10.0", False)])
+def test_old_rocm_runtime_is_a_warning(machine: Machine, version: str, warned: bool) -> None:
+    folder = machine.place / "no-rocm" / ".info"
+    folder.mkdir(parents=True)
+    (folder / "version").write_text(version + "\n", encoding="utf-8")
+    outcome = machine.run("--dry-run")
+    assert outcome.code == 0
+    assert ("serve with SSD_GRAPHS=false" in outcome.said) is warned
+
+
 def test_untested_combination_is_reported(machine: Machine) -> None:
     assert "instead of" not in re.sub(r"python \S+ instead of 3.12", "", machine.run().said)
     write_torch(machine.site, "2.12.0+rocm7.1.1", "7.1.52802", None)
