@@ -29,6 +29,8 @@ settings.load_profile("ci" if WHOLE else "local")
 # Two test processes with two threads each would only slow each other down on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Without it servers would fetch the default model.
+os.environ["SSD_TARGET"] = "embedded"
 # Triton reads it when it is imported: kernels for GPUs run in its interpreter.
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -91,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("SSD_") or name in ("HF_TOKEN", "RAY_ADDRESS"):
+        if (name.startswith("SSD_") and name != "SSD_TARGET") or name in ("HF_TOKEN", "RAY_ADDRESS"):
             monkeypatch.delenv(name)
 
 

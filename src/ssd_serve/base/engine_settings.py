@@ -17,7 +17,7 @@ class EngineSettings(BaseSettings):
     target: str = Field(
         default=EngineConfig.target,
         description="target model: a folder, a GGUF file, a hub id (also owner/name@revision, owner/name:Q4_K_M), "
-        "'smollm2' or 'embedded'",
+        "a short name such as 'smollm2', or 'embedded'",
     )
     draft: Drafts | None = Field(
         default=None,
@@ -167,7 +167,13 @@ class EngineSettings(BaseSettings):
     )
     cache_dir: Path = Field(
         default=EngineConfig.cache_dir,
-        description="folder of measured step times and compiled kernels, which later starts reuse",
+        description="folder of measured step times, compiled kernels and models in packages, which later starts "
+        "reuse",
+    )
+    models_file: Path = Field(
+        default=EngineConfig.models_file,
+        description="your own short names of models, in YAML: name: folder, GGUF file or hub id (docs/models.md); "
+        "need not exist",
     )
     native_kernels: bool = Field(
         default=EngineConfig.native_kernels,

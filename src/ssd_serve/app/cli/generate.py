@@ -1,14 +1,13 @@
-"""`ssd generate` and `ssd chat`: texts in the terminal, from an engine of their own."""
+"""`ssd generate`: a text in the terminal, from an engine of its own."""
 
 import json
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TextIO
 
-from ssd_serve.app.llm.engine import Output, Piece
+from ssd_serve.app.llm.engine import Output
 from ssd_serve.app.llm.llm import LLM
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.engine_config import Mode
@@ -125,71 +124,3 @@ def _ratio(part: int, whole: int) -> float | None:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
-
-
-_GREETING = "An empty line ends it; /new begins a new conversation. Green was guessed, and found right."
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
-
-
-@dataclass(slots=True)
-class ChatTerminal:
-    """Input and output of a terminal. `colours`: it shows colours."""
-
-    lines: TextIO
-    out: TextIO
-    colours: bool
-    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-
-    def asked(self) -> Iterator[str]:
-        """Lines of the user, until an empty one or the end."""
-        while True:
-            if self.colours:
-                self.out.write("> ")
-                self.out.flush()
-            line = self.lines.readline().strip()
-            if not line:
-                return
-            if line == "/new":
-                self.messages.clear()
-            else:
-                yield line
-
-    def show(self, piece: Piece, guessed: str) -> None:
-        """More of an answer, of which `guessed` is the beginning that had been drafted."""
-        text = piece.text
-        if self.colours and guessed and text.startswith(guessed):
-            text = f"{_GREEN}{guessed}{_PLAIN}{text[len(guessed) :]}"
-        self.out.write(text)
-        self.out.flush()
-
-
-def run_chat(settings: Settings, wish: GenerateOptions) -> int:
-    """Start an engine, talk, end it."""
-    wish.check()
-    line = ProgressLine()
-    terminal = ChatTerminal(sys.stdin, sys.stdout, sys.stdin.isatty() and sys.stdout.isatty())
-    with LLM.of(settings, line.show) as llm:
-        params = wish.params(llm.get_default_sampling_params())
-        line.clear()
-        if not llm.tokenizer.chat_template:
-            raise SettingsError(f"{llm.ready.target} has no chat template; try `ssd generate`")
-        if terminal.colours:
-            print(_GREETING)
-        for text in terminal.asked():
-            _answer(llm, terminal, text, params)
-    return 0
-
-
-def _answer(llm: LLM, terminal: ChatTerminal, text: str, params: SamplingParams) -> None:
-    """Run one turn; a turn that fails is reported and left out of the conversation."""
-    terminal.messages.append({"role": "user", "content": text})
-    try:
-        for piece in llm.stream_chat(terminal.messages, params):
-            drafted = piece.token_ids[:-1]
-            terminal.show(piece, llm.tokenizer.decode(drafted) if drafted else "")
-            if piece.output is not None:
-                terminal.messages.append({"role": "assistant", "content": piece.output.text})
-                terminal.out.write(f"\n{summary(piece.output, llm.ready)}\n")
-    except RequestError as error:
-        terminal.messages.pop()
-        print(f"ssd: {error}", file=sys.stderr)

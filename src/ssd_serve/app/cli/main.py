@@ -119,6 +119,7 @@ def build_parser() -> Parser:
     commands = cast(Commands, parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=Parser))
     parser.set_defaults(run=lambda _args: _no_command(parser))
     _add_serve(commands)
+    _add_run(commands)
     _add_chat(commands)
     _add_generate(commands)
     _add_pull(commands)
@@ -186,7 +187,18 @@ def _add_chat(commands: Commands) -> None:
     _add_models(parser)
     _add_choice(parser)
     add_settings_flags(parser, others=True)
+    parser.add_argument(
+        "--url", help="talk to a running server, e.g. http://127.0.0.1:8000, with --api-key KEY"
+    )
     parser.set_defaults(run=_run_chat)
+
+
+def _add_run(commands: Commands) -> None:
+    parser = commands.add_parser("run", help="serve a model and chat with it, until the chat ends")
+    _add_models(parser)
+    _add_choice(parser)
+    add_settings_flags(parser, others=True)
+    parser.set_defaults(run=_run_run)
 
 
 def _add_pull(commands: Commands) -> None:
@@ -263,9 +275,20 @@ def _settings_of_models(args: argparse.Namespace) -> Settings:
 
 
 def _run_chat(args: argparse.Namespace) -> int:
-    from ssd_serve.app.cli.generate import run_chat
+    from ssd_serve.app.cli.chat import run_chat, run_chat_with
 
-    return run_chat(_settings_of_models(args), _choice(args, ""))
+    settings, wish = _settings_of_models(args), _choice(args, "")
+    if args.url is None:
+        return run_chat(settings, wish)
+    if args.model is not None:
+        raise SettingsError("the server at --url has its model: name none here")
+    return run_chat_with(args.url, settings, wish)
+
+
+def _run_run(args: argparse.Namespace) -> int:
+    from ssd_serve.app.cli.chat import run_run
+
+    return run_run(_settings_of_models(args), _choice(args, ""))
 
 
 def _run_pull(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from typing import NoReturn
 import setproctitle
 from rich.console import Console
 
+from ssd_serve.app.cli.chat_client import show_first_answer
 from ssd_serve.base.devices import pin_cores
 from ssd_serve.base.logs import ProgressLine, carry_library_logs, get_logger
+from ssd_serve.base.messages import Ready
 from ssd_serve.base.resources import raise_descriptor_limit, settle_memory
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import refuse_empty_keys
@@ -42,8 +45,11 @@ _LEAVES_WITHIN_S = 20.0
 """Seconds until the process exits even if threads, such as downloads, still run."""
 
 
-def run_serve(settings: Settings) -> int:
-    """Serve until a stop signal or the engine's death. Requests get status 503 while the models load."""
+def run_serve(settings: Settings, chat: Callable[[str], None] | None = None) -> int:
+    """Serve until a stop signal or the engine's death. Requests get status 503 while the models load.
+
+    `chat` gets the server's address once it is ready, instead of the banner; the server stops when it returns.
+    """
     setproctitle.setproctitle("ssd: server")
     for number in stop_signals():
         if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
@@ -82,8 +88,21 @@ def run_serve(settings: Settings) -> int:
                 client.target = engine.config.target
                 answering.call(partial(client.attach, engine.connect(), engine))
                 url = address(sock, settings.tls_certificate is not None)
-                with server.capture_signals():
-                    _watch(server, answering, client, engine, line, settings, url)
+
+                def announce(ready: Ready) -> None:
+                    if chat is None:
+                        chats = bool(tokenizer().chat_template)
+                        with contextlib.suppress(OSError):  # a closed terminal, or no free descriptors
+                            show_banner(Console(), ready, settings, url, program_name(), chats)
+                            if chats and sys.stdout.isatty():
+                                show_first_answer(sys.stdout, url, settings.api_key)
+                        return
+                    signal.signal(signal.SIGINT, signal.default_int_handler)  # an answer is stopped by it
+                    chat(url)
+                    server.stop()
+
+                with server.capture_signals() if chat is None else contextlib.nullcontext():
+                    _watch(server, answering, client, engine, line, announce)
                 if engine.supervisor.failure is not None:
                     raise engine.supervisor.failure
     log.info("stopped")
@@ -96,17 +115,15 @@ def _watch(
     client: EngineClient,
     engine: RunningEngine,
     line: ProgressLine,
-    settings: Settings,
-    url: str,
+    announce: Callable[[Ready], None],
 ) -> None:
-    """Wait until the server has ended or its engine is dead."""
+    """Announce that the engine is ready; wait until the server has ended or its engine is dead."""
     announced = False
     while engine.supervisor.failure is None:
         if not announced and client.ready is not None:
             announced = True
             line.clear()
-            with contextlib.suppress(OSError):  # a closed terminal, or no free descriptors
-                show_banner(Console(), client.ready, settings, url, program_name())
+            announce(client.ready)
         elif not announced:
             line.show(client.progress)
         if answering.ends_within(_LOOK_EVERY_S):

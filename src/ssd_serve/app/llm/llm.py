@@ -5,7 +5,7 @@ This module handles prompts and parameters; `engine.py` starts the engine.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from ssd_serve.app.llm.engine import Asked, Conversation, Output, Piece, reach_engine
 from ssd_serve.app.llm.sampling_params import SamplingParams
-from ssd_serve.base.engine_config import EMBEDDED, Mode
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import EngineDeadError, RequestError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import Ready, ThinkingBudget
@@ -56,14 +56,18 @@ class LLM:
 
     def __init__(
         self,
-        target: str | Path = EMBEDDED,
+        target: str | Path | None = None,
         *,
         draft: str | Path | None = None,
         report: Callable[[str], None] = lambda _text: None,
         **settings: object,
     ) -> None:
-        """`report` receives messages of progress while models load. Every error is an `SsdError`."""
-        named = {"target": str(target), **({} if draft is None else {"draft": str(draft)}), **settings}
+        """`target` None: that of SSD_TARGET, else the default. `report` receives messages of progress while models
+        load. Every error is an `SsdError`."""
+        models = {
+            name: str(each) for name, each in (("target", target), ("draft", draft)) if each is not None
+        }
+        named = {**models, **settings}
         self._start(_usual_here(resolve_arguments(named)), report)
 
     @classmethod
@@ -136,7 +140,7 @@ class LLM:
         messages: Sequence[Mapping[str, str]],
         params: SamplingParams | None = None,
         **variables: Any,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """Stream the answer to a conversation; the last piece has the whole output."""
         return self._pieces(self._asked_of_chat(messages, _of_one(params), variables))
 
@@ -155,7 +159,7 @@ class LLM:
         ids = self._ids(text, special=False)  # chat templates write the begin token themselves
         return self._asked([(ids, params or self.get_default_sampling_params())], self.ready.context)
 
-    def _pieces(self, asked: Sequence[Asked]) -> Iterator[Piece]:
+    def _pieces(self, asked: Sequence[Asked]) -> Generator[Piece]:
         conversation = self._conversation()
         (text,) = conversation.ask(asked)
         try:

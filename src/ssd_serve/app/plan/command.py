@@ -13,9 +13,11 @@ from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import MemoryShortError, SettingsError
 from ssd_serve.base.settings_sources import resolve
 from ssd_serve.cluster.process import worker_environment
+from ssd_serve.models.short_names import ShortNames
 
 if TYPE_CHECKING:
     from ssd_serve.app.plan.devices import Platform
+    from ssd_serve.models.hub import Role
 
 _HERE = ("cpu", "cuda")
 
@@ -28,9 +30,8 @@ def add_plan(commands: Commands) -> None:
     parser.add_argument(
         "target",
         nargs="?",
-        default=EMBEDDED,
         metavar="TARGET",
-        help="a folder, a hub id, a name or 'embedded'",
+        help="a folder, a GGUF file, a hub id, a name or 'embedded' (SSD_TARGET)",
     )
     parser.add_argument("drafts", nargs="*", metavar="DRAFT", help="the same; several are compared")
     parser.add_argument(
@@ -64,7 +65,10 @@ def _run(args: argparse.Namespace) -> int:
     from ssd_serve.app.plan.plan import Plan, PlanOptions, best_draft, page
     from ssd_serve.kernels.device import dtype_name
 
-    drafts: list[str] = args.drafts or ([EMBEDDED] if args.target == EMBEDDED else [])
+    settings = resolve({})
+    wanted: str = args.target or settings.target
+    drafts: list[str] = args.drafts or ([EMBEDDED] if wanted == EMBEDDED else [])
+    names = ShortNames(settings.models_file, settings.cache_dir)
     acceptances: list[float] = args.acceptance
     if len(acceptances) not in (1, max(1, len(drafts))):
         raise SettingsError("--acceptance needs one value, or one for each draft")
@@ -73,13 +77,16 @@ def _run(args: argparse.Namespace) -> int:
         load.check()
     if args.devices is not None and not 1 <= args.devices <= 1024:
         raise SettingsError("--devices must be from 1 to 1024")
-    token = resolve({}).hf_token
     device = args.device or ("cuda" if this_machine().gpus else "cpu")
     kind = "cpu" if device == "cpu" else "cuda:0"
     dtype = torch_dtype(args.dtype, kind)
     computing = Computing(kind, dtype, multiplied_fp8(device))
-    target = planned_model(args.target, "target", computing, token)
-    others: list[PlannedModel | None] = [planned_model(name, "draft", computing, token) for name in drafts]
+
+    def planned(name: str, role: "Role") -> PlannedModel:
+        return planned_model(names.expand(name), role, computing, settings.hf_token)
+
+    target = planned(wanted, "target")
+    others: list[PlannedModel | None] = [planned(name, "draft") for name in drafts]
     platform = _platform(device, args.devices, dtype_name(dtype))
     if len(loads) == 1:
         loads *= max(1, len(others))

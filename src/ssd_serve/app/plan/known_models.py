@@ -22,7 +22,7 @@ from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name, read_json
-from ssd_serve.models.hub import Role, embedded_model
+from ssd_serve.models.hub import Role, embedded_model, local_model
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import attention_dtype, bytes_saved, resolve_dtype, separate_embedding
 from ssd_serve.models.weights.quantization import Fp8Scheme
@@ -186,9 +186,8 @@ def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[An
     """Display name, description and folder (if there is one) of a model."""
     if (folder := embedded_model(name, role)) is not None:
         return model_name(folder), load_description(folder), folder
-    if Path(name).expanduser().is_dir():
-        folder = Path(name).expanduser()
-        return model_name(folder.resolve()), load_description(folder), folder
+    if (local := local_model(name)) is not None:
+        return model_name(local.resolve()), load_description(local), local
     if Path(name).expanduser().is_file():
         raise CheckpointError(f"{name} is a file; name the folder of the model")
     known = known_model(name)

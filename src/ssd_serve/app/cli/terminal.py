@@ -1,0 +1,108 @@
+"""The terminal of a chat: lines and commands of the user, answers as they come, and their speed."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from rich.cells import cell_len
+
+from ssd_serve.base.settings_sources import suggestion
+
+COMMANDS = {
+    "/help": "this list",
+    "/new": "begin a new conversation",
+    "/system TEXT": "begin a new conversation with this system prompt; without TEXT with the model's own",
+    "/exit": "end the chat, as Ctrl-D does",
+}
+_NOTES = (
+    "Ctrl-C stops an answer. A line that begins with // is sent with one /.",
+    "Green text was drafted and accepted (`ssd chat` without --url).",
+)
+_GREEN, _DIM, _PLAIN, _ERASE = "\x1b[32m", "\x1b[2m", "\x1b[0m", "\x1b[K"
+
+
+@dataclass(slots=True)
+class ChatTerminal:
+    """Input and output of a terminal. `colours`: it shows colours and the current rate."""
+
+    lines: TextIO
+    out: TextIO
+    colours: bool
+    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    _column: int = 0
+    _tokens: int = 0
+    _first: tuple[float, int] | None = None
+    """Time of the first piece of an answer, and its tokens."""
+
+    def asked(self) -> Iterator[str]:
+        """Lines of the user, until /exit or the end. Commands are carried out; empty lines are ignored."""
+        while True:
+            if self.colours:
+                self._write("> ")
+            line = self.lines.readline()
+            text = line.strip()
+            if not line or text == "/exit":
+                return
+            if text.startswith("/") and not text.startswith("//"):
+                self._command(*text.split(maxsplit=1))
+            elif text:
+                yield text[text.startswith("//") :]
+
+    def ask(self, text: str) -> None:
+        """Add a message of the user, and begin to measure the answer."""
+        self.messages.append({"role": "user", "content": text})
+        self._column, self._tokens, self._first = 0, 0, None
+
+    def show(self, text: str, tokens: int, guessed: str = "") -> None:
+        """More of an answer, of which `guessed` is the beginning that had been drafted."""
+        self._tokens += tokens
+        now = time.perf_counter()
+        if self._first is None and self._tokens:
+            self._first = now, self._tokens
+        before, _, last = text.rpartition("\n")
+        shown = text
+        if self.colours and guessed and text.startswith(guessed):
+            shown = f"{_GREEN}{guessed}{_PLAIN}{text[len(guessed) :]}"
+        self._write(shown, erase=True)
+        columns = shutil.get_terminal_size().columns
+        self._column = ((0 if before or "\n" in text else self._column) + cell_len(last)) % columns
+        rate = self.rate(now)
+        if self.colours and rate is not None:
+            label = f"  {rate:.0f} tokens/s"
+            if self._column + len(label) < columns:
+                self._write(f"{_DIM}{label}{_PLAIN}\x1b[{len(label)}D")
+
+    def rate(self, now: float) -> float | None:
+        """Tokens a second of the answer after its first piece; None before the second."""
+        if self._first is None or self._tokens == self._first[1]:
+            return None
+        return (self._tokens - self._first[1]) / max(1e-9, now - self._first[0])
+
+    def end(self, answer: str, summary: str) -> None:
+        """Keep the whole answer in the conversation, and show its figures."""
+        self.messages.append({"role": "assistant", "content": answer})
+        self._write(f"\n{summary}\n", erase=True)
+
+    def drop(self, reason: str) -> None:
+        """Leave the last question and its answer out of the conversation."""
+        self.messages.pop()
+        self._write(f"\n[{reason}; this question is not part of the conversation]\n", erase=True)
+
+    def _command(self, name: str, text: str = "") -> None:
+        if name == "/new" and not text:
+            self.messages[:] = [each for each in self.messages[:1] if each["role"] == "system"]
+        elif name == "/system":
+            self.messages[:] = [{"role": "system", "content": text}] if text else []
+        elif name == "/help":
+            width = max(map(len, COMMANDS)) + 2
+            self._write("".join(f"{each:{width}}{what}\n" for each, what in COMMANDS.items()))
+            self._write("".join(f"{note}\n" for note in _NOTES))
+        else:
+            names = [each.split()[0] for each in COMMANDS]
+            self._write(f"{name} is no command{suggestion(name, names)} (/help lists them)\n")
+
+    def _write(self, text: str, erase: bool = False) -> None:
+        self.out.write((_ERASE if erase and self.colours else "") + text)
+        self.out.flush()
