@@ -27,7 +27,7 @@ Captured = pytest.CaptureFixture[str]
     ("arguments", "sentence"),
     [
         (["serv"], "the command 'serv' is unknown; did you mean serve?"),
-        (["x"], "the command 'x' is unknown; there are serve, chat, generate"),
+        (["x"], "the command 'x' is unknown; there are serve, run, chat, generate"),
         (["serve", "--prot", "9000"], "the flag --prot is unknown; did you mean --port?"),
         (["serve", "--por", "9000"], "the flag --por is unknown; did you mean --port?"),
         (["serve", "--emulate", "x"], "the flag --emulate is unknown; use --model-wrapper=ssd_serve.bench"),

@@ -55,7 +55,7 @@ def record(name: str, python: str) -> int:
     command = [sys.executable, "-m", "ssd_serve", "serve", "--port", str(port), "--tool-parser", "hermes"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        running(command, os.environ, Path(folder), port) as (_, url, _log),
+        running(command, {**os.environ, "SSD_TARGET": "embedded"}, Path(folder), port) as (_, url, _log),
     ):
         proxy = recorder(url, requests)
         threading.Thread(target=proxy.serve_forever, daemon=True).start()

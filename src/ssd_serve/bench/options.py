@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ssd_serve.app.cli.flags import given_flags
 from ssd_serve.base.devices import Device, Machine, check_device, parse_device
+from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import UserError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
@@ -116,4 +117,6 @@ def pair_settings(args: argparse.Namespace) -> Settings:
         if args.draft is None:
             raise UserError(f"a pair needs a draft: give it behind {args.target}")
         given |= {"target": args.target, "draft": args.draft}
-    return resolve(given)
+    settings = resolve(given)
+    named = "target" in settings.model_fields_set
+    return settings if named else resolve({**given, "target": EMBEDDED})
