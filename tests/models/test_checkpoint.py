@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ssd_serve.base.errors import CheckpointError
+from ssd_serve.base.logs import Logger
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.models.heads.load import target_head
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.parallel import Parallel
@@ -79,6 +81,30 @@ def test_missing_unexpected_and_misshapen(tmp_path: Path) -> None:
             checkpoint.read("a.weight", (4, 4))
         with pytest.raises(CheckpointError, match=r"holds 1 tensors .* does not have: a\.weight"):
             checkpoint.finish()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+def test_stored_head_of_tied_model_is_used_where_it_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype | None
+) -> None:
+    theirs = checkpoints.make("llama3-gqa-tied")
+    folder = checkpoints.save(theirs, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    if dtype is not None:
+        head = (head + torch.eye(*head.shape)).to(dtype)
+    tensors |= {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(tensors, folder / "model.safetensors")
+    options = ModelOptions(device="cpu", dtype="fp32", slots=8, context=8)
+    ours = load_model(folder, options, log=Logger("test"))
+    theirs.lm_head.weight = torch.nn.Parameter(head.float())
+    expected = checkpoints.logits(theirs, [3, 141, 59, 26])
+    torch.testing.assert_close(logits(ours), expected, atol=1e-4, rtol=0)
+    said = capsys.readouterr().err
+    assert ("lm_head.weight differs from it: lm_head.weight is used" in said) == (dtype is not None)
+    assert "1 tensors are not read, since they follow from config.json: model.layers.0" in said
+    used = target_head(folder, 199, 64)
+    assert torch.equal(used, head)
 
 
 def test_fused_matrix(tmp_path: Path) -> None:

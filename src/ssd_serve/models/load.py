@@ -166,7 +166,11 @@ class _Loading:
             )
             if self._options.batch_invariant:
                 linears = InvariantLinears(linears, self._place, self._dtype)
-            return self._architecture.read_weights(self._config, checkpoint, linears)
+            weights = self._architecture.read_weights(self._config, checkpoint, linears)
+            if self._log is not None:
+                for note in checkpoint.notes():
+                    self._log.warning(note, model=model_name(self._path))
+            return weights
 
     def _attention(self, cache: KVCache) -> ChosenAttention:
         """The tree attention that was asked for, the same on all ranks."""

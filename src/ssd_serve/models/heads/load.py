@@ -111,10 +111,10 @@ def target_embedding(
 
 def target_head(target: Path, vocabulary: int, hidden: int, *, allow_pickle: bool = False) -> torch.Tensor:
     """The head [vocabulary, hidden] of a whole model, the embedding where that is both."""
-    theirs = load_description(target)
-    if theirs.sizes(Parallel()).tied:
-        return target_embedding(target, vocabulary, hidden, allow_pickle=allow_pickle)
+    theirs, embedding = load_description(target), "model.embed_tokens.weight"
     with Checkpoint(target, partly=True, allow_pickle=allow_pickle) as checkpoint:
+        if theirs.sizes(Parallel()).tied and not checkpoint.differs("lm_head.weight", embedding):
+            return checkpoint.read(embedding, (vocabulary, hidden))
         stored = checkpoint.format.matrices(checkpoint, theirs.config.fp8).read(
             "lm_head", (vocabulary, hidden)
         )

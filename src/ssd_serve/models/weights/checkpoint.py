@@ -21,6 +21,7 @@ from ssd_serve.models.weights.huggingface import PICKLE, SAFETENSORS
 
 _FILES = (*SAFETENSORS.files, *PICKLE.files)
 _LISTED = 8
+_COMPARED_ROWS = 4096
 
 
 class _SafetensorsShard:
@@ -85,6 +86,8 @@ class Checkpoint:
         self._stack = ExitStack()
         self._read: set[str] = set()
         self._bytes_read = 0
+        self._comments: list[str] = []
+        self._ignored: dict[str, list[str]] = {}
         try:
             self._files = dict(self.format.open(folder, self._stack, allow_pickle=allow_pickle))
         except BaseException:
@@ -131,14 +134,41 @@ class Checkpoint:
         self._bytes_read += tensor.nbytes
         return tensor
 
-    def ignore(self, name: str) -> None:
-        """Count a tensor as read: it is known and not needed."""
+    def ignore(self, name: str, why: str = "") -> None:
+        """Count a tensor as read: it is known and not needed. With `why`, `notes` says so."""
         self._read.add(name)
+        if why and name in self._files:
+            self._ignored.setdefault(why, []).append(name)
+
+    def comment(self, text: str) -> None:
+        """Add a sentence to `notes`."""
+        self._comments.append(text)
+
+    def notes(self) -> list[str]:
+        """Sentences for the log: what about these weights is unusual, and what was not read."""
+        return self._comments + [
+            f"{len(names)} tensors are not read, {why}: {shorten(names)}"
+            for why, names in self._ignored.items()
+        ]
+
+    def differs(self, name: str, other: str, rows: slice = slice(None)) -> bool:
+        """Return True if the tensor is stored and these rows of it are not those of another one."""
+        if name not in self._files:
+            return False
+        shape = self.shape(other)
+        for start in range(*rows.indices(shape[0])[:2], _COMPARED_ROWS):
+            part = slice(start, min(start + _COMPARED_ROWS, rows.indices(shape[0])[1]))
+            one, two = self.read(name, shape, rows=part), self.read(other, shape, rows=part)
+            if one.dtype != two.dtype or not torch.equal(one, two):
+                return True
+        return False
 
     def unread(self) -> list[str]:
         """The names of all tensors that were not read."""
-        # Old checkpoints carry this buffer; it follows from config.json.
-        return [name for name in self._files if name not in self._read and not name.endswith(".inv_freq")]
+        for name in self._files:
+            if name.endswith(".inv_freq") and name not in self._read:
+                self.ignore(name, "since they follow from config.json")
+        return [name for name in self._files if name not in self._read]
 
     def finish(self) -> None:
         """Raise an error that lists every tensor that was not read, unless only a part was to be read."""

@@ -92,7 +92,7 @@ class MatrixReader:
         self._forms: dict[str, torch.dtype | None] = {}
         for name in checkpoint.names() if scheme is not None else ():
             if name.endswith(_KV_SCALES):
-                checkpoint.ignore(name)
+                checkpoint.ignore(name, "since the KV cache is not in fp8")
 
     def plain(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> torch.Tensor:
         """A tensor that is no linear layer's, hence never quantised, or some of its rows, in the dtype of the

@@ -74,11 +74,15 @@ def read_dense(config: DecoderConfig, checkpoint: Checkpoint, make: Linears) -> 
     """
     checkpoint.require(list(tensor_names(config)))
     embedding = make.embedding("model.embed_tokens.weight", (config.vocabulary, config.hidden))
-    if config.tied:
-        checkpoint.ignore("lm_head.weight")
+    tokens = make.parallel.nearly_even(config.vocabulary)
+    differs = config.tied and checkpoint.differs("lm_head.weight", "model.embed_tokens.weight", tokens)
+    if differs:
+        checkpoint.comment(
+            "config.json ties the head to the embedding, and lm_head.weight differs from it: lm_head.weight is used"
+        )
+    if config.tied and not differs:
         head = make.wrap(embedding)
     else:
-        tokens = make.parallel.nearly_even(config.vocabulary)
         head = make.by_outputs(
             [MatrixShare("lm_head", config.vocabulary, own=tokens)], config.hidden, bias=False
         )
