@@ -114,19 +114,18 @@ PROCESS_FAULTS = (
     Fault("SIGSTOP of the verifier", _send("verifier", signal.SIGSTOP), _unhealthy),
     Fault("kill -9 of the drafter", _send("drafter-0", signal.SIGKILL), _reaped),
     Fault("SIGSTOP of the drafter", _send("drafter-0", signal.SIGSTOP), _reaped),
-    Fault("SIGSTOP of the server for 8 s", _pause_server, _unhealthy, lasts_s=8.0),
-    Fault("clients that never read", lambda server, _proxy: never_read(server.url), lasts_s=3.0),
-    Fault("clients that read slowly", lambda server, _proxy: read_slowly(server.url), lasts_s=3.0),
+    Fault("SIGSTOP of the server", _pause_server, _unhealthy, lasts_s=6.5),
+    Fault("clients that never read", lambda server, _proxy: never_read(server.url), lasts_s=2.0),
+    Fault("clients that read slowly", lambda server, _proxy: read_slowly(server.url), lasts_s=2.0),
 )
 MESSAGE_FAULTS = (
-    Fault("messages dropped", _messages(FaultRates(drop=0.2)), lasts_s=2.0),
-    Fault("messages delayed", _messages(FaultRates(delay=0.6, max_ticks=10)), lasts_s=2.0),
-    Fault("messages duplicated", _messages(FaultRates(duplicate=0.5)), lasts_s=2.0),
-    Fault("every message dropped", _messages(FaultRates(drop=1.0)), lasts_s=2.0),
-)
-RANK_FAULTS = (
-    Fault("kill -9 of rank 1", _send("rank-1", signal.SIGKILL), _unhealthy),
-    Fault("SIGSTOP of rank 1", _send("rank-1", signal.SIGSTOP), _unhealthy),
+    Fault("messages dropped", _messages(FaultRates(drop=0.2)), lasts_s=1.0),
+    Fault(
+        "messages delayed and duplicated",
+        _messages(FaultRates(delay=0.6, duplicate=0.5, max_ticks=10)),
+        lasts_s=1.0,
+    ),
+    Fault("every message dropped", _messages(FaultRates(drop=1.0)), lasts_s=1.0),
 )
 SERVER_KILLED = Fault("kill -9 of the server", _send("server", signal.SIGKILL), _workers_gone, survives=False)
 
@@ -232,6 +231,7 @@ async def inject(
 ) -> FaultOutcome:
     """Start all streams, let the fault happen, and compare what the clients received."""
     before, drafters = server.pids(), server.metric("ssd_drafters_alive")
+    restarts = server.metric("ssd_engine_restarts_total")
     streaming = asyncio.create_task(run_streams(server.url, clients))
     while not all(len(each.tokens) >= _BEGUN_TOKENS or each.error for each in clients):
         await asyncio.sleep(0.005)
@@ -247,6 +247,7 @@ async def inject(
     if fault.survives:
         recovered_s = await asyncio.to_thread(server.await_recovery, set(before), drafters) - struck
         speculates = await asyncio.to_thread(server.speculates)
+        more = {**more, "engine_restarts": server.metric("ssd_engine_restarts_total") - restarts}
     return replace(outcome, noticed_s=noticed_s, recovered_s=recovered_s, speculates=speculates, more=more)
 
 

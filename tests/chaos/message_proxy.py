@@ -6,6 +6,7 @@ It replaces the verifier's socket file, so that neither side needs a setting.
 import contextlib
 import heapq
 import itertools
+import os
 import threading
 import time
 from pathlib import Path
@@ -34,6 +35,8 @@ class MessageProxy:
         self._schedule: Schedule = faultless
         self.changed = 0
         """Number of messages that did not arrive exactly once and in time."""
+        self.connections = 0
+        self._garbage = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="message faults", daemon=True)
         self._thread.start()
@@ -41,6 +44,10 @@ class MessageProxy:
     def use(self, rates: FaultRates | None, seed: int = 0) -> None:
         """Apply these faults from now on; None: no faults."""
         self._schedule = faultless if rates is None else seeded(seed, rates)
+
+    def send_garbage(self) -> None:
+        """Send bytes to the verifier that are no message, for which it closes the connections."""
+        self._garbage = True
 
     def close(self) -> None:
         """Close the connections; later ones reach the verifier itself. A second call does nothing."""
@@ -61,11 +68,15 @@ class MessageProxy:
             if drafter is not None:
                 with contextlib.suppress(SsdError):
                     pairs.append(_Relay(drafter, connect(str(self._behind), 1.0)))
+                    self.connections += 1
             for pair in list(pairs):
+                if self._garbage:
+                    os.write(pair.ends[1].fileno(), b"\xff" * 64)
                 self.changed += pair.pass_on(self._schedule)
                 if pair.over:
                     pair.close()
                     pairs.remove(pair)
+            self._garbage = False
         for pair in pairs:
             pair.close()
 

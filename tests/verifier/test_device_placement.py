@@ -44,6 +44,7 @@ def outputs(
     assembled: Callable[[], None] = lambda: None,
     prompt: int = 55,
     tokens: int = 20,
+    context: int = 160,
 ) -> list[Output]:
     settings = Settings(
         target=str(folder / "target"),
@@ -54,7 +55,7 @@ def outputs(
         tree_decode_backend=backend,
         cache_dir=folder / "cache",
         native_kernels=False,
-        context=160,
+        context=context,
         max_running=4,
         speculation_may_stop=False,
     )
@@ -112,8 +113,8 @@ def test_captured_forwards_give_the_same_tokens(tmp_path: Path, monkeypatch: pyt
             yield
 
     write_pair(tmp_path)
-    expected = outputs("cpu", nullcontext, tmp_path, prompt=12, tokens=8)
-    found = outputs(DEVICE, there, tmp_path, "triton", prompt=12, tokens=8)
+    expected = outputs("cpu", nullcontext, tmp_path, prompt=6, tokens=6, context=24)
+    found = outputs(DEVICE, there, tmp_path, "triton", prompt=6, tokens=6, context=24)
     assert [each.tokens for each in found] == [each.tokens for each in expected[: len(found)]]
     assert tape.replays > tape.runs > 1
 
