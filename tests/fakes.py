@@ -75,6 +75,11 @@ class FakeModel:
         )
         return ForwardResult(torch.from_numpy(logits.astype(np.float32)))
 
+    def release(self, spans: Sequence[range]) -> None:
+        for span in spans:
+            for slot in span:
+                self._written.pop(slot, None)
+
     def _context(self, batch: Batch, row: int) -> tuple[int, ...]:
         request = int(np.searchsorted(batch.request_offsets, row, side="right")) - 1
         prefix = batch.prefix_slots[batch.prefix_offsets[request] : batch.prefix_offsets[request + 1]]

@@ -46,9 +46,10 @@ class Model:
         window: int | None = None,
         slots: int = SLOTS,
         scale: float = 1.0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        layout = KVLayout((LayerKV(kv_heads, head_dim, window),), torch.float32)
+        layout = KVLayout((LayerKV(kv_heads, head_dim, window),), dtype)
         self.cache = KVCache(layout, slots, "cpu")
         data = torch.randn((slots, 2 * kv_heads, head_dim), generator=generator)
         self.cache.write(0, torch.arange(slots), data)
@@ -79,6 +80,7 @@ def part(prefix: Sequence[int], own: Sequence[int], paths: Sequence[list[int]] |
     nodes=st.sampled_from([2, 9, 31, 32, 33, 65, 130]),
     shape=st.sampled_from([(6, 2, 64), (1, 1, 64), (8, 1, 24), (4, 4, 40), (13, 1, 16), (2, 1, 128)]),
     window=st.sampled_from([None, None, 7, 40]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_tree_rows_equal_plain_decoding(
     library: NativeLibrary,
@@ -87,11 +89,14 @@ def test_tree_rows_equal_plain_decoding(
     nodes: int,
     shape: tuple[int, int, int],
     window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     """A node's result is, to the bit, that of its token decoded alone after its ancestors were committed."""
     rng = random.Random(seed)
     heads, kv_heads, head_dim = shape
-    model = Model(library, seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
+    model = Model(
+        library, seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, dtype=dtype
+    )
     slots = rng.sample(range(SLOTS), before + nodes)
     prefix, own = slots[:before], slots[before:]
     paths = random_paths(rng, nodes)

@@ -69,6 +69,7 @@ def decoder(
         operations=TorchRows(torch.float32),
         facts=facts,
         slots=SLOTS,
+        release=cache.release,
         features=(1, FINAL),
     )
     return architecture.build(config, weights, parts), attention

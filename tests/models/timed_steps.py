@@ -1,5 +1,6 @@
 """Test double of a model and a clock: each forward advances the clock by a fixed time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ class Steps:
     def forward(self, batch: Batch) -> ForwardResult:
         self.batches.append(batch)
         return ForwardResult(torch.empty(0), completion=self)
+
+    def release(self, spans: Sequence[range]) -> None:
+        pass
 
     def ready(self) -> bool:
         return True

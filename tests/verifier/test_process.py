@@ -1,7 +1,10 @@
 """Tests of the verifier process: status, logged decisions, and messages that wait for a grammar."""
 
 import io
+from collections.abc import Sequence
 from threading import Event
+
+import pytest
 
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import (
@@ -98,6 +101,43 @@ def test_final_status_precedes_last_tokens() -> None:
     before_the_end = received[: [isinstance(message, Finished) for message in received].index(True)]
     counted = [message for message in before_the_end if isinstance(message, Status)]
     assert counted[-1].totals.tokens == 9
+
+
+def test_idle_engine_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = make_engine(Case(drafter="none"))
+    released: list[Sequence[range]] = []
+    monkeypatch.setattr(model, "release", released.append)
+    mine, its = memory_pair()
+    its.send(Submit(1, PROMPT, SamplingParameters(max_tokens=9, ignore_eos=True), 7))
+    now, waits = 0.0, 0
+
+    def wait() -> None:
+        nonlocal now, waits
+        now, waits = now + 10.0, waits + 1
+        assert len(released) == (waits > 3), "after 30 s, and once"
+        if waits == 9:
+            its.close()
+
+    mine.on_wait = wait
+    quiet = Logger("verifier", "error")
+    VerifierLoop(mine, [], engine, lambda: engine_status(engine), lambda: None, quiet, lambda: now).run()
+    held = engine.scheduler.pool.used
+    assert held == 28, "the latest conversation stays"
+    assert sum(map(len, released[0])) == engine.scheduler.pool.slots - held
+
+
+def test_rest_evicts_all_but_the_latest_conversations() -> None:
+    engine, _ = make_engine(Case(drafter="none"))
+    for number, prompt in enumerate(([1] * 30, [2] * 30)):
+        engine.submit(Submit(number, tuple(prompt), SamplingParameters(max_tokens=2, ignore_eos=True), 7))
+        while engine.busy:
+            engine.step()
+    engine.rest(kept=31)
+    prefix = engine.scheduler.prefix
+    assert prefix is not None
+    assert engine.scheduler.pool.used == prefix.size == 31
+    for prompt, cached in (([1] * 30, 0), ([2] * 30, 30)):
+        assert len(prefix.follow(prefix.begin(), prompt, 30)) == cached
 
 
 class SlowGrammars(Grammars):

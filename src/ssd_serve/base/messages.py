@@ -211,6 +211,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Maximum prompt and output in tokens."""
     vocabulary: int
     slots: int
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    """Most bytes of the target's KV cache."""
     target_step_ms: float
     draft_step_ms: float
     protocol: int = 0

@@ -71,7 +71,11 @@ class Heap:
         now = self._clock()
         if now - self._trimmed_at >= _TRIM_EVERY_S:
             self._trimmed_at = now
-            self._trim()
+            self.trim()
+
+    def trim(self) -> None:
+        """Return free pages to the system now."""
+        self._trim()
 
 
 def _c_library_trim() -> Callable[[], None]:

@@ -26,7 +26,7 @@ from ssd_serve.kernels.attention.self_test import (
 )
 from ssd_serve.kernels.device import dtype_name, layout_order
 from ssd_serve.kernels.native.library import native_library
-from ssd_serve.models.sizes import attention_dtype
+from ssd_serve.models.sizes import kv_dtype
 
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,14 +89,14 @@ def check_conformance(device: str, say: Callable[[str], None], *, quick: bool = 
     which counts as wrong.
     """
     native = native_library(Settings().engine_config())
-    dtype = attention_dtype(device, torch.bfloat16)
+    dtype = kv_dtype(device, torch.bfloat16, native)
     cache = KVCache(KVLayout((LayerKV(2, 64),), dtype, order=layout_order(device)), 64, device)
     rows: list[dict[str, object]] = []
     for each in candidates(cache, native, Settings().cache_dir.expanduser()):
         if each.missing:
             say(f"{each.name}: {each.missing}")
             continue
-        for tried in (torch.float32,) if quick or each.name == "native" else DTYPES:
+        for tried in (torch.float32,) if quick else DTYPES[:2] if each.name == "native" else DTYPES:
             rows += _conforms(each, device, tried, say)
     judged = [row["right"] for row in rows if "right" in row]
     return {

@@ -24,7 +24,7 @@ from ssd_serve.kernels.attention.self_test import RequestShape, first_failure, r
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import dtype_name, layout_order
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.models.sizes import attention_dtype
+from ssd_serve.models.sizes import kv_dtype
 
 SHAPES: dict[str, tuple[RequestShape, ...]] = {
     "1 row after 512": (RequestShape(512, 1),),
@@ -58,7 +58,7 @@ def run_kernels(
     plan: KernelPlan, native: NativeLibrary | None, say: Callable[[str], None]
 ) -> dict[str, object]:
     """Time every backend on every shape and return the result file, with the reasons of skipped backends."""
-    dtype = attention_dtype(plan.device, torch.bfloat16)
+    dtype = kv_dtype(plan.device, torch.bfloat16, native)
     say("measuring the device's roof")
     roof = measure_roof(plan.device, dtype_name(dtype), effort=Effort((1, 4), 9))
     rows: list[dict[str, object]] = []

@@ -6,10 +6,13 @@ backend reads best). Knows no requests, prefixes or reference counts: slots are 
 of slots.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from ssd_serve.cache.lazy_memory import LazyTensor
 
 KVKind = Literal["kv", "latent", "state"]
 
@@ -92,7 +95,8 @@ class KVLayout:
 class KVCache:
     """Keys and values of all slots of all layers, and `states` recurrent states, on one device.
 
-    Initialised to zero, so that a masked slot that was never written holds finite numbers.
+    Zero where nothing was written, so that a masked slot holds finite numbers. On CPUs pages become resident
+    when they are written, and `release` gives them back.
     """
 
     def __init__(self, layout: KVLayout, slots: int, device: str, states: int = 0) -> None:
@@ -101,9 +105,10 @@ class KVCache:
         self.states = states
         self.device = torch.device(device)
         self._slot_axis = 1 if layout.order == "heads" else 0
+        self._lazy: list[LazyTensor] = []
         # What a layer stores of a token is one tensor, so that one operator writes it.
         self._layers = [
-            torch.zeros(self._shape(layer), dtype=layout.dtype, device=device)
+            self._zeros(self._shape(layer))
             if layer.kind != "state"
             else torch.zeros((states, layer.heads, layer.head_dim, layer.value_dim), device=device)
             for layer in layout.layers
@@ -115,7 +120,12 @@ class KVCache:
         """Write `stored` [rows, *LayerKV.stored] to `slots`, int64 [rows]."""
         if self._slot_axis:
             stored = stored.transpose(0, 1)
-        self._layers[layer].index_copy_(self._slot_axis, slots, stored)
+        self._layers[layer].index_copy_(self._slot_axis, slots, stored.to(self.layout.dtype))
+
+    def release(self, spans: Sequence[range]) -> None:
+        """Give the memory of these slots back to the machine, where it can be."""
+        for each in self._lazy:
+            each.release(spans)
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return a view of all keys: [heads, slots, head_dim]."""
@@ -141,6 +151,12 @@ class KVCache:
         whole = self.slots - self.slots % page_size
         data = self._layers[layer][:whole].view(-1, page_size, *shape.stored)
         return data[:, :, : shape.heads], data[:, :, shape.heads :]
+
+    def _zeros(self, shape: tuple[int, int, int]) -> torch.Tensor:
+        if self.device.type != "cpu" or not self.slots:
+            return torch.zeros(shape, dtype=self.layout.dtype, device=self.device)
+        self._lazy.append(LazyTensor(shape, self.layout.dtype, self._slot_axis))
+        return self._lazy[-1].data
 
     def _by_heads(self, layer: int) -> torch.Tensor:
         data = self._layers[layer]

@@ -81,6 +81,14 @@ class SlotPool:
             return False
         return 0 not in map(self._taken.__getitem__, slots)
 
+    def free_spans(self) -> list[range]:
+        """All free slots, as spans."""
+        bounds = np.zeros(self.slots + 2, dtype=np.int8)
+        bounds[1:-1] = np.frombuffer(self._taken, dtype=np.int8) ^ 1
+        steps = np.diff(bounds)
+        ends = zip(np.flatnonzero(steps == 1), np.flatnonzero(steps == -1), strict=True)
+        return [range(int(low), int(high)) for low, high in ends]
+
     def _closest(self, start: int, count: int) -> list[int]:
         """The free slots closest to `start`, ascending. Requires `count` free slots."""
         taken = self._taken
@@ -103,12 +111,8 @@ class SlotPool:
         It is lower if `count` slots need more than the upper half, and 0 if the gap starts at slot 0. The
         request below may grow into the lower half.
         """
-        bounds = np.zeros(self.slots + 2, dtype=np.int8)
-        bounds[1:-1] = np.frombuffer(self._taken, dtype=np.int8) ^ 1
-        steps = np.diff(bounds)
-        lows, highs = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)  # [gaps], slots low .. high - 1
-        largest = int(np.argmax(highs - lows))
-        low, size = int(lows[largest]), int(highs[largest] - lows[largest])
+        gap = max(self.free_spans(), key=len)
+        low, size = gap.start, len(gap)
         return low if low == 0 else low + max(0, min(size // 2, size - count))
 
 

@@ -4,7 +4,7 @@ The verifier, the drafter and the benchmarks see models only through this module
 no checkpoint format and no request.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,6 +83,10 @@ class Model(Protocol):
 
         Must be called from one thread. Reads and writes only slots named in the batch.
         """
+        ...
+
+    def release(self, spans: Sequence[range]) -> None:
+        """Give the memory of these slots, which hold nothing, back to the machine where it can be."""
         ...
 
 

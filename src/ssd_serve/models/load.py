@@ -37,7 +37,7 @@ from ssd_serve.models.sizes import (
     DTYPES,
     INT8,
     ModelSizes,
-    attention_dtype,
+    kv_dtype,
     model_sizes,
     resolve_dtype,
     torch_device,
@@ -120,7 +120,7 @@ class _Loading:
         """Memory, weights, attention, and what they are made into."""
         self._require_room()
         layout = replace(
-            self._own.layout(attention_dtype(self._options.device, self._dtype)),
+            self._own.layout(kv_dtype(self._place, self._dtype, self._native)),
             order=layout_order(self._place),
         )
         with torch.inference_mode():
@@ -130,9 +130,10 @@ class _Loading:
         attention = self._attention(cache)
         parts = ModelParts(
             attention=attention.backend,
-            operations=self._operations(layout.dtype),
+            operations=self._operations(attention.backend.dtype),
             facts=self._facts(attention.name, layout.bytes_per_slot),
             slots=self._options.slots,
+            release=cache.release,
             features=self._options.features,
             group=self._group,
         )

@@ -56,13 +56,14 @@ def resolve_dtype(dtype: str, device: str, native: NativeLibrary | None = None) 
     return "bf16" if fast else "fp32"
 
 
-def attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache and of attention.
+def kv_dtype(device: str, dtype: torch.dtype, native: NativeLibrary | None) -> torch.dtype:
+    """The dtype of the KV cache for activations of `dtype`.
 
-    float32 on CPUs for weights of any dtype: torch's attention in half precision is slower there, for single
-    rows more than twice.
+    The same, but on CPUs float32 for what the compiled attention cannot read: torch's attention in half
+    precision is slower there, for single rows more than twice.
     """
-    return torch.float32 if torch_device(device) == "cpu" else dtype
+    narrow = native is not None and dtype is torch.bfloat16
+    return dtype if torch_device(device) != "cpu" or narrow else torch.float32
 
 
 def torch_device(device: str) -> str:
@@ -112,7 +113,7 @@ def sizes_of(
         description.config.context,
         resident * own.read // own.resident,
         resident + separate_embedding(own, place) * kind.itemsize,
-        own.layout(attention_dtype(device, kind)).bytes_per_slot,
+        own.layout(kv_dtype(device, kind, native)).bytes_per_slot,
     )
 
 

@@ -1,7 +1,7 @@
 """Wrappers of models, and the setting by which the launcher of a process
 puts one before each model that it loads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Literal
@@ -30,6 +30,10 @@ class WrappedModel:
     def slots(self) -> int:
         """Slots of the real model."""
         return self._model.slots
+
+    def release(self, spans: Sequence[range]) -> None:
+        """Release slots of the real model."""
+        self._model.release(spans)
 
 
 def wrap_model(model: Model, role: Literal["target", "draft"], wrapper: str | None) -> Model:

@@ -113,7 +113,11 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     rows = [("mode", f"{ready.mode}: {MODES.get(ready.mode, '')}"), ("target", target)]
     if ready.mode != "ar":
         rows.append(("draft", draft))
-    rows += [("context", context), ("speed", _speed_line(ready, settings))]
+    rows.append(("context", context))
+    if ready.kv_bytes:
+        sizes = ready.weight_bytes / 1e9, ready.kv_bytes / 1e9
+        rows.append(("memory", "weights {:.1f} GB, KV cache up to {:.1f} GB".format(*sizes)))
+    rows.append(("speed", _speed_line(ready, settings)))
     if settings.model_wrapper is not None:
         rows.append(
             ("wrapped", f"models are wrapped by {settings.model_wrapper}; step times are not their own")

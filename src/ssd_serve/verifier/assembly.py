@@ -52,8 +52,9 @@ from ssd_serve.verifier.request import RequestLimits
 from ssd_serve.verifier.round import Rounds
 from ssd_serve.verifier.scheduler import Scheduler, SchedulerLimits
 
-_KV_SHARE = 0.4
-"""Share of the free memory that the KV cache takes where the settings name no size."""
+_KV_SHARE, _KV_SHARE_OF_GPU = 0.25, 0.4
+"""Most of the free memory that the KV cache takes where the settings name no size. Other programs run beside a
+server on CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,8 @@ class AssembledVerifier:
     engine: Engine
     facts: ModelFacts
     slots: int
+    weight_bytes: int
+    """Bytes of all weights on one rank."""
     step_s: float
     gains: GainFile
     differences: DifferenceLog
@@ -217,6 +220,7 @@ def assemble_verifier(
         engine,
         model.facts,
         slots,
+        sizes.resident_bytes,
         cost.seconds(1),
         gains,
         differences,
@@ -236,6 +240,8 @@ def ready_report(config: EngineConfig, verifier: AssembledVerifier) -> Ready:
         context=min(verifier.facts.context, verifier.slots - 1),
         vocabulary=verifier.facts.vocabulary,
         slots=verifier.slots,
+        weight_bytes=verifier.weight_bytes * config.tensor_parallel,
+        kv_bytes=verifier.slots * verifier.facts.kv_bytes_per_slot * config.tensor_parallel,
         target_step_ms=1e3 * verifier.step_s,
         draft_step_ms=1e3 * verifier.engine.drafters.step_s,
         protocol=PROTOCOL_VERSION,
@@ -326,7 +332,8 @@ def _slots(config: EngineConfig, sizes: ModelSizes, device: str, leader: Leader 
         free = available_memory(torch_device(device))
         free = free if leader is None else min(free, leader.min_free)
         free = (free // ranks if torch_device(device) == "cpu" else free) - sizes.resident_bytes
-        budget = int(_KV_SHARE * max(0, free))
+        share = _KV_SHARE if torch_device(device) == "cpu" else _KV_SHARE_OF_GPU
+        budget = int(share * max(0, free))
     slots = min(budget // sizes.kv_bytes_per_slot, (config.max_running + 1) * (context + 64))
     if slots < 128:
         raise MemoryShortError(

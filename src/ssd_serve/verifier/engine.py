@@ -174,6 +174,12 @@ class Engine:
         short = DecisionReason.MEMORY if self.oom_backoff.nodes == 0 else DecisionReason.SLOTS
         return replace(decision, nodes=nodes, why=decision.why if nodes else short)
 
+    def rest(self, kept: int) -> None:
+        """Evict all but `kept` tokens of the prefix cache, and give the memory of free slots back."""
+        if self.scheduler.prefix is not None:
+            self.scheduler.prefix.evict(self.scheduler.prefix.size - kept)
+        self._rounds.model.release(self.scheduler.pool.free_spans())
+
     def drain(self) -> None:
         """Handle messages of drafters."""
         self.drafters.drain(self._active)

@@ -32,6 +32,10 @@ from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.ranks import LeadingRank
 
 _STATUS_S = 1.0
+_REST_AFTER_S = 30.0
+"""Seconds without work after which memory is given back."""
+_KEPT_TOKENS = 4096
+"""Tokens of the prefix cache that an idle verifier keeps: the latest conversation goes on without a prefill."""
 _COMPILING_S = 0.002
 """Wait of the loop while grammars are compiled and nothing else runs."""
 _CONNECT_S = 3600.0
@@ -82,6 +86,7 @@ class VerifierLoop:
         status: Callable[[], Status],
         remember: Callable[[], None],
         log: Logger,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """The first of `joining` is for this server's own drafters. `remember` stores measurements for the
         next start; it is called periodically, since a process may be killed."""
@@ -96,6 +101,9 @@ class VerifierLoop:
         self._held = GrammarQueue(engine.grammars)
         self._remembered_at = time.monotonic()
         self._heap = Heap()
+        self._clock = clock
+        self._busy_at: float | None = clock()
+        """Time of the last round; None once memory was given back."""
 
     def await_drafters(self, timeout_s: float, count: int) -> None:
         """Wait until `count` asynchronous drafters have joined. Stop at the timeout, or if requests of an
@@ -122,6 +130,7 @@ class VerifierLoop:
             self._unsent.extend(self._engine.handle(held))
         self._accept()
         if self._engine.busy and len(self._unsent) < _MAX_UNSENT:
+            self._busy_at = self._clock()
             reports = self._engine.step()
             if not self._engine.busy:  # before the last tokens: a client with all tokens reads final counters
                 self._unsent.append(self._status())
@@ -129,7 +138,15 @@ class VerifierLoop:
         else:
             self._sleep(_COMPILING_S if self._held else _STATUS_S / 2)
             self._engine.drain()
+            self._rest_when_idle()
         self._report()
+
+    def _rest_when_idle(self) -> None:
+        if self._busy_at is None or self._engine.busy or self._clock() - self._busy_at < _REST_AFTER_S:
+            return
+        self._busy_at = None
+        self._engine.rest(_KEPT_TOKENS)
+        self._heap.trim()
 
     def _sleep(self, timeout_s: float) -> None:
         sources: list[Waitable] = [self._server, *self._joining, *self._engine.drafters.channels]

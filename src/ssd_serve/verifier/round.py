@@ -149,7 +149,7 @@ class Rounds:
         native: NativeLibrary | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._model = model
+        self.model = model
         self._clock = clock
         self._noise = noise
         self._eos = eos
@@ -157,7 +157,7 @@ class Rounds:
 
     def launch(self, work: Sequence[RequestStep]) -> InFlight:
         """Start the forward of all rows. Raises `DeviceMemoryError`."""
-        if self._model.facts.ranks > 1:  # the other ranks have started: it cannot be run again
+        if self.model.facts.ranks > 1:  # the other ranks have started: it cannot be run again
             return self._launch(work)
         return within_memory(lambda: self._launch(work))
 
@@ -168,7 +168,7 @@ class Rounds:
         if self._native is None:
             self._noise.lines([span for rows in sampling if (span := rows.noise_span) is not None])
         started = self._clock()
-        result = self._model.forward(batch)
+        result = self.model.forward(batch)
         sampling = _masked(work, sampling)  # while the device works
         return InFlight(tuple(work), sampling, result, batch.rows, _reading(work), started)
 

@@ -20,7 +20,7 @@ from ssd_serve.kernels.attention.self_test import RATIOS, self_test
 from ssd_serve.kernels.device import dtype_name, layout_order
 from ssd_serve.kernels.native.library import NativeError, NativeLibrary, build, load_native
 from ssd_serve.models.parallel import MAX_RANKS
-from ssd_serve.models.sizes import attention_dtype, resolve_dtype
+from ssd_serve.models.sizes import kv_dtype, resolve_dtype
 
 _ARCHITECTURES = ("gfx942", "gfx950")
 _KFD = Path("/dev/kfd")
@@ -271,14 +271,14 @@ def _attention(settings: Settings) -> Iterator[Check]:
     """Try every attention backend on the target's device, and name the one that would serve."""
     try:
         device = _target_device(settings)
-        served = _attention_dtype(settings, device)
+        folder = cache_folder(settings)
+        native = load_native(folder) if settings.native_kernels else None
+        served = _kv_dtype(settings, device, native)
     except SsdError as error:
         yield Check("would serve", State.PROBLEM, "nothing", str(error))
         return
     if device.startswith("cuda:"):
         pin(parse_device(device))  # kernels start on the current GPU
-    folder = cache_folder(settings)
-    native = load_native(folder) if settings.native_kernels else None
     for dtype in _DTYPES.values() if device != "cpu" else (served,):
         cache = _cache(dtype, device)
         for each in candidates(cache, native, folder):
@@ -327,10 +327,10 @@ def _chosen(settings: Settings, cache: KVCache, native: NativeLibrary | None) ->
     return Check("would serve", State.OK, found)
 
 
-def _attention_dtype(settings: Settings, device: str) -> torch.dtype:
-    """Return attention's dtype with these settings. Raises `UserError` if the device does not support it."""
-    name = resolve_dtype(settings.dtype, device)
-    return attention_dtype(device, _DTYPES.get(name, torch.bfloat16))  # int8 computes in bf16
+def _kv_dtype(settings: Settings, device: str, native: NativeLibrary | None) -> torch.dtype:
+    """Return the KV cache's dtype with these settings. Raises `UserError` if the device does not support it."""
+    name = resolve_dtype(settings.dtype, device, native)
+    return kv_dtype(device, _DTYPES.get(name, torch.bfloat16), native)  # int8 computes in bf16
 
 
 def _cache(dtype: torch.dtype, device: str) -> KVCache:

@@ -18,13 +18,13 @@ from ssd_serve.base.names import HubId, hub_id
 from ssd_serve.base.settings import Settings
 from ssd_serve.kernels.device import dtype_name
 from ssd_serve.kernels.fp8 import FORMATS, can_multiply, native_format
-from ssd_serve.kernels.native.library import native_library
+from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name, read_json
 from ssd_serve.models.hub import Role, embedded_model, local_model
 from ssd_serve.models.parallel import Parallel
-from ssd_serve.models.sizes import attention_dtype, bytes_saved, resolve_dtype, separate_embedding
+from ssd_serve.models.sizes import bytes_saved, kv_dtype, resolve_dtype, separate_embedding
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
 _KEYS = (
@@ -132,7 +132,9 @@ def sized(
         wide_bytes=int(read * wide),
         matrix_bytes=int(read * (wide - saved)),
         resident_bytes=wide - saved + embedding * dtype.itemsize,
-        kv_bytes_per_token=whole.layout(attention_dtype(computing.device, dtype)).bytes_per_slot,
+        kv_bytes_per_token=whole.layout(
+            kv_dtype(computing.device, dtype, _native(computing.device))
+        ).bytes_per_slot,
         ranks=whole.ranks,
         attention_flops=4.0 * whole.rows.heads * sum(layer.head_dim for layer in whole.kv),
         fp8=None if config.fp8 is None else saved > 0,
@@ -172,8 +174,11 @@ def multiplied_fp8(device: str) -> torch.dtype | None:
 def torch_dtype(name: str, device: str) -> torch.dtype:
     """`auto`, fp32, bf16 or fp16 on this kind of device."""
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    native = native_library(Settings().engine_config()) if device == "cpu" else None
-    return kinds[resolve_dtype(name, device, native)]
+    return kinds[resolve_dtype(name, device, _native(device))]
+
+
+def _native(device: str) -> NativeLibrary | None:
+    return native_library(Settings().engine_config()) if device == "cpu" else None
 
 
 def known_model(name: str) -> Description[Any] | None:

@@ -106,7 +106,7 @@ class CheckedAttention:
         """Outputs are [rows, heads, head_dim]. Rounding grows with the values."""
         expected = expected.float()
         # [rows, heads]: an average over a long context may be small everywhere.
-        allowed = ALLOWED[self.dtype] * expected.abs().amax(dim=2).clamp(min=_LEAST)
+        allowed = ALLOWED[found.dtype] * expected.abs().amax(dim=2).clamp(min=_LEAST)
         errors = torch.nan_to_num((found.float() - expected).abs(), nan=torch.inf).amax(dim=2) / allowed
         wrong = torch.nonzero(errors > 1.0)  # [differing, 2], by row, then by head
         if len(wrong):

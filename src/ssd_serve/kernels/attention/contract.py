@@ -30,7 +30,7 @@ class AttentionBackend(Protocol[PlanT]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the cache, of queries and of results."""
+        """The dtype of queries and of results; on CPUs the cache may be narrower."""
         ...
 
     def plan(self, batch: Batch) -> PlanT:
@@ -42,7 +42,7 @@ class AttentionBackend(Protocol[PlanT]):
         ...
 
     def run(self, layer: int, queries: torch.Tensor, plan: PlanT) -> torch.Tensor:
-        """Attend: `queries` [rows, heads, head_dim] -> [rows, heads * value_dim], in the cache's dtype.
+        """Attend: `queries` [rows, heads, head_dim] -> [rows, heads * value_dim], in their dtype.
 
         Scores are multiplied by the layer's scale. Query head h reads KV head h // (heads / kv_heads). Must
         follow `write` of the same layer.

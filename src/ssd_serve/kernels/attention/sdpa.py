@@ -45,6 +45,10 @@ class SdpaPlan:
 class SdpaAttention(CacheAttention):
     """`AttentionBackend` over scaled_dot_product_attention."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return _dtype(self._cache)
+
     def __init__(self, cache: KVCache, heads: int) -> None:
         super().__init__(cache, heads)
         self._kinds = [(layer.window, layer.heads) for layer in self._layers]
@@ -80,7 +84,7 @@ class SdpaAttention(CacheAttention):
 
     def _attend(self, layer: int, queries: torch.Tensor, piece: _Piece) -> torch.Tensor:
         rows, _, head_dim = queries.shape
-        k, v = _read(self._cache, layer, piece.slots)
+        k, v = _read(self._cache, layer, piece.slots, queries.dtype)
         q = queries.transpose(0, 1)  # [heads, rows, head_dim]
         if piece.folded:
             q = q.reshape(k.shape[0], -1, head_dim)  # [kv_heads, group * rows, head_dim]
@@ -88,7 +92,7 @@ class SdpaAttention(CacheAttention):
             q.unsqueeze(0),
             k.unsqueeze(0),
             v.unsqueeze(0),
-            attn_mask=piece.mask,
+            attn_mask=piece.mask.to(queries.dtype),
             scale=self._layers[layer].scale,
             enable_gqa=not piece.folded,
         )
@@ -117,12 +121,19 @@ class SdpaAttention(CacheAttention):
         return _Piece(rows, slots, torch.from_numpy(mask).to(self._device, self.dtype), folded)
 
 
-def _read(cache: KVCache, layer: int, slots: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(
+    cache: KVCache, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [kv_heads, context, head_dim]: views of a span, or copies of gathered slots."""
     keys, values = cache.keys(layer), cache.values(layer)
     if isinstance(slots, slice):
-        return keys[:, slots], values[:, slots]
-    return keys.index_select(1, slots), values.index_select(1, slots)
+        return keys[:, slots].to(dtype), values[:, slots].to(dtype)
+    return keys.index_select(1, slots).to(dtype), values.index_select(1, slots).to(dtype)
+
+
+def _dtype(cache: KVCache) -> torch.dtype:
+    """Return the dtype of queries: torch computes slower in half precision on CPUs than it widens."""
+    return torch.float32 if cache.device.type == "cpu" else cache.layout.dtype
 
 
 def log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -192,6 +203,10 @@ class SdpaRows(CacheAttention):
     depend on how the context lies, it is always a copy of its own.
     """
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return _dtype(self._cache)
+
     def plan(self, batch: Batch) -> SdpaRowsPlan:
         """Find the rows' contexts, and which of them are parts of others. Raises ValueError for a batch that
         is not unrolled."""
@@ -207,7 +222,7 @@ class SdpaRows(CacheAttention):
     def run(self, layer: int, queries: torch.Tensor, plan: SdpaRowsPlan) -> torch.Tensor:
         result = queries.new_empty(queries.shape[0], queries.shape[1] * self._layers[layer].value_dim)
         with threads(1):
-            for row, keys, values in self._seen(layer, plan):
+            for row, keys, values in self._seen(layer, plan, queries.dtype):
                 query = queries[row].view(1, keys.shape[0], -1, queries.shape[2])
                 attended = F.scaled_dot_product_attention(
                     query, keys.unsqueeze(0), values.unsqueeze(0), scale=self._layers[layer].scale
@@ -219,15 +234,17 @@ class SdpaRows(CacheAttention):
         self, layer: int, queries: torch.Tensor, plan: SdpaRowsPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lse = torch.empty(queries.shape[:2], device=self._device)
-        for row, keys, _ in self._seen(layer, plan):
+        for row, keys, _ in self._seen(layer, plan, queries.dtype):
             mask = keys.new_zeros((1, keys.shape[1]))
             lse[row] = log_sum_exp(queries[row : row + 1], keys, mask, self._layers[layer].scale)[0]
         return self.run(layer, queries, plan), lse
 
-    def _seen(self, layer: int, plan: SdpaRowsPlan) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def _seen(
+        self, layer: int, plan: SdpaRowsPlan, dtype: torch.dtype
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Each row, and the keys and values that it sees: [kv_heads, context, head_dim]."""
         for context in plan.contexts[self._layers[layer].window]:
-            k, v = _read(self._cache, layer, context.slots)
+            k, v = _read(self._cache, layer, context.slots, dtype)
             for row, part in context.rows:
                 yield row, k[:, part], v[:, part]
 

@@ -1,4 +1,5 @@
-/* Tree attention in float32 for CPUs: a few rows of queries over scattered slots of a KV cache.
+/* Tree attention for CPUs, computed in float32: a few rows of queries over scattered slots of a KV cache in float32 or
+ * bf16.
  *
  * A row's result depends on nothing but its query and the ordered keys and values that it sees: not on the batch, on
  * threads, on blocks or on entries between that it does not see (see attention_task.h).
@@ -20,6 +21,7 @@ static long lay_out(scratch *s, float *base, long stacked, long head_dim, long b
   long width = parts_of(head_dim, WIDE) * WIDE, at = 0;
 #define PART(NAME, SIZE) (s->NAME = (void *)(base + at), at += parts_of(SIZE, WIDE) * WIDE)
   PART(queries, stacked * head_dim), PART(keys, BLOCK * width), PART(zeros, width), PART(tails, BLOCK * WIDE);
+  PART(widened, BLOCK * width);
   PART(scores, stacked * blocks * BLOCK), PART(greatest, stacked * WIDE), PART(sums, stacked * WIDE);
   PART(out, stacked * width), PART(used, blocks);
 #undef PART
@@ -59,8 +61,8 @@ long ssd_attention_scratch(const batch *b) {
 
 /* out [rows, heads * head_dim] and, unless it is NULL, lse [rows, heads] from queries (rows `query_stride` floats
  * apart), and keys and values [kv_heads, slots, head_dim] of one layer with a window (0: none). */
-void ssd_attend(const batch *b, long window, const float *queries, long query_stride, const float *keys,
-                const float *values, float *out, float *lse) {
+void ssd_attend(const batch *b, long window, const float *queries, long query_stride, const char *keys,
+                const char *values, float *out, float *lse) {
   long tasks = 0, products = 0;
   for (long request = 0; request < b->requests; request++) {
     task t = request_task(b, request);
@@ -87,8 +89,8 @@ void ssd_attend(const batch *b, long window, const float *queries, long query_st
       t.rows = smaller(t.rows, b->request_offsets[request + 1] - t.row);
       t.stacked = t.rows * t.group;
       t.window = window;
-      t.keys = keys + head * b->slots * b->head_dim;
-      t.values = values + head * b->slots * b->head_dim;
+      t.keys = keys + head * b->slots * b->head_dim * b->kv_bytes;
+      t.values = values + head * b->slots * b->head_dim * b->kv_bytes;
       t.queries = queries + head * t.group * b->head_dim;
       t.query_stride = query_stride;
       lay_out(&s, b->scratch + THREAD * b->scratch_size, t.stacked, b->head_dim, t.blocks);
@@ -100,9 +102,15 @@ void ssd_attend(const batch *b, long window, const float *queries, long query_st
 /* Store rows of keys and values [2 * kv_heads, head_dim], `stride` floats apart, in slots of a layer's cache
  * [2 * kv_heads, slots, head_dim]. */
 void ssd_store_keys_values(const batch *b, const float *rows, long stride, long count, const int64_t *slots,
-                           float *cache) {
+                           char *cache) {
+  long head_dim = b->head_dim;
   for (long row = 0; row < count; row++)
-    for (long head = 0; head < 2 * b->kv_heads; head++)
-      memcpy(cache + (head * b->slots + slots[row]) * b->head_dim, rows + row * stride + head * b->head_dim,
-             b->head_dim * sizeof(float));
+    for (long head = 0; head < 2 * b->kv_heads; head++) {
+      const float *from = rows + row * stride + head * head_dim;
+      char *to = cache + (head * b->slots + slots[row]) * head_dim * b->kv_bytes;
+      if (b->kv_bytes == sizeof(float))
+        memcpy(to, from, head_dim * sizeof(float));
+      else
+        for (long d = 0; d < head_dim; d++) ((uint16_t *)to)[d] = narrow_bf16(from[d]);
+    }
 }

@@ -1,4 +1,6 @@
-"""Tree attention on CPUs in float32, by the compiled kernel: one call a layer for all requests of a batch.
+"""Tree attention on CPUs, by the compiled kernel: one call a layer for all requests of a batch.
+
+Computes in float32. The cache is in float32 or bf16, which halves its memory and what long contexts read.
 
 A row's result is the same to the bit alone and in any batch, with any number of threads. It does not matter
 whether its ancestors are tree slots or part of the prefix. Knows how a batch is handed to C; knows no model,
@@ -17,7 +19,7 @@ from ssd_serve.kernels.attention.contract import AttentionFactory, BackendContex
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import POINTER, SIZE, NativeLibrary
 
-_SIZES = ("requests", "heads", "kv_heads", "head_dim", "slots", "ancestry_words", "threads")
+_SIZES = ("requests", "heads", "kv_heads", "head_dim", "slots", "ancestry_words", "threads", "kv_bytes")
 _ARRAYS = {
     "positions": np.int64,
     "request_offsets": np.int32,
@@ -56,7 +58,7 @@ class NativePlan:
 
 
 class NativeAttention:
-    """`AttentionBackend` for a float32 cache on the CPU; all layers have one shape, windows may differ.
+    """`AttentionBackend` for a float32 or bf16 cache on the CPU; all layers have one shape, windows may differ.
 
     Not to be run by two threads at a time: they would share memory.
     """
@@ -93,6 +95,7 @@ class NativeAttention:
             self._cache.slots,
             batch.ancestry.shape[1],
             threads,
+            self._cache.layout.dtype.itemsize,
             *(array.ctypes.data for array in arrays),
         )
         at = ctypes.addressof(struct)
@@ -105,7 +108,7 @@ class NativeAttention:
         return NativePlan(at, write_slots.ctypes.data, batch.rows, kept)
 
     def write(self, layer: int, stored: torch.Tensor, plan: NativePlan) -> None:
-        rows = _rows(stored)
+        rows = _rows(stored.float())
         keys_at = self._keys_at[layer]
         self._store(plan.at, rows.data_ptr(), rows.stride(0), plan.rows, plan.write_slots_at, keys_at)
 
@@ -115,13 +118,13 @@ class NativeAttention:
     def run_with_lse(
         self, layer: int, queries: torch.Tensor, plan: NativePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = queries.new_empty(queries.shape[:2])
+        lse = torch.empty(queries.shape[:2])
         return self._run(layer, queries, plan, lse), lse
 
     def _run(
         self, layer: int, queries: torch.Tensor, plan: NativePlan, lse: torch.Tensor | None
     ) -> torch.Tensor:
-        queries = _rows(queries)
+        dtype, queries = queries.dtype, _rows(queries.float())
         result = queries.new_empty((queries.shape[0], self._heads * self._head_dim))
         self._attend(
             plan.at,
@@ -133,7 +136,7 @@ class NativeAttention:
             result.data_ptr(),
             None if lse is None else lse.data_ptr(),
         )
-        return result
+        return result.to(dtype)
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
@@ -153,7 +156,7 @@ def _maker(context: BackendContext) -> Maker:
 
 def _missing(cache: KVCache, context: BackendContext) -> str:
     shapes = {(layer.heads, layer.head_dim) for layer in cache.layout.layers}
-    on_cpu = cache.device.type == "cpu" and cache.layout.dtype is torch.float32
+    on_cpu = cache.device.type == "cpu" and cache.layout.dtype in (torch.float32, torch.bfloat16)
     if context.native is not None and on_cpu and len(shapes) == 1 and cache.layout.order == "heads":
         return ""
     return (

@@ -17,7 +17,7 @@
 
 /* `ssd_serve.kernels.batch.Batch`, with the sizes of the model; filled in by attention.py. */
 typedef struct {
-  long requests, heads, kv_heads, head_dim, slots, ancestry_words, threads;
+  long requests, heads, kv_heads, head_dim, slots, ancestry_words, threads, kv_bytes; /* of a number in the cache */
   const int64_t *positions;
   const int32_t *request_offsets, *prefix_slots, *prefix_offsets, *tree_slots, *tree_offsets;
   const int64_t *tree_positions;
@@ -33,13 +33,14 @@ typedef struct {
   long prefix, tree, prefix_blocks, blocks; /* entries and blocks of the request's context */
   const int32_t *prefix_slots, *tree_slots;
   const int64_t *tree_positions;
-  const float *queries, *keys, *values; /* queries of row 0 of the batch, keys and values of the head */
+  const float *queries; /* of row 0 of the batch */
+  const char *keys, *values; /* of the head */
   long query_stride;
 } task;
 
 /* A thread's memory, in floats; every part is a whole number of vectors. */
 typedef struct {
-  float *queries, *keys, *zeros, *tails, *scores, *greatest, *sums, *out;
+  float *queries, *keys, *zeros, *tails, *widened, *scores, *greatest, *sums, *out;
   int32_t *used; /* the numbers of the blocks that any row of the task sees */
 } scratch;
 
@@ -55,19 +56,35 @@ static void transpose_block(const float *const *rows, long columns, long head_di
 }
 
 /* Where a block's keys or values lie. Returns their number. Those beyond it point to `missing`. */
-static int block_rows(const task *t, long number, const float *heads, const float *missing, const float **rows) {
+static int block_rows(const task *t, long number, const char *heads, const void *missing, const float **rows) {
   int tree = number >= t->prefix_blocks;
   long start = (tree ? number - t->prefix_blocks : number) * BLOCK;
   const int32_t *slots = (tree ? t->tree_slots : t->prefix_slots) + start;
   int count = (int)smaller((tree ? t->tree : t->prefix) - start, BLOCK);
-  for (int i = 0; i < count; i++) rows[i] = heads + slots[i] * t->b->head_dim;
+  long size = t->b->head_dim * t->b->kv_bytes;
+  for (int i = 0; i < count; i++) rows[i] = (const float *)(heads + slots[i] * size);
   for (int i = count; i < BLOCK; i++) rows[i] = missing;
   return count;
 }
 
+/* `block_rows` as floats: rows in bf16 are widened, which is exact. */
+static int float_rows(const task *t, long number, const char *heads, const scratch *s, const float **rows) {
+  int count = block_rows(t, number, heads, s->zeros, rows);
+  long head_dim = t->b->head_dim, width = parts_of(head_dim, WIDE) * WIDE;
+  for (int i = 0; t->b->kv_bytes == 2 && i < count; i++) {
+    const uint16_t *from = (const uint16_t *)rows[i];
+    float *to = s->widened + i * width;
+    long d = 0;
+    for (; d + WIDE <= head_dim; d += WIDE) store(to + d, load_bf16(from + d));
+    for (; d < head_dim; d++) to[d] = widen_bf16(from[d]);
+    rows[i] = to;
+  }
+  return count;
+}
+
 /* What to ask for of block `number` while tiles of at most `tile` queries are at work. */
-static ahead ahead_of(const task *t, long number, const float *heads, long tile) {
-  ahead next = {.left = parts_of(t->b->head_dim, LINE)};
+static ahead ahead_of(const task *t, long number, const char *heads, long tile) {
+  ahead next = {.left = parts_of(t->b->head_dim * t->b->kv_bytes, LINE * (long)sizeof(float))};
   next.lines = parts_of(next.left, parts_of(t->stacked, tile));
   block_rows(t, number, heads, heads, next.rows);
   return next;
@@ -137,7 +154,7 @@ static long score_blocks(const task *t, scratch *s) {
     uint32_t any = 0;
     for (long row = 0; row < t->rows; row++) any |= bits[row] = seen(t, t->row + row, number);
     if (!any) continue;
-    long columns = block_rows(t, number, t->keys, s->zeros, rows) > BLOCK / 2 ? BLOCK : BLOCK / 2;
+    long columns = float_rows(t, number, t->keys, s, rows) > BLOCK / 2 ? BLOCK : BLOCK / 2;
     transpose_block(rows, columns, head_dim, s->keys);
     float *scores = s->scores + used * t->stacked * BLOCK;
     ahead next = ahead_of(t, smaller(number + 1, t->blocks - 1), t->keys, SCORE_QUERIES);
@@ -219,7 +236,7 @@ static void run_task(const task *t, scratch *s, float *out, float *lse) {
   }
   for (long i = 0; i < used; i++) {
     float *scores = s->scores + i * t->stacked * BLOCK;
-    int count = block_rows(t, s->used[i], t->values, s->zeros, rows);
+    int count = float_rows(t, s->used[i], t->values, s, rows);
     weigh(t, (count > BLOCK / 2 ? BLOCK : BLOCK / 2) / WIDE, s->greatest, scores, s->sums);
     ahead next = ahead_of(t, s->used[smaller(i + 1, used - 1)], t->values, MIX_QUERIES);
     mix_block(t, s, scores, rows, count, width, &next);

@@ -35,6 +35,7 @@
 typedef float floats __attribute__((vector_size(BYTES)));
 typedef float half_floats __attribute__((vector_size(BYTES / 2)));
 typedef uint32_t words __attribute__((vector_size(BYTES)));
+typedef uint16_t half_words __attribute__((vector_size(BYTES / 2)));
 typedef int32_t masks __attribute__((vector_size(BYTES)));
 typedef double doubles __attribute__((vector_size(BYTES)));
 
@@ -42,6 +43,26 @@ INLINE floats load(const float *from) {
   floats value;
   memcpy(&value, from, sizeof value);
   return value;
+}
+
+INLINE floats load_bf16(const uint16_t *from) {
+  half_words value;
+  memcpy(&value, from, sizeof value);
+  return (floats)(__builtin_convertvector(value, words) << 16);
+}
+
+INLINE float widen_bf16(uint16_t x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* Rounded to the nearest, ties to even; a NaN stays one. */
+INLINE uint16_t narrow_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 INLINE void store(float *to, floats value) { memcpy(to, &value, sizeof value); }

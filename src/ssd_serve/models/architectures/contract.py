@@ -4,7 +4,7 @@ how they are built.
 Knows no architecture; those that there are stand in `registry`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -133,6 +133,8 @@ class ModelParts:
     operations: RowOperations
     facts: ModelFacts
     slots: int
+    release: Callable[[Sequence[range]], None]
+    """`KVCache.release`."""
     features: tuple[int, ...] = ()
     group: Group = field(default_factory=Group)
 

@@ -6,7 +6,7 @@ keys and values are stored together. Knows batches, weights and attention backen
 file format and no page size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class DenseModel:
         self._operations = parts.operations
         self._facts = parts.facts
         self._slots = parts.slots
+        self._release = parts.release
         self._device = device
         # [context, 1, head_dim / 2]: one rotation for all heads of a row
         rotations = rotation_table(config.rope, config.head_dim, parts.facts.context)
@@ -52,6 +53,10 @@ class DenseModel:
     def slots(self) -> int:
         """Number of KV slots."""
         return self._slots
+
+    def release(self, spans: Sequence[range]) -> None:
+        """See `Model.release`."""
+        self._release(spans)
 
     def _attend(
         self, index: int, blocks: LayerBlocks, rows: torch.Tensor, rotations: torch.Tensor, plan: object
