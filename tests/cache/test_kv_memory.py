@@ -26,7 +26,9 @@ def resident() -> int:
 
 def filled(cache: KVCache, slots: Iterable[int]) -> None:
     """Writes each slot's number into all its keys and values."""
-    for rows in torch.tensor(list(slots), dtype=torch.int64).split(512):
+    numbers = torch.tensor(list(slots), dtype=torch.int64)
+    for start in range(0, len(numbers), 512):
+        rows = numbers[start : start + 512]
         for index, layer in enumerate(cache.layout.layers):
             cache.write(index, rows, rows.float()[:, None, None].expand(-1, *layer.stored))
 
