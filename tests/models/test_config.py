@@ -24,29 +24,24 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 4096,
 }
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES: list[dict[str, Any]] = [
-    {"rope_type": "default", "rope_theta": 500000.0},
-    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 1024,
-    },
-    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024},
-    {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 2.0,
-        "original_max_position_embeddings": 2048,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "attention_factor": 1.5,
-        "truncate": False,
-    },
+    {"type": "default"},
+    {"type": "linear", "factor": 4},
+    {"type": "dynamic", "factor": 2.0},
+    {"type": "llama3", **LLAMA3, "original_max_position_embeddings": 1024},
+    {"type": "llama3", **LLAMA3},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+    {"type": "yarn", "factor": None, "original_max_position_embeddings": 64},
+    {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 1024, "finetuned": True},
+    {"type": "yarn", "factor": 0.5},
+    {"type": "yarn", "factor": 4, "attention_factor": 1.25, "beta_fast": None, "truncate": None},
+    {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0},
+    {"type": "yarn", "factor": 40, "mscale": 0.707},
+    {"type": "yarn", "factor": 2.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    {"type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 32},
 ]
+"""Rope sections of public configurations, and their edges."""
 
 
 def parse_config(raw: dict[str, Any]) -> DecoderConfig:
@@ -54,23 +49,37 @@ def parse_config(raw: dict[str, Any]) -> DecoderConfig:
     return config
 
 
-@pytest.mark.parametrize("parameters", ROPES)
-@pytest.mark.parametrize("old", [False, True])
-def test_rope(parameters: dict[str, Any], old: bool) -> None:
-    raw = {**BASE, "rope_parameters": parameters}
-    if old:
-        rest = {("type" if key == "rope_type" else key): value for key, value in parameters.items()}
-        raw = {**BASE, "rope_theta": rest.pop("rope_theta"), "rope_scaling": rest}
-    rope = parse_config(raw).rope
-    options: Any = {**BASE, "rope_parameters": parameters}
-    config = transformers.LlamaConfig(**options)
-    kind = parameters["rope_type"]
-    if kind == "default":
+def spellings(section: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same section under old and new names of its keys, and where its neighbours may stand."""
+    kind = section["type"]
+    rest = {key: value for key, value in section.items() if key != "type"}
+    original = {key: rest[key] for key in rest if key.startswith("original")}
+    shorter = {key: value for key, value in rest.items() if key not in original}
+    found: list[dict[str, Any]] = [
+        {"rope_theta": 5e5, "rope_scaling": section},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, "type": "other", **rest}},
+        {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5, "partial_rotary_factor": 1.0, **rest}},
+        {
+            "rope_theta": 5e5,
+            "rope_parameters": {"rope_type": "linear", "factor": 9.0},
+            "rope_scaling": section,
+        },
+    ]
+    return [*found, {"rope_theta": 5e5, **original, "rope_scaling": {"type": kind, **shorter}}]
+
+
+@pytest.mark.parametrize("section", ROPES)
+def test_rope_equals_transformers_in_every_spelling(section: dict[str, Any]) -> None:
+    for spelling in spellings(section):
+        options: Any = json.loads(json.dumps({**BASE, **spelling}))  # the library changes what it is given
+        config = transformers.LlamaConfig(**options)
+        kind = section["type"]
         expected, factor = 1.0 / (5e5 ** (torch.arange(0, 16, 2).float() / 16)), 1.0
-    else:
-        expected, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    torch.testing.assert_close(inverse_frequencies(rope, 16), expected, rtol=1e-6, atol=0)
-    assert rope.attention_factor == pytest.approx(factor)
+        if kind != "default":
+            expected, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        rope = parse_config({**BASE, **spelling}).rope
+        torch.testing.assert_close(inverse_frequencies(rope, 16), expected, rtol=1e-6, atol=0)
+        assert rope.attention_factor == pytest.approx(factor)
 
 
 def test_old_llama_defaults() -> None:
@@ -117,13 +126,40 @@ def test_biases_and_norms() -> None:
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised .awq."),
         ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.0}}, "without mscale"),
+        ({"rope_scaling": {"type": "linear"}}, "rope of type linear needs factor"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 64}}, "yarn needs factor"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": None}},
+            "factor of the rope must be a positive number",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of the rope must be a positive number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "attn_factor": 1.0}}, "without effect: attn_factor"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "is not above low_freq"),
+        ({"rope_parameters": {"full_attention": {}}}, "without effect: full_attention"),
+        ({"rope_scaling": [1]}, "must be an object"),
+        ({"rope_theta": None}, "rope_theta of the rope must be a positive number"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
     ],
 )
 def test_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parse_config({**BASE, **change})
+
+
+def test_keys_that_nothing_reads_are_named() -> None:
+    raw = {
+        **BASE,
+        "rope_interleaved": True,
+        "logit_scale": 0.5,
+        "use_cache": True,
+        "tie": None,
+        "bias": False,
+    }
+    assert describe(raw).unread == ("rope_interleaved", "logit_scale")
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+        config = getattr(transformers, f"{name}Config")().to_dict()
+        assert describe({**config, "architectures": [f"{name}ForCausalLM"]}).unread == ()
 
 
 def test_files(tmp_path: Path) -> None:

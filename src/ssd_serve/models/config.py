@@ -5,7 +5,7 @@ architectures know.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,44 @@ def model_name(path: Path) -> str:
     if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
         return parent.parent.name.removeprefix("models--").replace("--", "/", 1)
     return f"embedded-{path.name}" if parent.name == "embedded" else path.name.removesuffix(".gguf")
+
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("_name_or_path", "add_cross_attention", "architectures", "attention_bias"),
+        *("attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward"),
+        *("dtype", "finetuning_task", "id2label", "initializer_range"),
+        *("is_decoder", "is_llama_config", "label2id", "layer_types"),
+        *("max_window_layers", "mlp_bias", "model_type", "pad_token_id"),
+        *("pretraining_tp", "return_dict", "tokenizer_class", "torch_dtype"),
+        *("transformers_version", "use_cache", "use_sliding_window"),
+    }
+)
+"""Keys of `config.json` that change no result, or that the names of the tensors confirm."""
+
+
+class ReadKeys(Mapping[str, Any]):
+    """A JSON object that remembers which of its keys were read."""
+
+    def __init__(self, raw: Json) -> None:
+        self._raw = raw
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return self._raw[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def unread(self) -> tuple[str, ...]:
+        """The keys that were not read, except those that change nothing and those without a value."""
+        return tuple(
+            key for key, value in self._raw.items() if value and key not in self._read | _WITHOUT_EFFECT
+        )
 
 
 def read_json(path: Path) -> Json:

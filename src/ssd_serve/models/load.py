@@ -119,6 +119,12 @@ class _Loading:
     def model(self) -> Model:
         """Memory, weights, attention, and what they are made into."""
         self._require_room()
+        if (unread := self._sizes.description.unread) and self._log is not None:
+            self._log.warning(
+                "keys of config.json are not known here and change nothing",
+                keys=", ".join(unread),
+                model=model_name(self._path),
+            )
         layout = replace(
             self._own.layout(kv_dtype(self._place, self._dtype, self._native)),
             order=layout_order(self._place),

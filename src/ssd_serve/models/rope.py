@@ -6,6 +6,7 @@ do not change, because queries and keys are reordered alike. A rotation is then 
 cos + i sin. What cannot be computed exactly is refused.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
 from typing import Literal
@@ -84,58 +85,120 @@ def _yarn(rope: RopeConfig, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
     if rope.truncate:
         low, high = floor(low), ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    high = high if high > low else low + 0.001
+    high = high if high != low else low + 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
+_EVERYWHERE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ("original_max_position_embeddings",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim", "truncate", "finetuned"),
+        ),
+    ),
+    "factors": (("factors",), ()),
+}
+"""Required and other known keys by rope type; `finetuned` changes nothing."""
+
+
 def rope_parameters(raw: Json) -> tuple[Json, str]:
-    """The rope parameters under either of their names, and the rope type."""
-    parameters: Json = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    return parameters, str(parameters.get("rope_type", parameters.get("type", "default")))
+    """The rope parameters under either of their names, and the rope type.
+
+    Raises `CheckpointError` for a type that is not supported, and keys that are missing or not known.
+    """
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise CheckpointError(f"config.json: the rope parameters must be an object, not {parameters!r}")
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    if kind not in _KEYS:
+        supported = ", ".join(each for each in _KEYS if each != "factors")
+        raise CheckpointError(f"rope type {kind!r} is not supported; supported are {supported}")
+    required, known = _KEYS[kind]
+    if missing := [key for key in required if key not in parameters]:
+        raise CheckpointError(f"config.json: rope of type {kind} needs {', '.join(missing)}")
+    if unknown := sorted(set(parameters) - _EVERYWHERE - {*required, *known}):
+        raise CheckpointError(
+            f"config.json: rope of type {kind} has keys without effect: {', '.join(unknown)}"
+        )
+    return parameters, kind
 
 
 def parse_rope(raw: Json) -> RopeConfig:
-    """Parse the rope of `config.json`, under its old and new key names."""
+    """Parse the rope of `config.json`, under its old and new key names, to the values of transformers."""
     parameters, kind = rope_parameters(raw)
-    if float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise CheckpointError("partial rotary embeddings are not supported")
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    context = int(raw.get("max_position_embeddings", 2048))
-    original = int(parameters.get("original_max_position_embeddings") or context)
-    factor = float(parameters.get("factor") or 1.0)
+    for source in (parameters, raw):
+        if (source.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise CheckpointError("partial rotary embeddings are not supported")
+    theta = _number(parameters if "rope_theta" in parameters else raw, "rope_theta", 10000.0)
     match kind:
-        case "default" | "dynamic":
-            return RopeConfig(theta=theta)
         case "linear":
-            return RopeConfig(theta=theta, kind="linear", factor=factor)
+            return RopeConfig(theta=theta, kind="linear", factor=_number(parameters, "factor"))
         case "llama3":
+            low, high = (_number(parameters, f"{each}_freq_factor") for each in ("low", "high"))
+            if high <= low:
+                raise CheckpointError(
+                    f"config.json: high_freq_factor {high} is not above low_freq_factor {low}"
+                )
             return RopeConfig(
                 theta=theta,
                 kind="llama3",
-                factor=factor,
-                original_context=original,
-                low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
-                high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
+                factor=_number(parameters, "factor"),
+                original_context=int(_original(parameters, raw)),
+                low_freq_factor=low,
+                high_freq_factor=high,
             )
         case "factors":
             return RopeConfig(theta=theta, kind="factors", factors=tuple(parameters["factors"]))
-        case "yarn" if "mscale" not in parameters:
-            return _parse_yarn(parameters, theta, factor, original)
+        case "yarn":
+            return _parse_yarn(parameters, raw, theta)
         case _:
-            supported = "default, linear, dynamic, llama3, yarn (without mscale)"
-            raise CheckpointError(f"rope type {kind!r} is not supported; supported are {supported}")
+            return RopeConfig(theta=theta)
 
 
-def _parse_yarn(parameters: Json, theta: float, factor: float, original: int) -> RopeConfig:
-    given = parameters.get("attention_factor")
+def _original(parameters: Json, raw: Json) -> float:
+    """The context before it was stretched; models of some authors name it outside the rope parameters."""
+    key = "original_max_position_embeddings"
+    if key in raw or key in parameters:
+        return _number(raw if key in raw else parameters, key)
+    return _number(raw, "max_position_embeddings", 2048)
+
+
+def _parse_yarn(parameters: Json, raw: Json, theta: float) -> RopeConfig:
+    original = _original(parameters, raw)
+    if parameters["factor"] is None:
+        factor = _number(raw, "max_position_embeddings", 2048) / original
+    else:
+        factor = _number(parameters, "factor")
+    scales = [parameters.get(key) and _number(parameters, key) for key in ("mscale", "mscale_all_dim")]
+    one, all_dims = (_attention_scale(factor, each or 1.0) for each in scales)
+    attention = one / all_dims if all(scales) else _attention_scale(factor, 1.0)
+    if parameters.get("attention_factor") is not None:
+        attention = _number(parameters, "attention_factor")
     return RopeConfig(
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_context=original,
+        original_context=int(original),
         beta_fast=float(parameters.get("beta_fast") or 32.0),
         beta_slow=float(parameters.get("beta_slow") or 1.0),
-        attention_factor=float(given) if given else 0.1 * log(max(factor, 1.0)) + 1.0,
+        attention_factor=attention,
         truncate=bool(parameters.get("truncate", True)),
     )
+
+
+def _attention_scale(factor: float, scale: float) -> float:
+    return 0.1 * scale * log(max(factor, 1.0)) + 1.0
+
+
+def _number(source: Json, key: str, default: float | None = None) -> float:
+    value = source.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"config.json: {key} of the rope must be a positive number, not {value!r}")
+    return float(value)

@@ -173,6 +173,8 @@ class Description(Generic[C]):
 
     architecture: Architecture[C, Any]
     config: C
+    unread: tuple[str, ...] = ()
+    """Keys of `config.json` that nothing has read."""
 
     def sizes(self, parallel: Parallel) -> Sizes:
         """Count one rank's share; see `Architecture.sizes`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.architectures.contract import Architecture, Description
-from ssd_serve.models.config import Json
+from ssd_serve.models.config import Json, ReadKeys
 from ssd_serve.models.weights.formats import format_of
 
 ARCHITECTURES: dict[str, str] = {
@@ -33,8 +33,9 @@ def describe(raw: Json, generation: Json | None = None) -> Description[Any]:
     names = raw.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
-            known = architecture(name)
-            return Description(known, known.parse(raw, generation or {}))
+            known, keys = architecture(name), ReadKeys(raw)
+            config = known.parse(keys, generation or {})
+            return Description(known, config, keys.unread())
     found = ", ".join(names) or f"unnamed (model_type {raw.get('model_type', 'missing')!r})"
     supported = "; ".join(f"{each} ({architecture(each).models})" for each in ARCHITECTURES)
     raise CheckpointError(f"architecture {found} is not supported; supported are {supported}")

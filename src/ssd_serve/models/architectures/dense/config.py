@@ -42,10 +42,14 @@ class DecoderConfig:
 
 
 def parse_dense(
-    raw: Json, generation: Json, *, activations: Sequence[str] = ("silu", "swish")
+    raw: Json,
+    generation: Json,
+    *,
+    activations: Sequence[str] = ("silu", "swish"),
+    head_dim: int | None = None,
 ) -> DecoderConfig:
     """The configuration that `config.json` gives, without biases, norms of heads and windows: those are the
-    architecture's. `activations` are those that it computes."""
+    architecture's. `activations` are those that it computes, `head_dim` is the usual one."""
     # Exports of compressed-tensors before its version 0.6 use the second name.
     fp8 = parse_quantization(raw.get("quantization_config") or raw.get("compression_config"))
     if (activation := raw.get("hidden_act", activations[0])) not in activations:
@@ -63,7 +67,7 @@ def parse_dense(
     parameters, kind = rope_parameters(raw)
     if kind == "dynamic":
         # Dynamic scaling changes earlier keys beyond the original context; up to there it is plain rope.
-        context = min(context, int(parameters.get("original_max_position_embeddings", context)))
+        context = min(context, int(parameters.get("original_max_position_embeddings") or context))
     return DecoderConfig(
         vocabulary=positive_size(raw, "vocab_size"),
         hidden=hidden,
@@ -71,7 +75,7 @@ def parse_dense(
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=int(raw.get("head_dim") or hidden // heads),
+        head_dim=int(raw.get("head_dim") or head_dim or hidden // heads),
         context=context,
         norm_epsilon=float(raw.get("rms_norm_eps", 1e-6)),
         rope=rope,

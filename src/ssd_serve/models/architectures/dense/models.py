@@ -26,7 +26,7 @@ def _parse_qwen2(raw: Json, generation: Json) -> DecoderConfig:
 
 
 def _parse_qwen3(raw: Json, generation: Json) -> DecoderConfig:
-    config = parse_dense({**raw, "head_dim": raw.get("head_dim") or 128}, generation)
+    config = parse_dense(raw, generation, head_dim=128)
     bias, windows = bool(raw.get("attention_bias", False)), _qwen_windows(raw, config.layers)
     return replace(config, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows)
 
