@@ -69,8 +69,8 @@ class EngineSettings(BaseSettings):
     )
     dtype: DType = Field(
         default=EngineConfig.dtype,
-        description="weights and activations; auto: bf16 where the device computes it fast, else fp32; "
-        "int8: weights of 8 bits, activations in bf16, on CPUs",
+        description="weights and activations; auto: GGUF on CPUs as in the file, else bf16 where the device "
+        "computes it fast, else fp32; int8: weights of 8 bits, activations in bf16, on CPUs",
     )
     tree_decode_backend: TreeAttention = Field(
         default=EngineConfig.tree_decode_backend,

@@ -17,13 +17,14 @@ from ssd_serve.kernels.fixed_rows import (
     settle,
     trial_product,
 )
+from ssd_serve.kernels.native.packed import NativePackedLinear
 from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix
 from ssd_serve.kernels.rows import NativeRows, RmsNorm, RowOperations
 from ssd_serve.models.architectures.contract import RowShapes
 from ssd_serve.models.parallel import Parallel
-from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare
+from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare, Table
 
-_INDEPENDENT = (NativeMatrix, NativeInt8Matrix)
+_INDEPENDENT = (NativeMatrix, NativeInt8Matrix, NativePackedLinear)
 _EPSILON = 1e-6
 
 
@@ -82,7 +83,7 @@ class InvariantLinears:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._linears.tensor(name, shape)
 
-    def embedding(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    def embedding(self, name: str, shape: tuple[int, int]) -> Table:
         return self._linears.embedding(name, shape)
 
     def by_outputs(self, parts: Sequence[MatrixShare], inputs: int, *, bias: bool) -> Linear:
@@ -96,7 +97,9 @@ class InvariantLinears:
         linear = self._linears.by_inputs(part, inputs, bias=bias)
         return self._fixed(linear, part.outputs, columns.stop - columns.start, bias, part.name)
 
-    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def wrap(self, weight: Table, bias: torch.Tensor | None = None) -> Linear:
+        if isinstance(weight, NativePackedLinear):
+            return weight
         outputs, inputs = weight.shape
         return self._fixed(self._linears.wrap(weight, bias), outputs, inputs, bias is not None, "head")
 

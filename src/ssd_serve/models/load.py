@@ -34,12 +34,13 @@ from ssd_serve.models.invariant import InvariantLinears, invariant_operations
 from ssd_serve.models.memory import available_memory, require_memory
 from ssd_serve.models.parallel import Group
 from ssd_serve.models.sizes import (
-    DTYPES,
     INT8,
+    PACKED,
     ModelSizes,
+    activation_dtype,
     kv_dtype,
+    model_dtype,
     model_sizes,
-    resolve_dtype,
     torch_device,
 )
 from ssd_serve.models.weights.checkpoint import Checkpoint
@@ -111,8 +112,8 @@ class _Loading:
         self._group, self._log = group, log
         self._place = torch_device(options.device)
         self._native = options.native if self._place == "cpu" else None
-        self._kind = resolve_dtype(options.dtype, options.device, options.native)
-        self._dtype = DTYPES[self._kind]
+        self._kind = model_dtype(path, options.dtype, options.device, options.native)
+        self._dtype = activation_dtype(self._kind)
         self._architecture, self._config = sizes.description.architecture, sizes.description.config
         self._own: Sizes = sizes.description.sizes(group.parallel)
 
@@ -170,6 +171,7 @@ class _Loading:
                 int8=self._kind == INT8,
                 native=self._native,
                 fp8=self._config.fp8,
+                keep=self._kind == PACKED,
             )
             if self._options.batch_invariant:
                 linears = InvariantLinears(linears, self._place, self._dtype)

@@ -12,17 +12,19 @@ import torch
 from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.cpu_products import cpu_has_fast_bf16
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.packed import can_multiply_packed
 from ssd_serve.kernels.native.products import can_multiply_bf16
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.formats import format_of
+from ssd_serve.models.weights.gguf.format import GGUF
 from ssd_serve.models.weights.linear import multiplies_int8
 from ssd_serve.models.weights.matrices import MatrixReader
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
-INT8 = "int8"
+INT8, PACKED = "int8", "packed"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, INT8: torch.bfloat16}
 """Dtypes of activations; int8 weights are wider only where this machine has no product for them."""
 
@@ -54,6 +56,19 @@ def resolve_dtype(dtype: str, device: str, native: NativeLibrary | None = None) 
         return "bf16"
     fast = cpu_has_fast_bf16() or (native is not None and can_multiply_bf16(native))
     return "bf16" if fast else "fp32"
+
+
+def model_dtype(folder: Path, dtype: str, device: str, native: NativeLibrary | None = None) -> str:
+    """Return what `resolve_dtype` does, or `packed` where `auto` leaves the weights in the blocks of the file;
+    activations are bf16 then."""
+    name = resolve_dtype(dtype, device, native)
+    stays = dtype == "auto" and torch_device(device) == "cpu" and format_of(folder) is GGUF
+    return PACKED if stays and native is not None and can_multiply_packed(native) else name
+
+
+def activation_dtype(name: str) -> torch.dtype:
+    """Return the dtype of the activations of a model by what `model_dtype` names."""
+    return torch.bfloat16 if name == PACKED else DTYPES[name]
 
 
 def kv_dtype(device: str, dtype: torch.dtype, native: NativeLibrary | None) -> torch.dtype:
@@ -101,18 +116,27 @@ def sizes_of(
 ) -> ModelSizes:
     """Return the sizes of a description of what is in `folder`."""
     own = description.sizes(Parallel(ranks - 1, ranks))  # the last one's vocabulary is the largest
-    name, place, fp8 = resolve_dtype(dtype, device, native), torch_device(device), description.config.fp8
-    kind = DTYPES[name]
-    resident = _matrix_bytes(own, name, native)
-    if format_of(folder).multiplies(fp8, place):
+    name, place, fp8 = (
+        model_dtype(folder, dtype, device, native),
+        torch_device(device),
+        description.config.fp8,
+    )
+    kind = activation_dtype(name)
+    embedding = separate_embedding(own, place) * kind.itemsize
+    if name != PACKED and not format_of(folder).multiplies(fp8, place):
+        resident = _matrix_bytes(own, name, native)
+    else:
         with Checkpoint(folder, allow_pickle=allow_pickle) as checkpoint:
-            saved = checkpoint.format.matrices(checkpoint, fp8).saved(place, kind)
+            kept = checkpoint.format.matrices(checkpoint, fp8, native if name == PACKED else None)
+            saved = kept.saved(place, kind)
         resident = own.resident * kind.itemsize - saved // ranks
+        if name == PACKED:  # a tied head is the embedding too
+            embedding = 0 if own.tied else own.embedding * resident // own.resident
     return ModelSizes(
         description,
         description.config.context,
         resident * own.read // own.resident,
-        resident + separate_embedding(own, place) * kind.itemsize,
+        resident + embedding,
         own.layout(kv_dtype(device, kind, native)).bytes_per_slot,
     )
 

@@ -27,7 +27,7 @@ from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import ModelSizes, sizes_of
 from ssd_serve.models.weights.checkpoint import Checkpoint, shorten
 from ssd_serve.models.weights.formats import read_config
-from ssd_serve.models.weights.linear import DenseLinear, Linear, Linears, MatrixShare
+from ssd_serve.models.weights.linear import DenseLinear, Linear, Linears, MatrixShare, Table
 from ssd_serve.models.weights.matrices import ScaledMatrix
 
 _LAYERS = ("midlayer", "layers.0", "transformer", "model.midlayer", "model.layers.0")
@@ -187,7 +187,7 @@ class _HeadReader:
 
     def _embedding(self) -> torch.Tensor | None:
         c, name = self._config, f"{self._outside}embed_tokens.weight"
-        return self._make.embedding(name, (c.vocabulary, c.hidden)) if name in self._checkpoint else None
+        return self._make.tensor(name, (c.vocabulary, c.hidden)) if name in self._checkpoint else None
 
     def _feature_norms(self) -> tuple[RmsNorm, ...]:
         c = self._config
@@ -261,8 +261,8 @@ class TensorCheck:
             self.tensor(f"{part.name}.bias", (part.outputs,))
         return self.wrap(self.tensor(f"{part.name}.weight", (part.outputs, inputs)))
 
-    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return DenseLinear(weight, bias)
+    def wrap(self, weight: Table, bias: torch.Tensor | None = None) -> Linear:
+        return DenseLinear(weight, bias) if isinstance(weight, torch.Tensor) else weight
 
     def finish(self) -> None:
         """Raise `CheckpointError` where the file's tensors are not those that were asked for."""

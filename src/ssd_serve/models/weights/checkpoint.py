@@ -127,12 +127,17 @@ class Checkpoint:
         self, name: str, shape: tuple[int, ...], *, rows: slice = slice(None), columns: slice | None = None
     ) -> torch.Tensor:
         """A tensor or a slice of it, in the file's dtype, on the CPU. `shape` is that of the whole tensor."""
-        if (found := self.shape(name)) != shape:
-            raise CheckpointError(f"{self.folder}: {name} has shape {found}, config.json says {shape}")
-        self._read.add(name)
-        tensor = self._files[name].read(name, rows, columns)
+        tensor = self.file(name, shape).read(name, rows, columns)
         self._bytes_read += tensor.nbytes
         return tensor
+
+    def file(self, name: str, shape: tuple[int, ...] | None = None) -> Tensors:
+        """The file of a tensor, which counts as read where its `shape` is given."""
+        if shape is not None:
+            if (found := self.shape(name)) != shape:
+                raise CheckpointError(f"{self.folder}: {name} has shape {found}, config.json says {shape}")
+            self._read.add(name)
+        return self._files[name]
 
     def ignore(self, name: str, why: str = "") -> None:
         """Count a tensor as read: it is known and not needed. With `why`, `notes` says so."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer as Backend
 
+    from ssd_serve.kernels.native.library import NativeLibrary
     from ssd_serve.models.weights.checkpoint import Checkpoint
     from ssd_serve.models.weights.linear import Linear
     from ssd_serve.models.weights.quantization import Fp8Scheme
@@ -110,8 +111,11 @@ class WeightFormat(Protocol):
         """Return the open file of each tensor, by Hugging Face names; `stack` closes files."""
         ...
 
-    def matrices(self, checkpoint: "Checkpoint", scheme: "Fp8Scheme | None") -> Matrices:
-        """Return the reader of matrices; `scheme` is the configuration of fp8 scales."""
+    def matrices(
+        self, checkpoint: "Checkpoint", scheme: "Fp8Scheme | None", native: "NativeLibrary | None" = None
+    ) -> Matrices:
+        """Return the reader of matrices; `scheme` is the configuration of fp8 scales, `native` the compiled
+        kernels where matrices may stay packed on CPUs."""
         ...
 
     def multiplies(self, scheme: "Fp8Scheme | None", device: str) -> bool:

@@ -16,6 +16,7 @@ from ssd_serve.models.config import Json, eos_ids, read_json
 from ssd_serve.models.weights.formats import Matrices, Tensors, TokenizerParts
 
 if TYPE_CHECKING:
+    from ssd_serve.kernels.native.library import NativeLibrary
     from ssd_serve.models.weights.checkpoint import Checkpoint
     from ssd_serve.models.weights.quantization import Fp8Scheme
 
@@ -54,7 +55,12 @@ class HuggingFaceFolder:
 
         return open_shards(path, self.files, stack, allow_pickle=allow_pickle)
 
-    def matrices(self, checkpoint: "Checkpoint", scheme: "Fp8Scheme | None") -> Matrices:
+    def matrices(
+        self,
+        checkpoint: "Checkpoint",
+        scheme: "Fp8Scheme | None",
+        native: "NativeLibrary | None" = None,  # noqa: ARG002
+    ) -> Matrices:
         from ssd_serve.models.weights.matrices import MatrixReader
 
         return MatrixReader(checkpoint, scheme)

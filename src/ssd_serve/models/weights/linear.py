@@ -24,12 +24,16 @@ from ssd_serve.kernels.cpu_products import (
     quantise,
 )
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.packed import NativePackedLinear
 from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.formats import StoredMatrix
 from ssd_serve.models.weights.quantization import Fp8Scheme
+
+Table = torch.Tensor | NativePackedLinear
+"""An embedding [tokens, hidden], of which `index_select` gives rows."""
 
 
 class Linear(Protocol):
@@ -97,7 +101,7 @@ class Linears(Protocol):
         """A tensor that every rank holds whole (a norm), in the model's dtype and device."""
         ...
 
-    def embedding(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    def embedding(self, name: str, shape: tuple[int, int]) -> Table:
         """This rank's rows of a table with one row a token of the vocabulary."""
         ...
 
@@ -109,9 +113,9 @@ class Linears(Protocol):
         """A matrix with inputs split over the ranks; the results of all ranks are summed."""
         ...
 
-    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def wrap(self, weight: Table, bias: torch.Tensor | None = None) -> Linear:
         """A weight [outputs, inputs], wherever it is, in the format of this device; the dense copy is not
-        kept when packed."""
+        kept when packed. An embedding that is packed is the product too."""
         ...
 
 
@@ -119,7 +123,7 @@ class LinearFactory:
     """`Linears` of one rank from a checkpoint: in `dtype`, or int8 for rows in `dtype`.
 
     `packed`: matrices are packed where that is faster. `fp8` is how the checkpoint's fp8 weights are scaled,
-    None: it holds none.
+    None: it holds none. `keep`: weights of few bits stay as they are on CPUs.
     """
 
     def __init__(
@@ -133,12 +137,14 @@ class LinearFactory:
         int8: bool = False,
         native: NativeLibrary | None = None,
         fp8: Fp8Scheme | None = None,
+        keep: bool = False,
     ) -> None:
         if int8 and device != "cpu":
             raise UserError(f"int8 weights are not built for {device}, only for CPUs; use another dtype")
         self._checkpoint = checkpoint
-        self._matrices = checkpoint.format.matrices(checkpoint, fp8)
-        self._keeps_layout = checkpoint.format.multiplies(fp8, device)
+        self._matrices = checkpoint.format.matrices(checkpoint, fp8, native if keep else None)
+        self._keeps = keep
+        self._keeps_layout = keep or checkpoint.format.multiplies(fp8, device)
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
@@ -157,8 +163,13 @@ class LinearFactory:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._matrices.plain(name, shape).to(self._device, self._dtype)
 
-    def embedding(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    def embedding(self, name: str, shape: tuple[int, int]) -> Table:
         rows = self._parallel.nearly_even(shape[0])
+        if self._keeps:
+            stored = self._matrices.read(name.removesuffix(".weight"), shape, rows=rows)
+            kept = self._matrices.product([stored], None, self._device)
+            if isinstance(kept, NativePackedLinear):
+                return kept
         return self._matrices.plain(name, shape, rows).to(self._device, self._dtype)
 
     def by_outputs(self, parts: Sequence[MatrixShare], inputs: int, *, bias: bool) -> Linear:
@@ -202,7 +213,9 @@ class LinearFactory:
             start = stop
         return self.wrap(weight, bias)
 
-    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def wrap(self, weight: Table, bias: torch.Tensor | None = None) -> Linear:
+        if isinstance(weight, NativePackedLinear):
+            return weight
         if bias is not None:
             bias = bias.to(self._device, self._dtype)
         if self._int8:

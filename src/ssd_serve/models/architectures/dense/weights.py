@@ -12,7 +12,7 @@ from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.dense.config import DecoderConfig, rank_config
 from ssd_serve.models.rope import interleave
 from ssd_serve.models.weights.checkpoint import Checkpoint
-from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare
+from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class DecoderLayer:
 class DecoderWeights:
     """Weights of a whole decoder."""
 
-    embedding: torch.Tensor  # [vocabulary, hidden], of this rank's tokens
+    embedding: Table  # [vocabulary, hidden], of this rank's tokens
     layers: tuple[DecoderLayer, ...]
     norm: RmsNorm  # [hidden]
     head: Linear  # hidden -> vocabulary, this rank's tokens

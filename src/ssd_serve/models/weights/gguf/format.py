@@ -18,13 +18,14 @@ from ssd_serve.models.weights.gguf.file import SUFFIX, GgufFile, files_of, read_
 from ssd_serve.models.weights.gguf.tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
+    from ssd_serve.kernels.native.library import NativeLibrary
     from ssd_serve.models.weights.checkpoint import Checkpoint
     from ssd_serve.models.weights.quantization import Fp8Scheme
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat:
-    """`WeightFormat` of GGUF; tensors are widened when they are read."""
+    """`WeightFormat` of GGUF."""
 
     def recognises(self, path: Path) -> bool:
         return path.is_file() if path.suffix == SUFFIX else path.is_dir() and any(path.glob(f"*{SUFFIX}"))
@@ -44,13 +45,15 @@ class GgufFormat:
 
         return open_tensors(path, stack)
 
-    def matrices(self, checkpoint: "Checkpoint", scheme: "Fp8Scheme | None") -> Matrices:
-        from ssd_serve.models.weights.matrices import MatrixReader
+    def matrices(
+        self, checkpoint: "Checkpoint", scheme: "Fp8Scheme | None", native: "NativeLibrary | None" = None
+    ) -> Matrices:
+        from ssd_serve.models.weights.gguf.matrices import GgufMatrices
 
-        return MatrixReader(checkpoint, None)
+        return GgufMatrices(checkpoint, native)
 
     def multiplies(self, scheme: "Fp8Scheme | None", device: str) -> bool:
-        return False
+        return False  # packed on CPUs, but only in the dtype `auto`
 
 
 GGUF = GgufFormat()

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files by their Hugging Face names, widened from their blocks when they are read.
+"""Tensors of GGUF files by their Hugging Face names: in their blocks, or widened when they are read.
 
 Query and key rows of Llama files are stored with the halves of a head interleaved; they are read in the order
 of the Hugging Face layout. Knows names and blocks; knows no device.
@@ -6,26 +6,30 @@ of the Hugging Face layout. Knows names and blocks; knows no device.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from ssd_serve.base.errors import CheckpointError
+from ssd_serve.kernels.native.packed import TYPES, StoredBlocks
 from ssd_serve.models.weights.formats import Tensors
 from ssd_serve.models.weights.gguf.config import INTERLEAVED, ROPE_FACTORS, architecture_of
 from ssd_serve.models.weights.gguf.file import GgufFile, StoredTensor, files_of
 
 _DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
-_BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+_BLOCKS = tuple(Kind[name] for name in TYPES)
 """Types that are widened here."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WHOLE = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "output.weight": HEAD,
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -72,12 +76,40 @@ class GgufTensors:
     def read(self, name: str, rows: slice, columns: slice | None) -> torch.Tensor:
         stored = self._stored[name]
         if len(stored.shape) == 1:
-            return _widen(self._file, stored).view(-1)[rows]
-        chosen: Rows = rows
-        if heads := self._heads.get(stored.name.split(".")[-2]):
-            chosen = _halves_apart(stored.shape[0], heads)[rows]
-        numbers = _widen(self._file, stored, chosen)
+            return self._widen(stored).view(-1)[rows]
+        numbers = self._widen(stored, self._chosen(stored, rows))
         return numbers if columns is None else numbers[:, columns]
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor as GGUF names it."""
+        return self._stored[name].kind.name
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor in the file."""
+        stored = self._stored[name]
+        return prod(stored.shape[:-1]) * stored.row_bytes
+
+    def blocks(self, name: str, rows: slice, columns: slice | None) -> StoredBlocks | None:
+        """Return some outputs of a matrix in its blocks; None for columns that end within a block."""
+        stored = self._stored[name]
+        numbers, size = GGML_QUANT_SIZES[stored.kind]
+        start, stop, _ = (columns or slice(None)).indices(stored.shape[-1])
+        if start % numbers or stop % numbers:
+            return None
+        data = self._file.rows(stored)[self._chosen(stored, rows)]
+        return StoredBlocks(stored.kind.name, data[:, start // numbers * size : stop // numbers * size])
+
+    def _chosen(self, stored: StoredTensor, rows: slice) -> Rows:
+        """Return the stored rows that are rows of the Hugging Face layout."""
+        heads = self._heads.get(stored.name.split(".")[-2])
+        return _halves_apart(stored.shape[0], heads)[rows] if heads else rows
+
+    def _widen(self, stored: StoredTensor, rows: Rows = slice(None)) -> torch.Tensor:
+        """Read some rows of a tensor [rows, numbers], in the file's dtype or in float32 for blocks."""
+        data = self._file.rows(stored)[rows]
+        if (dtype := _DTYPES.get(stored.kind)) is not None:
+            return torch.from_numpy(data.copy()).view(dtype)
+        return widened(StoredBlocks(stored.kind.name, data), stored.shape[-1])
 
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, Tensors]:
@@ -103,15 +135,12 @@ def _halves_apart(rows: int, heads: int) -> npt.NDArray[np.intp]:
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _widen(file: GgufFile, stored: StoredTensor, rows: Rows = slice(None)) -> torch.Tensor:
-    """Read some rows of a tensor [rows, numbers], in the file's dtype or in float32 for blocks."""
-    data = file.rows(stored)[rows]
-    if (dtype := _DTYPES.get(stored.kind)) is not None:
-        return torch.from_numpy(data.copy()).view(dtype)
-    wide = np.empty((len(data), stored.shape[-1]), np.float32)
-    step = max(1, _WIDENED_AT_ONCE // stored.shape[-1])
-    for start in range(0, len(data), step):
-        wide[start : start + step] = dequantize(data[start : start + step], stored.kind)
+def widened(stored: StoredBlocks, inputs: int) -> torch.Tensor:
+    """Return the weights of a matrix in its blocks: float32 [outputs, inputs]."""
+    wide = np.empty((len(stored.blocks), inputs), np.float32)
+    step = max(1, _WIDENED_AT_ONCE // inputs)
+    for start in range(0, len(wide), step):
+        wide[start : start + step] = dequantize(stored.blocks[start : start + step], Kind[stored.kind])
     return torch.from_numpy(wide)
 
 

@@ -1,0 +1,177 @@
+/* Products of bf16 rows with a matrix that stays packed in 4 to 8 bits (packed.h).
+ *
+ * A row becomes numbers of 8 bits, with a scale for each 32 inputs. A group of a panel is unpacked to bytes in the
+ * first-level cache once for up to STRIP rows, whatever its type; one product of bytes serves all types. Every
+ * way of multiplying gives the same bits, and a row's result does not depend on its batch or on the threads.
+ */
+#include <stdlib.h>
+
+#include "packed.h"
+#include "tiles.h"
+#include "vector.h"
+
+#define STRIP 128
+#define SMALLEST_TOP 1e-30f
+#define LARGEST_NUMBER 127.0f
+
+/* Rows of 8 bits. A chunk is a run of inputs with one scale of the matrix, 32 or 16; arrays are [chunks][rows]. */
+typedef struct {
+  long rows;
+  int8_t *numbers; /* [chunks][rows][inputs of a chunk] */
+  float *scales, *sums; /* sums: those of the numbers, times their scale */
+  int32_t *starts;      /* what takes the zero of the codes away again */
+} quantised;
+
+/* Some blocks of a panel, from a chunk of the rows on. */
+typedef struct {
+  long chunk, chunks, stride; /* stride: bytes from a block's codes to those of the next one */
+  const uint8_t *codes;
+  const float *scales, *minima; /* minima: NULL without any */
+} unpacked;
+
+typedef void (*kernel)(const unpacked *, const quantised *, long, float (*)[PANEL]);
+
+/* A way of multiplying: kernels for 1 to `most` rows, of types with whole blocks, with halves, and of 8 bits. */
+typedef struct {
+  int most;
+  kernel kernels[3][8];
+} way;
+
+static void plain_rows(const unpacked *at, const quantised *x, long row, int steps, float *sums) {
+  for (long chunk = 0; chunk < at->chunks; chunk++) {
+    long index = (at->chunk + chunk) * x->rows + row;
+    const int8_t *numbers = x->numbers + index * 4 * steps;
+    const uint8_t *codes = at->codes + (steps == 8 ? chunk * at->stride : chunk / 2 * at->stride + chunk % 2 * CODES / 2);
+    for (int o = 0; o < PANEL; o++) {
+      int32_t dot = x->starts[index];
+      for (int i = 0; i < 4 * steps; i++) dot += numbers[i] * codes[(i / 4 * PANEL + o) * 4 + i % 4];
+      sums[o] = __builtin_fmaf((float)dot, at->scales[chunk * PANEL + o] * x->scales[index], sums[o]);
+      if (at->minima) sums[o] = __builtin_fmaf(at->minima[chunk * PANEL + o], x->sums[index], sums[o]);
+    }
+  }
+}
+
+static void plain_8(const unpacked *at, const quantised *x, long row, float (*sums)[PANEL]) {
+  plain_rows(at, x, row, 8, sums[0]);
+}
+
+static void plain_4(const unpacked *at, const quantised *x, long row, float (*sums)[PANEL]) {
+  plain_rows(at, x, row, 4, sums[0]);
+}
+
+static const way plain_way = {1, {{0, plain_8}, {0, plain_4}, {0, plain_8}}};
+
+#if defined(__AVX2__) && defined(__FMA__)
+#include "packed_avx2.h"
+#define AVX2_WAY &avx2_way
+#else
+#define AVX2_WAY NULL
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include "packed_avx512.h"
+#define AVX512_WAY &avx512_way
+#else
+#define AVX512_WAY NULL
+#endif
+
+static const way *const ways[] = {&plain_way, AVX2_WAY, AVX512_WAY};
+#define WAYS 3
+
+/* The best way up to `most`, which is at least 0. */
+static int best_way(int most) {
+  int best = most < WAYS ? most : WAYS - 1;
+  while (!ways[best]) best--;
+  return best;
+}
+
+/* The fastest way of this processor: 0 the plain one, 1 AVX2, 2 AVX-512. */
+int ssd_packed_way(void) { return best_way(WAYS); }
+
+static void quantise_row(const packed_type *type, const bf16 *x, long inputs, const quantised *to, long row) {
+  int size = BLOCK / type->halves;
+  for (long i = 0; i < inputs; i += BLOCK) {
+    bf16 most = 0;
+    for (int k = 0; k < BLOCK; k++) most = (x[i + k] & 0x7fff) > most ? x[i + k] & 0x7fff : most; /* NaN: the most */
+    float values[BLOCK], top;
+    for (int k = 0; k < BLOCK; k += LANES) store_float(values + k, load_bf16(x + i + k));
+    uint32_t bits = (uint32_t)most << 16;
+    memcpy(&top, &bits, sizeof top);
+    if (top < SMALLEST_TOP) top = SMALLEST_TOP;
+    float factor = LARGEST_NUMBER / top, scale = top / LARGEST_NUMBER;
+    for (int half = 0; half < type->halves; half++) {
+      long index = (i / size + half) * to->rows + row;
+      int8_t *numbers = to->numbers + index * size;
+      int32_t sum = 0;
+      for (int k = 0; k < size; k++) {
+        int32_t number = (int32_t)__builtin_rintf(values[half * size + k] * factor);
+        numbers[k] = (int8_t)number;
+        sum += number;
+      }
+      to->scales[index] = scale;
+      to->sums[index] = scale * (float)sum;
+      to->starts[index] = -type->zero * sum;
+    }
+  }
+}
+
+/* A panel for `rows` rows from `row` on, STRIP at most. */
+static void multiply_panel(const way *by, const packed_type *type, const uint8_t *panel, long inputs,
+                           const quantised *x, long row, long rows, float (*sums)[PANEL]) {
+  _Alignas(64) uint8_t codes[GROUP * CODES];
+  _Alignas(64) float scales[2 * GROUP * PANEL], minima[GROUP * PANEL];
+  int form = type->bits == 8 ? 2 : type->halves - 1;
+  long blocks = inputs / BLOCK, size = block_bytes(type);
+  memset(sums, 0, rows * sizeof sums[0]);
+  for (long block = 0; block < blocks; block += GROUP) {
+    const uint8_t *group = group_at(type, panel, block), *from = group + head_bytes(type);
+    unpacked at = {block * type->halves, 0, type->bits == 8 ? size : CODES, type->bits == 8 ? from : codes, scales,
+                   type->minimum ? minima : NULL};
+    long count = smaller(GROUP, blocks - block);
+    at.chunks = count * type->halves;
+    for (long b = 0; b < count; b++, from += size) {
+      for (long i = 0; i < size; i += 64) __builtin_prefetch(from + AHEAD + i);
+      unpack_scales(type, group, from, scales + b * type->halves * PANEL, minima + b * PANEL);
+      if (type->bits < 8) unpack_codes(type, from, codes + b * CODES);
+    }
+    for (long r = 0, now; r < rows; r += now) {
+      now = part(rows - r, by->most);
+      by->kernels[form][now](&at, x, row + r, sums + r);
+    }
+  }
+}
+
+/* out [rows][outputs], rows `stride` apart, = x [rows][inputs] times a packed matrix, plus bias (float, or NULL), by
+ * `most` of the ways at best. Returns 0 if there is no memory for it. */
+int ssd_multiply_packed(const bf16 *x, long rows, long inputs, int kind, const uint8_t *packed, const float *bias,
+                        bf16 *out, long stride, long outputs, int most, int threads) {
+  const packed_type *type = packed_types + kind;
+  const way *by = ways[best_way(most)];
+  long chunks = inputs / BLOCK * type->halves;
+  quantised all = {.rows = rows};
+  all.numbers = malloc(rows * (inputs + 12 * chunks));
+  if (!all.numbers) return 0;
+  all.scales = (float *)(all.numbers + rows * inputs);
+  all.sums = all.scales + rows * chunks;
+  all.starts = (int32_t *)(all.sums + rows * chunks);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    _Alignas(64) float sums[STRIP][PANEL];
+    bf16 rounded[PANEL];
+#pragma omp for schedule(static)
+    for (long row = 0; row < rows; row++) quantise_row(type, x + row * inputs, inputs, &all, row);
+#pragma omp for schedule(static) nowait
+    for (long p = 0; p < parts_of(outputs, PANEL); p++)
+      for (long row = 0, now; row < rows; row += now) {
+        now = part(rows - row, STRIP);
+        multiply_panel(by, type, packed + p * panel_bytes(type, inputs), inputs, &all, row, now, sums);
+        for (long r = 0; r < now; r++) {
+          for (int o = 0; bias && o < PANEL; o++) sums[r][o] += p * PANEL + o < outputs ? bias[p * PANEL + o] : 0;
+          for (int o = 0; o < PANEL; o += LANES) store_bf16(rounded + o, load_float(sums[r] + o));
+          memcpy(out + (row + r) * stride + p * PANEL, rounded, 2 * smaller(PANEL, outputs - p * PANEL));
+        }
+      }
+  }
+  free(all.numbers);
+  return 1;
+}

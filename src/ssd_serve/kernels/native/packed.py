@@ -1,0 +1,154 @@
+"""Products of bf16 rows with matrices that stay packed in 4 to 8 bits, by the compiled kernel.
+
+Rows are rounded to 8 bits with a scale for each 32 inputs; products are exact, sums in float32. A row's result
+is the same alone and among any others, and by every instruction set. Knows one layer's matrices; no model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
+
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Types of GGUF that are multiplied packed, numbered as in `packed.h`."""
+FASTEST = 9
+"""Of the ways to multiply: 0 plain C, 1 AVX2, 2 AVX-512, 3 tiles; a number stands for the best one up to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """A matrix, or some of its outputs, in the blocks of a GGUF file: uint8 [outputs, bytes]."""
+
+    kind: str
+    blocks: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    kind: int
+    outputs: int
+    start: int
+    weights: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class NativePackedLinear:
+    """Matrices one below the other, each in its own type, with an optional bias [outputs], for bf16 rows.
+
+    A single one is also a table of its rows, with the methods of a tensor that an embedding needs.
+    """
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        matrices: Sequence[StoredBlocks],
+        inputs: int,
+        bias: torch.Tensor | None = None,
+        way: int = FASTEST,
+    ) -> None:
+        """`inputs` is a multiple of the inputs in a block of every type."""
+        self._multiply = library.function(
+            "ssd_multiply_packed", POINTER, SIZE, SIZE, INT, *[POINTER] * 3, SIZE, SIZE, INT, INT, result=INT
+        )
+        self._rows = library.function("ssd_packed_rows", INT, POINTER, SIZE, POINTER, SIZE, POINTER)
+        self._bytes = library.function("ssd_packed_bytes", INT, SIZE, SIZE, result=SIZE)
+        self._pack = library.function("ssd_pack", INT, POINTER, SIZE, SIZE, POINTER, INT)
+        self._inputs, self._way = inputs, way
+        self._parts: list[_Part] = []
+        start = 0
+        for same in _joined(matrices):
+            stop = start + len(same.blocks)
+            self._parts.append(self._part(same, start, None if bias is None else bias[start:stop].float()))
+            start = stop
+        self._outputs = start
+
+    def __len__(self) -> int:
+        return self._outputs
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return sum(part.weights.nbytes for part in self._parts)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """bf16 rows [..., inputs] -> [..., outputs]. Raises `MemoryError`."""
+        rows = rows.contiguous()
+        count = rows.numel() // self._inputs
+        result = rows.new_empty((*rows.shape[:-1], self._outputs))
+        for part in self._parts:
+            done = self._multiply(
+                rows.data_ptr(),
+                count,
+                self._inputs,
+                part.kind,
+                part.weights.data_ptr(),
+                None if part.bias is None else part.bias.data_ptr(),
+                result.data_ptr() + part.start * result.itemsize,
+                self._outputs,
+                part.outputs,
+                self._way,
+                torch.get_num_threads(),
+            )
+            if not done:
+                raise MemoryError(f"no memory to quantise {count} rows of {self._inputs} numbers")
+        return result
+
+    def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
+        """Rows of a single matrix by their numbers, rounded to bf16: [count, inputs]; `dim` is 0."""
+        (part,) = self._parts
+        wanted = index.to(torch.int64).contiguous()
+        if dim or (len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self._outputs):
+            raise IndexError(f"rows are numbered from 0 to {self._outputs - 1}")
+        result = torch.empty((len(wanted), self._inputs), dtype=torch.bfloat16)
+        where = (wanted.data_ptr(), len(wanted), result.data_ptr())
+        self._rows(part.kind, part.weights.data_ptr(), self._inputs, *where)
+        return result
+
+    def _part(self, stored: StoredBlocks, start: int, bias: torch.Tensor | None) -> _Part:
+        blocks = np.ascontiguousarray(stored.blocks)
+        kind, outputs = TYPES.index(stored.kind), len(blocks)
+        weights = torch.empty(self._bytes(kind, outputs, self._inputs), dtype=torch.uint8)
+        self._pack(
+            kind, blocks.ctypes.data, outputs, self._inputs, weights.data_ptr(), torch.get_num_threads()
+        )
+        return _Part(kind, outputs, start, weights, bias)
+
+
+def _joined(matrices: Sequence[StoredBlocks]) -> list[StoredBlocks]:
+    """Return neighbours of one type as one matrix."""
+    joined: list[StoredBlocks] = []
+    for each in matrices:
+        if joined and joined[-1].kind == each.kind:
+            joined[-1] = StoredBlocks(each.kind, np.concatenate((joined[-1].blocks, each.blocks)))
+        else:
+            joined.append(each)
+    return joined
+
+
+def has_packed_products(library: NativeLibrary) -> bool:
+    """Return True if this processor has the instructions."""
+    return bool(library.function("ssd_packed_way", result=INT)())
+
+
+def can_multiply_packed(library: NativeLibrary) -> bool:
+    """Return True if this processor has the instructions, and their products equal those of plain C."""
+    if not has_packed_products(library):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((19, 512), generator=generator).bfloat16()
+    right = True
+    for kind, size in (("Q4_1", 320), ("Q5_0", 352), ("Q8_0", 544), ("Q5_K", 352), ("Q6_K", 420)):
+        blocks = torch.randint(0, 60, (40, size), generator=generator).to(torch.uint8).numpy()
+        fast, plain = (
+            NativePackedLinear(library, [StoredBlocks(kind, blocks)], 512, way=way) for way in (FASTEST, 0)
+        )
+        right = right and torch.equal(fast(rows), plain(rows))
+    return library.accept("packed products", right)
