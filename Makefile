@@ -25,7 +25,8 @@ MEASURING := $(VENV)/.stamp-measuring
 .PHONY: help install serve test test-all tritons check mypy pyright prose format bench release clean
 
 help:
-	@echo "make serve     start the server (http://127.0.0.1:8000) with the embedded model"
+	@echo "make serve     start the server (http://127.0.0.1:8000); fetches SmolLM2 (93 MB) once. Without a"
+	@echo "               download: SSD_TARGET=embedded make serve, a toy model that answers nothing"
 	@echo "make test      quick tests: no servers, no clusters, no long proofs"
 	@echo "make test-all  every test; a skip for an unlisted reason is a failure"
 	@echo "make tritons   compile the kernels for three GPUs with each Triton that a supported torch requires"

@@ -16,18 +16,6 @@ import psutil  # type: ignore[import-untyped]
 from tests.servers import gone
 
 CHEAP = ["--draft", "ngram", "--mode", "sd", "--context", "512", "--kv-memory-mb", "64", "--temperature", "0"]
-    "--draft",
-    "ngram",
-    "--mode",
-    "sd",
-    "--context",
-    "512",
-    "--kv-memory-mb",
-    "64",
-    "--no-native-kernels",
-    "--temperature",
-    "0",
-]
 
 
 class Chat:

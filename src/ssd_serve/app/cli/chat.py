@@ -20,8 +20,7 @@ from ssd_serve.base.logs import ProgressLine
 from ssd_serve.base.settings import Settings
 
 CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-"""Sampling of a chat where neither the user nor the model names a temperature: at temperature 1 a small model leaves
-the subject, and at low temperatures without the penalty it repeats itself."""
+"""Sampling of a chat where neither the user nor the model names a temperature (docs/chat.md)."""
 
 
 def run_chat(settings: Settings, wish: GenerateOptions) -> int:
