@@ -98,12 +98,6 @@ def test_template_file_wins(folder: Path) -> None:
     assert Tokenizer(folder).apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!4"
 
 
-def test_named_templates(folder: Path) -> None:
-    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "d"}]
-    write(folder / "tokenizer_config.json", {"chat_template": named})
-    assert Tokenizer(folder).apply_chat_template(MESSAGES) == "d"
-
-
 def test_template_error_is_a_request_error(folder: Path) -> None:
     with pytest.raises(RequestError, match="bad role") as caught:
         Tokenizer(folder).apply_chat_template([{"role": "tool", "content": ""}])

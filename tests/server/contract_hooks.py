@@ -34,6 +34,7 @@ TOLD = (
     r"messages\.\d+\.content: field required",
     r"messages\.\d+\.tool_call_id: field required",
     r"tools: how this model would call them is not known",
+    r"chat_template: names one of the model's templates",
     r"prompt_logprobs: (cannot be streamed|echo with logprobs tells them)",
     r"add_generation_prompt: begins a message",
     r"continue_final_message: the model's chat template does not write",

@@ -122,7 +122,12 @@ class ByteDetokenizer:
 class ByteTokenizer:
     eos_token_ids = frozenset({END})
     special_token_ids = frozenset(SPECIAL)
-    chat_template = ""
+    template = ""
+
+    def chat_template(self, name: str | None = None, tools: bool = False) -> str:
+        if name not in (None, "default"):
+            raise RequestError("chat_template: names one of the model's templates", "chat_template")
+        return self.template
 
     def token_bytes(self, token: int) -> bytes:
         return SPECIAL[token].encode() if token in SPECIAL else bytes([token])

@@ -8,7 +8,7 @@ from tests.server.fakes import ByteTokenizer
 
 class TemplateReader(ByteTokenizer):
     def __init__(self, source: str = "") -> None:
-        self.chat_template = source
+        self.template = source
         self.entries: list[Mapping[str, Any]] = []
         self.variables: dict[str, Any] = {}
 

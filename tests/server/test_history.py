@@ -22,7 +22,7 @@ HERMES = '{}<tool_call>\n{{"name": "add it", "arguments": {{"a": "1"}}}}\n</tool
 )
 LLAMA = '{"name": "weather", "parameters": {"a": [1]}}; {"name": "weather", "parameters": "no"}'
 MISTRAL = 'Yes. [TOOL_CALLS][{"name": "weather", "arguments": {"a": 1}}, {"name": ""}]'
-TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.content | trim }}
+TEMPLATE = """{% if tools %}{% endif %}{% for message in messages %}[{{ message.role }}] {{ message.content | trim }}
 {%- for call in message.tool_calls or [] %}{{ call.function.name }}
 {%- for name, value in call.function.arguments.items() %} {{ name }}={{ value | tojson }}{% endfor %}{% endfor %}
 ;{% endfor %}"""
@@ -32,7 +32,7 @@ class Strict(ByteTokenizer):
     """Its template takes arguments of calls only as objects, as many templates do."""
 
     def __init__(self, marks: str) -> None:
-        self.chat_template = f"{marks} {{{{ tools }}}}"
+        self.template = f"{marks} {{{{ tools }}}}"
 
     def apply_chat_template(
         self,

@@ -75,7 +75,7 @@ async def test_no_grammar_for_text_format_and_tools_that_may_be_called() -> None
 
 
 class Thinker(ByteTokenizer):
-    chat_template = "<think></think>"
+    template = "<think></think>"
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -119,7 +119,7 @@ async def test_invalid_structured_output_returns_400_with_param(
 
 
 class Hermes(ByteTokenizer):
-    chat_template = "<tool_call>"
+    template = "{{ tools }} <tool_call>"
 
 
 def function(name: str, **more: object) -> dict[str, Any]:
@@ -148,7 +148,9 @@ REQUIRED, SINGLE = {"tool_choice": "required"}, {"parallel_tool_calls": False}
 async def test_tool_choice_forces_tool_calls(
     template: str, fields: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=TemplateReader(template)) as server:
+    async with running_server(
+        lambda _: tokens([97, 0]), tokenizer=TemplateReader(template + "{{ tools }}")
+    ) as server:
         tools = [function("f"), function("g")]
         grammar = await asked_grammar(server, CHAT, messages=ASK, tools=tools, **fields)
     assert [matches(grammar, text) for text in right] == [True] * len(right)
@@ -164,7 +166,9 @@ async def test_tool_choice_forces_tool_calls(
     ],
 )
 async def test_strict_tools_constrain_calls(template: str, right: str, wrong: str) -> None:
-    async with running_server(lambda _: tokens([97, 0]), tokenizer=TemplateReader(template)) as server:
+    async with running_server(
+        lambda _: tokens([97, 0]), tokenizer=TemplateReader(template + "{{ tools }}")
+    ) as server:
         grammar = await asked_grammar(server, CHAT, messages=ASK, tools=[function("f", strict=True)])
     assert matches(grammar, "No call.")
     assert matches(grammar, right)
@@ -189,7 +193,7 @@ LINKED = {
 
 async def test_tool_schema_references_are_relocated() -> None:
     class Thinking(Hermes):
-        chat_template = "<tool_call><think></think>"
+        template = "{{ tools }} <tool_call><think></think>"
 
     tools = [function("f", parameters=LINKED), function("g", parameters=LINKED)]
     linked = F.replace('{"a": 5}', '{"first": {"n": 1, "next": {"n": 2}}}')
@@ -242,7 +246,7 @@ async def test_unsatisfiable_tool_choice_returns_400(fields: dict[str, Any], par
 
 
 class MistralNames(ByteTokenizer):
-    chat_template = "[TOOL_CALLS]f[ARGS]{}"
+    template = "{{ tools }} [TOOL_CALLS]f[ARGS]{}"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [MARKS[text]] if text in MARKS else super().encode(text, add_special_tokens)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ SAID = (
 
 
 class Qwen(ByteTokenizer):
-    chat_template = "{{ '<tool_call> <think> </think>' }}"
+    template = "{{ tools }} <tool_call> <think> </think>"
 
 
 def speak(text: str) -> Script:
@@ -112,7 +112,8 @@ async def test_reasoning_content_is_separate_or_excluded() -> None:
 async def test_tool_and_reasoning_parser_settings() -> None:
     settings = Settings(tool_parser="mistral", reasoning_parser="think")
     said = '<think>a</think>[TOOL_CALLS][{"name": "weather", "arguments": {}}]'
-    async with running_server(lambda _: speak(said), settings) as server:
+    tokenizer = TemplateReader("{{ tools }}")
+    async with running_server(lambda _: speak(said), settings, tokenizer=tokenizer) as server:
         message = (await post(server, PATH, messages=ASK, tools=[WEATHER]))["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("a", None)
     assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
@@ -129,7 +130,7 @@ async def test_tools_and_results_reach_chat_template() -> None:
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "abc", "content": "rain"},
     ]
-    tokenizer = TemplateReader("<tool_call>")
+    tokenizer = TemplateReader("{{ tools }} <tool_call>")
     async with running_server(lambda _: say("x"), tokenizer=tokenizer) as server:
         await post(server, PATH, messages=conversation, tools=[WEATHER], reasoning_effort="low")
     _, assistant, tool = tokenizer.entries
@@ -143,6 +144,7 @@ async def test_tools_and_results_reach_chat_template() -> None:
     ("body", "param"),
     [
         ({"tools": [WEATHER]}, "tools"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [WEATHER] * 257}, "tools"),
@@ -152,9 +154,46 @@ async def test_tools_and_results_reach_chat_template() -> None:
     ],
 )
 async def test_invalid_tools_return_400_with_param(body: dict[str, Any], param: str) -> None:
-    async with running_server(lambda _: say("x")) as server:
+    async with running_server(lambda _: say("x"), tokenizer=TemplateReader("{{ tools }}")) as server:
         answer = await server.http.post(PATH, json={"messages": ASK, **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("parser", ["auto", "mistral", "none"])
+async def test_template_without_tools_gets_the_default_format(
+    parser: Literal["auto", "mistral", "none"],
+) -> None:
+    settings = Settings(tool_parser=parser)
+    async with running_server(lambda _: speak(SAID), settings) as server:
+        body = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required"}
+        answer = await server.http.post(PATH, json=body)
+        if parser == "none":
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+            return
+        grammar = server.engine.submits()[0].parameters.grammar
+    calls = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert [each["function"]["name"] for each in calls] == ["weather"] * 2
+    assert "<tool_call>" in grammar
+
+
+class TwoTemplates(TemplateReader):
+    """Its `tool_use` template teaches Mistral's calls, the other one those of Hermes."""
+
+    def chat_template(self, name: str | None = None, tools: bool = False) -> str:
+        return "{{ tools }} [TOOL_CALLS]" if tools and name is None else "{{ tools }} <tool_call>"
+
+
+async def test_tool_parser_follows_the_chosen_template() -> None:
+    said, tokenizer = '[TOOL_CALLS][{"name": "weather", "arguments": {}}]', TwoTemplates()
+    async with running_server(lambda _: speak(said), tokenizer=tokenizer) as server:
+        found = await post(server, PATH, messages=ASK, tools=[WEATHER])
+        assert "chat_template" not in tokenizer.variables
+        other = await post(server, PATH, messages=ASK, tools=[WEATHER], chat_template="default")
+    assert found["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert (other["choices"][0]["message"]["content"], tokenizer.variables["chat_template"]) == (
+        said,
+        "default",
+    )
 
 
 @given(st.integers(0, len(SAID)))

@@ -73,8 +73,8 @@ class FrontSettings(BaseSettings):
     )
     tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = Field(
         default="auto",
-        description="format of the model's tool calls; auto: from its chat template; none: requests with "
-        "tools are refused",
+        description="format of the model's tool calls; auto: from its chat template (hermes where the template "
+        "takes no tools, for any value but none); none: requests with tools are refused",
     )
     reasoning_parser: Literal["auto", "think", "none"] = Field(
         default="auto",

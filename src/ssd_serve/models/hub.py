@@ -33,7 +33,8 @@ Role = Literal["target", "draft"]
 
 _SMALL = re.compile(
     r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|tokenizer\.model"
-    r"|special_tokens_map\.json|chat_template\.(jinja|json)"
+    r"|special_tokens_map\.json|added_tokens\.json|chat_template\.(jinja|json)"
+    r"|additional_chat_templates/[\w.-]+\.jinja"
 )
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 PICKLES = (

@@ -21,6 +21,7 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
     "held_out.json",

@@ -43,9 +43,11 @@ class TextTokenizer(Protocol):
         """Ids that end an output unless they are ignored."""
         ...
 
-    @property
-    def chat_template(self) -> str:
-        """Source of the model's chat template; empty where it has none."""
+    def chat_template(self, name: str | None = None, tools: bool = False) -> str:
+        """Return the source of the chat template of a conversation with or without tools; empty: there is none.
+
+        Raises `RequestError` where there is none of this name.
+        """
         ...
 
     @property

@@ -31,7 +31,7 @@ def run_chat(settings: Settings, wish: GenerateOptions) -> int:
         defaults = llm.get_default_sampling_params()
         params = wish.params(defaults.model_copy(update=dict(_added(llm.ready.sampling))))
         line.clear()
-        if not llm.tokenizer.chat_template:
+        if not llm.tokenizer.has_chat_template:
             raise SettingsError(f"{llm.ready.target} has no chat template; try `ssd generate`")
 
         def answer() -> None:

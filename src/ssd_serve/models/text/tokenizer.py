@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ssd_serve.base.errors import RequestError
 from ssd_serve.models.config import model_name
-from ssd_serve.models.text.chat import ChatTemplate
+from ssd_serve.models.text.chat import ChatTemplates
 from ssd_serve.models.weights.formats import format_of
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -86,11 +86,7 @@ class Tokenizer:
         self._backend = parts.backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.chat_template = parts.chat_template or ""
-        """The source of the chat template; empty: there is none."""
-        self._template = (
-            None if parts.chat_template is None else ChatTemplate(parts.chat_template, dict(parts.special))
-        )
+        self._templates = ChatTemplates(parts.chat_templates, dict(parts.special))
         own, ids = self.token_id(parts.special.get("eos_token", "")), parts.eos_token_ids
         self.eos_token_ids = ids if own is None or own in ids else (*ids, own)
         """Ids that end a text, from the model's configuration and the tokenizer's."""
@@ -99,7 +95,13 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Return True if chat requests are possible."""
-        return self._template is not None
+        return bool(self._templates.sources)
+
+    def chat_template(self, name: str | None = None, tools: bool = False) -> str:
+        """Return the source of the chat template for a conversation with or without tools; empty: there is none."""
+        if not self.has_chat_template:
+            return ""
+        return self._templates.sources[self._templates.choose(name, tools)]
 
     @property
     def vocabulary(self) -> int:
@@ -128,10 +130,13 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, /, **allowed: Any
     ) -> str:
-        """The prompt text of a conversation; encode it with `add_special_tokens=False`."""
-        if self._template is None:
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`. `chat_template` names
+        one of several templates."""
+        if not self.has_chat_template:
             raise RequestError(f"{self.name} has no chat template; use /v1/completions", "messages")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **allowed)
+        name = self._templates.choose(allowed.pop("chat_template", None), bool(allowed.get("tools")))
+        template = self._templates.of(name)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **allowed)
 
     def to_json(self) -> str:
         """Return the content of tokenizer.json."""

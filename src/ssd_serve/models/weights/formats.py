@@ -38,7 +38,8 @@ class TokenizerParts:
     backend: "Backend"
     special: Mapping[str, str]
     """Named special tokens (`bos_token`, ...)."""
-    chat_template: str | None
+    chat_templates: Mapping[str, str]
+    """Sources of the chat templates by name; none: there are none."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a text, from the model's configuration."""
 

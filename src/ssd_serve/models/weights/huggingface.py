@@ -40,13 +40,13 @@ class HuggingFaceFolder:
         return read_json(path / "config.json"), _optional(path / "generation_config.json")
 
     def tokenizer(self, path: Path) -> TokenizerParts:
-        from ssd_serve.models.text.chat import find_template
+        from ssd_serve.models.text.chat import find_templates
 
         settings = _optional(path / "tokenizer_config.json")
         return TokenizerParts(
             _backend(path, settings),
             _special_tokens(path, settings),
-            find_template(path, settings),
+            find_templates(path, settings),
             eos_ids(_optional(path / "config.json"), _optional(path / "generation_config.json")),
         )
 

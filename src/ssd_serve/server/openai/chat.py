@@ -7,6 +7,8 @@ from functools import partial
 from fastapi import Request, Response
 
 from ssd_serve.base.messages import Ready, ThinkingBudget
+from ssd_serve.models.text import default_tools
+from ssd_serve.models.text.chat import takes_tools
 from ssd_serve.sampling.grammar import GrammarPart
 from ssd_serve.sampling.thinking import BEGIN, make_thinking_budget, starts_in_thinking
 from ssd_serve.sampling.validation import output_limit
@@ -14,7 +16,7 @@ from ssd_serve.server.errors import bad_request
 from ssd_serve.server.openai.grammar import CallForm, forced_calls, grammar_of, strict_calls
 from ssd_serve.server.openai.message import MessageRules, MessageWriter
 from ssd_serve.server.openai.output_readers import FORMATS, format_of
-from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt
+from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt, sends_tools
 from ssd_serve.server.openai.protocol import ChatRequest, NamedTool
 from ssd_serve.server.openai.serialize import ChatSerializer
 from ssd_serve.server.openai.stream import handle_generation
@@ -78,9 +80,14 @@ class ChatEndpoint:
         return GenerationTask(service, request, body, head, plans, serializer)
 
 
+def template_of(service: Service, body: ChatRequest) -> str:
+    """Return the source of the chat template of a conversation."""
+    return service.tokenizer.chat_template(body.chat_template, sends_tools(body))
+
+
 def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> MessageRules:
     """Return what to look for in the output. Raises 400 for tools where the call format is unknown."""
-    template, settings = service.tokenizer.chat_template, service.settings
+    template, settings = template_of(service, body), service.settings
     thinks = settings.reasoning_parser == "think" or (
         settings.reasoning_parser == "auto" and BEGIN in template
     )
@@ -89,6 +96,8 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
     if not body.tools or body.tool_choice == "none":
         return MessageRules(thinking=thinking, include_thinking=include)
     form = format_of(template) if settings.tool_parser == "auto" else settings.tool_parser
+    if form != "none" and not takes_tools(template):
+        form = default_tools.FORMAT  # the prompt describes it
     if form not in FORMATS:
         raise bad_request(
             "tools: how this model would call them is not known; its operator can say it with "
@@ -126,7 +135,7 @@ def call_rules(
         return None
     tokenizer, make = service.tokenizer, forced_calls if forced else strict_calls
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    form = CallForm.of(message.format, tokenizer.chat_template, encode)
+    form = CallForm.of(message.format, template_of(service, body), encode)
     return partial(make, form, [tool.function for tool in tools], parallel)
 
 

@@ -132,6 +132,11 @@ def _last(ids: list[int], most: int, begin: list[int]) -> list[int]:
     return begin + ids[len(begin) - most :]
 
 
+def sends_tools(body: ChatRequest) -> bool:
+    """Return True if the prompt describes tools."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
 async def chat_text(service: Service, rendering: WorkerPool, body: ChatRequest | TokenizeRequest) -> str:
     """Render the conversation with the model's chat template, on the threads of `rendering`.
 
@@ -149,8 +154,10 @@ async def chat_text(service: Service, rendering: WorkerPool, body: ChatRequest |
         entries = _with_system_prompt(system_prompt, entries)
     variables: dict[str, object] = {}
     if isinstance(body, ChatRequest):
-        if body.tools and body.tool_choice != "none":
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        if sends_tools(body):
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        if body.chat_template is not None:
+            variables["chat_template"] = body.chat_template
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
             variables["enable_thinking"] = body.reasoning_effort != "none"

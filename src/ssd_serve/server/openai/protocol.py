@@ -365,6 +365,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
+    chat_template: str | None = Field(
+        None, max_length=MAX_GRAMMAR_CHARACTERS, description="name of one of the model's chat templates"
+    )
     chat_template_kwargs: TemplateVariables | None = None
     continue_final_message: bool | None = Field(None, description="the output continues the last message")
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
@@ -383,7 +386,6 @@ class ChatRequest(GenerationRequest):
     )
 
     audio: NotBuilt = None
-    chat_template: NotBuilt = None
     documents: NotBuilt = None
     media_io_kwargs: NotBuilt = None
     mm_processor_kwargs: NotBuilt = None

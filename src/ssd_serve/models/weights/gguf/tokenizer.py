@@ -87,8 +87,17 @@ def tokenizer_of(metadata: Json) -> TokenizerParts:
             raise CheckpointError(
                 f"the GGUF tokenizer {model!r} is not built; built are gpt2 (BPE) and llama"
             )
-    template = metadata.get("tokenizer.chat_template")
-    return TokenizerParts(backend, special, template, end_tokens(metadata))
+    return TokenizerParts(backend, special, _chat_templates(metadata), end_tokens(metadata))
+
+
+def _chat_templates(metadata: Json) -> dict[str, str]:
+    """Return the templates by name: `tokenizer.chat_template` and `tokenizer.chat_template.NAME`."""
+    key = "tokenizer.chat_template"
+    return {
+        name.removeprefix(key).lstrip(".") or "default": str(template)
+        for name, template in metadata.items()
+        if name == key or name.startswith(f"{key}.")
+    }
 
 
 def _byte_level(
