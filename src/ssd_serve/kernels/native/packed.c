@@ -10,11 +10,12 @@
 #include "tiles.h"
 #include "vector.h"
 
-#define STRIP 128
+#define STRIP 96
 #define SMALLEST_TOP 1e-30f
 #define LARGEST_NUMBER 127.0f
 
-/* Rows of 8 bits. A chunk is a run of inputs with one scale of the matrix, 32 or 16; arrays are [chunks][rows]. */
+/* Some rows of 8 bits, STRIP at most. A chunk is a run of inputs with one scale of the matrix, 32 or 16; arrays are
+ * [chunks][rows]. */
 typedef struct {
   long rows;
   int8_t *numbers; /* [chunks][rows][inputs of a chunk] */
@@ -115,9 +116,9 @@ static void quantise_row(const packed_type *type, const bf16 *x, long inputs, co
   }
 }
 
-/* A panel for `rows` rows from `row` on, STRIP at most. */
+/* A panel for the first `rows` rows of a strip. */
 static void multiply_panel(const way *by, const packed_type *type, const uint8_t *panel, long inputs,
-                           const quantised *x, long row, long rows, float (*sums)[PANEL]) {
+                           const quantised *x, long rows, float (*sums)[PANEL]) {
   _Alignas(64) uint8_t codes[GROUP * CODES];
   _Alignas(64) float scales[2 * GROUP * PANEL], minima[GROUP * PANEL];
   int form = type->bits == 8 ? 2 : type->halves - 1;
@@ -136,9 +137,14 @@ static void multiply_panel(const way *by, const packed_type *type, const uint8_t
     }
     for (long r = 0, now; r < rows; r += now) {
       now = part(rows - r, by->most);
-      by->kernels[form][now](&at, x, row + r, sums + r);
+      by->kernels[form][now](&at, x, r, sums + r);
     }
   }
+}
+
+static quantised strip_at(int8_t *memory, long rows, long inputs, long chunks) {
+  float *scales = (float *)(memory + rows * inputs);
+  return (quantised){rows, memory, scales, scales + rows * chunks, (int32_t *)(scales + 2 * rows * chunks)};
 }
 
 /* out [rows][outputs], rows `stride` apart, = x [rows][inputs] times a packed matrix, plus bias (float, or NULL), by
@@ -148,30 +154,32 @@ int ssd_multiply_packed(const bf16 *x, long rows, long inputs, int kind, const u
   const packed_type *type = packed_types + kind;
   const way *by = ways[best_way(most)];
   long chunks = inputs / BLOCK * type->halves;
-  quantised all = {.rows = rows};
-  all.numbers = malloc(rows * (inputs + 12 * chunks));
-  if (!all.numbers) return 0;
-  all.scales = (float *)(all.numbers + rows * inputs);
-  all.sums = all.scales + rows * chunks;
-  all.starts = (int32_t *)(all.sums + rows * chunks);
+  long size = part(rows, STRIP), strips = parts_of(rows, size), strip_bytes = size * (inputs + 12 * chunks);
+  int8_t *memory = malloc(strips * strip_bytes);
+  if (!memory) return 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     _Alignas(64) float sums[STRIP][PANEL];
     bf16 rounded[PANEL];
 #pragma omp for schedule(static)
-    for (long row = 0; row < rows; row++) quantise_row(type, x + row * inputs, inputs, &all, row);
+    for (long row = 0; row < rows; row++) {
+      quantised strip = strip_at(memory + row / size * strip_bytes, size, inputs, chunks);
+      quantise_row(type, x + row * inputs, inputs, &strip, row % size);
+    }
+    for (long row = 0; row < rows; row += size) { /* outside of panels, so that few pages are written at a time */
+      quantised strip = strip_at(memory + row / size * strip_bytes, size, inputs, chunks);
+      long now = smaller(size, rows - row);
 #pragma omp for schedule(static) nowait
-    for (long p = 0; p < parts_of(outputs, PANEL); p++)
-      for (long row = 0, now; row < rows; row += now) {
-        now = part(rows - row, STRIP);
-        multiply_panel(by, type, packed + p * panel_bytes(type, inputs), inputs, &all, row, now, sums);
+      for (long p = 0; p < parts_of(outputs, PANEL); p++) {
+        multiply_panel(by, type, packed + p * panel_bytes(type, inputs), inputs, &strip, now, sums);
         for (long r = 0; r < now; r++) {
           for (int o = 0; bias && o < PANEL; o++) sums[r][o] += p * PANEL + o < outputs ? bias[p * PANEL + o] : 0;
           for (int o = 0; o < PANEL; o += LANES) store_bf16(rounded + o, load_float(sums[r] + o));
           memcpy(out + (row + r) * stride + p * PANEL, rounded, 2 * smaller(PANEL, outputs - p * PANEL));
         }
       }
+    }
   }
-  free(all.numbers);
+  free(memory);
   return 1;
 }

@@ -4,7 +4,9 @@ Rows are rounded to 8 bits with a scale for each 32 inputs; products are exact, 
 is the same alone and among any others, and by every instruction set. Knows one layer's matrices; no model.
 """
 
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +27,33 @@ class StoredBlocks:
 
     kind: str
     blocks: npt.NDArray[np.uint8]
+
+
+_RESERVED = 1 << 26
+"""Bytes of address space that are reserved at once; what is not used is not resident."""
+_LINE = 64
+
+
+class WeightMemory:
+    """Memory for the weights of a model, in huge pages where the system has them.
+
+    Weights are read from end to end for every row, and with small pages address translation takes most of the time.
+    """
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return `size` bytes at a cache line; the memory is freed with the last tensor in it."""
+        rounded = -(-size // _LINE) * _LINE
+        if rounded > len(self._left):
+            pages = mmap.mmap(-1, max(rounded, _RESERVED), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without them
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+            self._left = torch.frombuffer(pages, dtype=torch.uint8)
+        taken, self._left = self._left[:size], self._left[rounded:]
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +77,12 @@ class NativePackedLinear:
         matrices: Sequence[StoredBlocks],
         inputs: int,
         bias: torch.Tensor | None = None,
+        *,
         way: int = FASTEST,
+        memory: WeightMemory | None = None,
     ) -> None:
         """`inputs` is a multiple of the inputs in a block of every type."""
+        memory = memory or WeightMemory()
         self._multiply = library.function(
             "ssd_multiply_packed", POINTER, SIZE, SIZE, INT, *[POINTER] * 3, SIZE, SIZE, INT, INT, result=INT
         )
@@ -62,7 +94,9 @@ class NativePackedLinear:
         start = 0
         for same in _joined(matrices):
             stop = start + len(same.blocks)
-            self._parts.append(self._part(same, start, None if bias is None else bias[start:stop].float()))
+            self._parts.append(
+                self._part(memory, same, start, None if bias is None else bias[start:stop].float())
+            )
             start = stop
         self._outputs = start
 
@@ -112,10 +146,12 @@ class NativePackedLinear:
         self._rows(part.kind, part.weights.data_ptr(), self._inputs, *where)
         return result
 
-    def _part(self, stored: StoredBlocks, start: int, bias: torch.Tensor | None) -> _Part:
+    def _part(
+        self, memory: WeightMemory, stored: StoredBlocks, start: int, bias: torch.Tensor | None
+    ) -> _Part:
         blocks = np.ascontiguousarray(stored.blocks)
         kind, outputs = TYPES.index(stored.kind), len(blocks)
-        weights = torch.empty(self._bytes(kind, outputs, self._inputs), dtype=torch.uint8)
+        weights = memory.take(self._bytes(kind, outputs, self._inputs))
         self._pack(
             kind, blocks.ctypes.data, outputs, self._inputs, weights.data_ptr(), torch.get_num_threads()
         )

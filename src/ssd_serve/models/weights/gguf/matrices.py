@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.packed import TYPES, NativePackedLinear, StoredBlocks
+from ssd_serve.kernels.native.packed import TYPES, NativePackedLinear, StoredBlocks, WeightMemory
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.formats import StoredMatrix
 from ssd_serve.models.weights.gguf.tensors import EMBEDDING, HEAD, GgufTensors, widened
@@ -43,6 +43,7 @@ class GgufMatrices:
     def __init__(self, checkpoint: Checkpoint, native: NativeLibrary | None) -> None:
         self._checkpoint = checkpoint
         self._native = native
+        self._memory = WeightMemory()
 
     def plain(self, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> torch.Tensor:
         return self._checkpoint.read(name, shape, rows=rows)
@@ -67,7 +68,8 @@ class GgufMatrices:
         packed = [part for part in parts if isinstance(part, BlockMatrix)]
         if self._native is None or device != "cpu" or len(packed) < len(parts):
             return None
-        return NativePackedLinear(self._native, [each.stored for each in packed], packed[0].inputs, bias)
+        stored, inputs = [each.stored for each in packed], packed[0].inputs
+        return NativePackedLinear(self._native, stored, inputs, bias, memory=self._memory)
 
     def saved(self, device: str, dtype: torch.dtype) -> int:
         """Return the bytes that blocks save; the embedding counts where it is the head too."""
