@@ -117,6 +117,15 @@ def served_kernels(pytestconfig: pytest.Config) -> "NativeLibrary | None":
 
 
 @pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory, served_kernels: "NativeLibrary | None") -> Path:
+    """A cache folder that has the compiled kernels, and keeps step times for the tests of this process."""
+    folder = tmp_path_factory.mktemp("cache")
+    if served_kernels is not None:
+        shutil.copy(served_kernels.path, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def native(served_kernels: "NativeLibrary | None") -> "NativeLibrary":
     """The compiled kernels; skips the test without a C compiler."""
     if served_kernels is None:

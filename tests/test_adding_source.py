@@ -23,7 +23,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
+def settings(tmp_path: Path, cache_dir: Path) -> dict[str, Any]:
     return {
         "target": write_pair(tmp_path / "pair")[0],
         "dtype": "fp32",
@@ -31,7 +31,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         "kv_memory_mb": 16,
         "context": 128,
         "speculation_may_stop": False,
-        "cache_dir": tmp_path / "cache",
+        "cache_dir": cache_dir,
     }
 
 

@@ -27,14 +27,8 @@ SAMPLED = SamplingParams(seed=5, temperature=0.8, max_tokens=16)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one folder for all tests, so that step times are measured once."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(cache_dir=folder, **SETTINGS) as made:
+def llm(cache_dir: Path) -> Iterator[LLM]:
+    with LLM(cache_dir=cache_dir, **SETTINGS) as made:
         yield made
 
 
@@ -59,16 +53,16 @@ def test_output_has_text_tokens_and_figures(llm: LLM) -> None:
     assert 0 < output.first_token_s < output.seconds
 
 
-def test_plain_decoding_gives_the_same_text(llm: LLM, folder: Path) -> None:
-    with LLM(cache_dir=folder, mode="ar", **SETTINGS) as plain:
+def test_plain_decoding_gives_the_same_text(llm: LLM, cache_dir: Path) -> None:
+    with LLM(cache_dir=cache_dir, mode="ar", **SETTINGS) as plain:
         assert plain.ready.mode == "ar"
         assert plain.generate(TEXT, SAMPLED)[0].token_ids == llm.generate(TEXT, SAMPLED)[0].token_ids
 
 
 @pytest.mark.slow
-def test_mode_ssd_gives_the_same_text_and_ends_its_processes(llm: LLM, folder: Path) -> None:
+def test_mode_ssd_gives_the_same_text_and_ends_its_processes(llm: LLM, cache_dir: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
-    with LLM(cache_dir=folder, mode="ssd", **SETTINGS) as far:
+    with LLM(cache_dir=cache_dir, mode="ssd", **SETTINGS) as far:
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) == 2
         assert far.ready.mode == "ssd"
@@ -79,14 +73,14 @@ def test_mode_ssd_gives_the_same_text_and_ends_its_processes(llm: LLM, folder: P
 
 
 @pytest.mark.slow
-def test_ssd_generate_gives_the_same_text(llm: LLM, folder: Path) -> None:
+def test_ssd_generate_gives_the_same_text(llm: LLM, cache_dir: Path) -> None:
     program = [sys.executable, "-m", "ssd_serve", "generate", TEXT]
     command = [*program, "--json", "--mode", "sd", "--dtype", "fp32"]
     # Options that the command leaves out come from the model; parameters that are left out are off.
     sampling = ["--seed", "5", "--temperature", "0.8", "--top-p", "1", "--max-tokens", "16"]
     sampling += ["--no-native-kernels"]
     done = subprocess.run(
-        [*command, *sampling, "--cache-dir", str(folder)], capture_output=True, timeout=120, check=True
+        [*command, *sampling, "--cache-dir", str(cache_dir)], capture_output=True, timeout=120, check=True
     )
     assert tuple(json.loads(done.stdout)["token_ids"]) == llm.generate(TEXT, SAMPLED)[0].token_ids
 
@@ -109,9 +103,9 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_self_draft_gives_the_same_text(llm: LLM, folder: Path) -> None:
+def test_self_draft_gives_the_same_text(llm: LLM, cache_dir: Path) -> None:
     expected = llm.generate(TEXT, SAMPLED)[0].token_ids
-    with LLM(cache_dir=folder, draft="self:3,ngram", **SETTINGS) as own:
+    with LLM(cache_dir=cache_dir, draft="self:3,ngram", **SETTINGS) as own:
         assert own.ready.draft == "self:3, ngram"
         assert own.generate(TEXT, SAMPLED)[0].token_ids == expected
 
@@ -123,14 +117,14 @@ def test_self_draft_gives_the_same_text(llm: LLM, folder: Path) -> None:
         ("self:two", "no number of layers"),
     ],
 )
-def test_self_draft_of_no_layers_or_all_is_refused(draft: str, message: str, folder: Path) -> None:
+def test_self_draft_of_no_layers_or_all_is_refused(draft: str, message: str, cache_dir: Path) -> None:
     with pytest.raises(SettingsError, match=message):
-        LLM(cache_dir=folder, draft=draft, **SETTINGS)
+        LLM(cache_dir=cache_dir, draft=draft, **SETTINGS)
 
 
 @pytest.mark.slow
-def test_prompts_beyond_the_engine_limits_wait_until_close(folder: Path) -> None:
-    with LLM(cache_dir=folder, mode="ar", max_running=2, max_waiting=1, **SETTINGS) as small:
+def test_prompts_beyond_the_engine_limits_wait_until_close(cache_dir: Path) -> None:
+    with LLM(cache_dir=cache_dir, mode="ar", max_running=2, max_waiting=1, **SETTINGS) as small:
         outputs = small.generate(["a", "b", "c", "d", "e", "f"], SamplingParams(max_tokens=2), progress=False)
     small.close()  # a second time
     with pytest.raises(EngineDeadError, match="has been closed"):

@@ -84,9 +84,9 @@ def test_open_descriptors_are_a_problem() -> None:
 
 
 @pytest.mark.slow
-def test_short_soak_of_a_real_server_finds_nothing(tmp_path: Path) -> None:
+def test_short_soak_of_a_real_server_finds_nothing(tmp_path: Path, cache_dir: Path) -> None:
     target, draft = write_pair(tmp_path)
-    settings = Settings(target=str(target), draft=str(draft), mode=Mode.SSD, cache_dir=tmp_path / "cache")
+    settings = Settings(target=str(target), draft=str(draft), mode=Mode.SSD, cache_dir=cache_dir)
     plan = SoakPlan(minutes=0.15, clients=4, kills=("drafter",), disturb_s=2.0)
     found = run_soak(settings, plan, lambda _line: None)
     assert problems(found, 3.0) == []

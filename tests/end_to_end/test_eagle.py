@@ -37,13 +37,8 @@ def first_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def expected(cache: Path) -> list[tuple[int, ...]]:
-    with LLM(mode="ar", cache_dir=cache, **SETTINGS) as plain:
+def expected(cache_dir: Path) -> list[tuple[int, ...]]:
+    with LLM(mode="ar", cache_dir=cache_dir, **SETTINGS) as plain:
         return [tuple(each.token_ids) for each in plain.generate(PROMPTS, PARAMS)]
 
 
@@ -54,12 +49,12 @@ def test_eagle_head_drafts_and_texts_equal_plain_decoding(
     layers: str | None,
     mode: str,
     expected: list[tuple[int, ...]],
-    cache: Path,
+    cache_dir: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     folder = request.getfixturevalue(kind)
     drafts = f"{folder},ngram" if mode == "sd" else str(folder)
-    with LLM(draft=drafts, eagle_layers=layers, mode=mode, cache_dir=cache, **SETTINGS) as llm:
+    with LLM(draft=drafts, eagle_layers=layers, mode=mode, cache_dir=cache_dir, **SETTINGS) as llm:
         for _ in range(_TRIES):
             found = llm.generate(PROMPTS, PARAMS)
             assert [tuple(each.token_ids) for each in found] == expected
@@ -68,8 +63,8 @@ def test_eagle_head_drafts_and_texts_equal_plain_decoding(
     pytest.fail("nothing was drafted")
 
 
-def test_embedded_head_drafts_are_accepted(expected: list[tuple[int, ...]], cache: Path) -> None:
-    with LLM(draft="embedded-head", mode="sd", cache_dir=cache, **SETTINGS) as llm:
+def test_embedded_head_drafts_are_accepted(expected: list[tuple[int, ...]], cache_dir: Path) -> None:
+    with LLM(draft="embedded-head", mode="sd", cache_dir=cache_dir, **SETTINGS) as llm:
         found = llm.generate(PROMPTS, PARAMS)
     assert [tuple(each.token_ids) for each in found] == expected
     assert sum(each.figures.accepted for each in found) > 16

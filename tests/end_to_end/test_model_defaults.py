@@ -33,8 +33,8 @@ def configure(folder: Path, **keys: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps(keys), encoding="utf-8")
 
 
-def test_llm_uses_generation_config_defaults(target: Path, tmp_path: Path) -> None:
-    with LLM(target, cache_dir=tmp_path, **SETTINGS) as llm:
+def test_llm_uses_generation_config_defaults(target: Path, cache_dir: Path) -> None:
+    with LLM(target, cache_dir=cache_dir, **SETTINGS) as llm:
         assert llm.get_default_sampling_params() == GREEDY
         tokens = [each.token_ids for each in llm.generate(["def f(", "import os"])]
         assert tokens == [each.token_ids for each in llm.generate(["def f(", "import os"], GREEDY)]
@@ -47,16 +47,16 @@ def test_llm_uses_generation_config_defaults(target: Path, tmp_path: Path) -> No
         assert last.output.token_ids == tokens[0]
 
 
-def test_llm_uses_api_defaults(target: Path, tmp_path: Path) -> None:
-    with LLM(target, cache_dir=tmp_path, generation_config="none", **SETTINGS) as llm:
+def test_llm_uses_api_defaults(target: Path, cache_dir: Path) -> None:
+    with LLM(target, cache_dir=cache_dir, generation_config="none", **SETTINGS) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
 
 
 def test_generate_command_uses_generation_config_defaults(
-    target: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    target: Path, capsys: pytest.CaptureFixture[str], cache_dir: Path
 ) -> None:
     fixed = ["--json", "--target", str(target), "--mode", "ar", "--dtype", "fp32", "--no-native-kernels"]
-    fixed += ["--cache-dir", str(tmp_path)]
+    fixed += ["--cache-dir", str(cache_dir)]
 
     def tokens(*flags: str) -> list[int]:
         assert main(["generate", "def f(", *fixed, *flags]) == 0

@@ -46,11 +46,13 @@ def random_paths(rng: random.Random, nodes: int) -> list[list[int]]:
     return paths
 
 
-def random_request(rng: random.Random, slots: list[int]) -> RequestRows:
+def random_request(
+    rng: random.Random, slots: list[int], sizes: Sequence[int] = (1, 2, 5, 9, 40, 70)
+) -> RequestRows:
     """Return a chunk, a tree, or (as in drafters) the newest nodes of a tree with all others computed."""
     kind = rng.choice(["chunk", "tree", "late rows"])
     prefix = [slots.pop() for _ in range(rng.choice([0, 0, 1, 7, 40]))]
-    size = rng.choice([1, 2, 5, 9, 40, 70])
+    size = rng.choice(sizes)
     own = [slots.pop() for _ in range(size)]
     if kind == "chunk":
         return rows_of(range(size), prefix, own, [len(prefix) + i for i in range(size)], None)

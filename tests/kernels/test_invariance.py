@@ -66,9 +66,9 @@ def test_sdpa_rows_are_batch_invariant(
 def test_triton_rows_are_batch_invariant_when_unrolled() -> None:
     rng = random.Random(2)
     prefix = [rng.sample(range(100, SLOTS), size) for size in (SPLIT + 5, 20)]
-    paths = random_paths(rng, 9)
-    tree = rows_of(range(9), prefix[0], list(range(9)), [SPLIT + 4 + len(path) for path in paths], paths)
-    chunk = rows_of(range(5), prefix[1], list(range(20, 25)), list(range(20, 25)), None)
+    paths = random_paths(rng, 4)
+    tree = rows_of(range(4), prefix[0], list(range(4)), [SPLIT + 4 + len(path) for path in paths], paths)
+    chunk = rows_of(range(2), prefix[1], [20, 21], [20, 21], None)
     batch = build_batch([chunk, tree])
     layers = [LayerKV(2, 16), LayerKV(2, 16, 7)]
     cache = filled_cache(layers, torch.float32, torch.Generator().manual_seed(3))
@@ -77,7 +77,7 @@ def test_triton_rows_are_batch_invariant_when_unrolled() -> None:
     rows = unrolled(batch)
     for layer in range(len(layers)):
         together = attention.run(layer, queries, attention.plan(rows))
-        for row in (0, 4, 5, 13):
+        for row in (1, 2, 5):
             alone = attention.run(layer, queries[row : row + 1], attention.plan(single(rows, row)))
             assert torch.equal(alone[0], together[row])
 

@@ -22,16 +22,6 @@ from ssd_serve.kernels.native.library import (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("native")
-def test_compiled_library_is_reused_at_the_next_start(tmp_path: Path) -> None:
-    path = build(tmp_path)
-    written = path.stat().st_mtime_ns
-    assert build(tmp_path) == path
-    assert path.stat().st_mtime_ns == written
-    assert [file.name for file in tmp_path.glob("*.so")] == [path.name]
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -86,6 +76,15 @@ def compiler(tmp_path: Path) -> list[str]:
     return [str(script)]
 
 
+def test_compiled_library_is_reused_at_the_next_start(tmp_path: Path, compiler: list[str]) -> None:
+    folder = tmp_path / "cache"
+    path = build(folder, compiler)
+    written = path.stat().st_ino, path.stat().st_mtime_ns
+    assert build(folder, compiler) == path
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == written
+    assert [file.name for file in folder.glob("*.so")] == [path.name]
+
+
 @pytest.mark.parametrize("planted", ["link", "open to all"])
 def test_a_planted_library_is_compiled_over(tmp_path: Path, compiler: list[str], planted: str) -> None:
     folder, evil = tmp_path / "cache", tmp_path / "evil.so"
@@ -133,11 +132,11 @@ def test_lock_that_is_a_symbolic_link_disables_the_kernels(tmp_path: Path, compi
     assert precious.read_text() == "x"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("native")
-def test_settings_can_switch_the_kernels_off(tmp_path: Path) -> None:
+def test_settings_can_switch_the_kernels_off(tmp_path: Path, cache_dir: Path) -> None:
     assert native_library(EngineConfig(cache_dir=tmp_path, native_kernels=False)) is None
     assert not list(tmp_path.iterdir())
-    found = native_library(EngineConfig(cache_dir=tmp_path))
+    found = native_library(EngineConfig(cache_dir=cache_dir))
     assert found is not None
+    assert found.path.parent == cache_dir
     assert found.function("ssd_can_multiply_bf16", result=INT)() in (0, 1)

@@ -153,17 +153,24 @@ def _compile(
 
 
 def compile_all(
-    targets: Sequence[Target], head_dims: Sequence[int], dtypes: Sequence[torch.dtype]
+    targets: Sequence[Target], head_dims: Sequence[int], dtypes: Sequence[torch.dtype], every: bool = True
 ) -> Iterator[tuple[Compiled, str]]:
-    """Yield every configuration that may run, with its complaint or an empty string."""
+    """Yield every configuration that may run, or the largest, with its complaint or an empty string."""
     for target, head_dim, dtype in product(targets, head_dims, dtypes):
-        for tile, windowed in product(tiles_of(dtype), (False, True)):
+        for tile, windowed in product(tiles_of(dtype), (False, True)) if every else _largest(dtype):
             compiled = compile_attention(target, head_dim, dtype, tile, windowed)
             yield compiled, complaint(compiled, target.shared_bytes)
         compiled = compile_merge(target, head_dim, dtype)
         yield compiled, complaint(compiled, target.shared_bytes)
     for target in targets:
         yield (compiled := compile_noise(target)), complaint(compiled, target.shared_bytes)
+
+
+def _largest(dtype: torch.dtype) -> list[tuple[int, bool]]:
+    """A window needs more registers than none, and bfloat16 more than float16: tiles, and whether windowed."""
+    *smaller, largest = tiles_of(dtype)
+    tiles = smaller if dtype is not torch.float16 else []
+    return [*((tile, True) for tile in tiles), (largest, False), (largest, True)]
 
 
 def complaint(compiled: Compiled, shared_bytes: int) -> str:
@@ -211,7 +218,7 @@ def _registers(target: Target, code: Mapping[str, Any]) -> Registers:
 def main(names: Sequence[str]) -> int:
     """Print a table of all configurations for the named GPUs, head sizes and dtypes, or all of them.
 
-    Returns 1 if there is a complaint.
+    `largest`: only those that need most registers. Returns 1 if there is a complaint.
     """
     targets = [target for target in TARGETS if target.name in names] or TARGETS
     head_dims = [int(name) for name in names if name.isdecimal()] or HEAD_DIMS
@@ -220,7 +227,7 @@ def main(names: Sequence[str]) -> int:
     print(f"| {head} | shared KiB | matrix instructions |  |")
     print("|" + "---|" * 12)
     wrong = 0
-    for found, why in compile_all(targets, head_dims, dtypes):
+    for found, why in compile_all(targets, head_dims, dtypes, "largest" not in names):
         wrong += bool(why)
         cells = (found.kernel, found.target, found.head_dim, found.dtype, found.tile)
         each = found.registers

@@ -35,7 +35,9 @@ T = TypeVar("T")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.save(checkpoints.make("llama3-gqa-tied"), tmp_path_factory.mktemp("model"))
+    # Triton's interpreter is slow: few layers and heads.
+    few = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return checkpoints.save(checkpoints.make("llama3-gqa-tied", **few), tmp_path_factory.mktemp("model"))
 
 
 def triton_attention(cache: KVCache, heads: int) -> Any:
