@@ -9,7 +9,7 @@ from ssd_serve.app.cli import main as cli
 from ssd_serve.app.plan.device_tables import device_sheet
 from ssd_serve.app.plan.devices import MeasuredRoofs, Sheets
 from ssd_serve.app.plan.plan import Plan, PlanOptions, page
-from ssd_serve.app.plan.roof import Roof
+from ssd_serve.models.roof import Roof
 from ssd_serve.verifier.drafters.pool import SpeculationMode
 from tests.app.plan_parts import known, small_model
 

@@ -12,9 +12,9 @@ from ssd_serve.app.plan.device_tables import device_sheet
 from ssd_serve.app.plan.devices import Forward, MeasuredRoofs, Sheets, cost_table, never_slower
 from ssd_serve.app.plan.known_models import Computing, known_model, planned_model, sized
 from ssd_serve.app.plan.plan import Plan, PlanOptions
-from ssd_serve.app.plan.roof import Roof
 from ssd_serve.base.cost import Reading
 from ssd_serve.base.errors import CheckpointError
+from ssd_serve.models.roof import Roof
 from tests.app.plan_parts import PLAIN_SHEET, known, small_model
 
 

@@ -71,6 +71,28 @@ def test_unmeasured_it_knows_a_prior_and_then_one_round() -> None:
     assert table.seconds(64) == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("wrong", [0.1, 10.0])
+def test_guess_takes_its_level_from_the_first_rounds(wrong: float) -> None:
+    true = CostTable([Timing(1, 0, 0.010), Timing(64, 0, 0.050), Timing(1, 1000, 0.012)])
+    guess = CostTable([Timing(1, 0, 0.010 * wrong), Timing(64, 0, 0.050 * wrong)], guessed=True)
+    for rows in (33, 1, 1, 1, 1, 1, 1, 1):
+        guess.observe(rows, true.seconds(rows))
+    assert guess.seconds(1) == pytest.approx(true.seconds(1), rel=0.1)
+    assert guess.first_seconds(16, Reading()) == pytest.approx(true.seconds(16), rel=0.1)
+    guess.observe(1, 1.0)
+    assert guess.seconds(1) < 2 * true.seconds(1), "later rounds count little"
+
+
+def test_table_is_made_again_from_its_timings() -> None:
+    table = CostTable([Timing(1, 0, 0.010), Timing(64, 0, 0.050), Timing(1, 1000, 0.013)])
+    for rows in (1, 5, 70):
+        table.observe(rows, 0.1, Reading(200, 200 * rows))
+    again = CostTable(table.timings())
+    for rows in (1, 2, 7, 30, 100, 500):
+        reading = Reading(700, 700 * rows)
+        assert again.seconds(rows, reading) == pytest.approx(table.seconds(rows, reading), rel=0.05)
+
+
 @given(
     st.floats(1e-9, 1e-6), st.floats(1e-9, 1e-6), st.integers(1, 64), st.integers(0, 4000), st.integers(1, 8)
 )

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ssd_serve.app.cli.main import build_parser, main
-from ssd_serve.app.plan.roof import Roof
 from ssd_serve.base.errors import SettingsError, UserError
 from ssd_serve.bench import conformance, kernel_times
 from ssd_serve.bench.conformance import ConformanceRow, check_conformance
@@ -21,6 +20,7 @@ from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.attention.self_test import Heads, RequestShape, Trial, largest_error, random_batch
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.roof import Roof
 
 
 def refuses(cache: KVCache, heads: int) -> AttentionBackend[Any]:

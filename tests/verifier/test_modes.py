@@ -140,7 +140,6 @@ def test_modes_and_inline_drafts_of_an_assembled_verifier(
 
     monkeypatch.setattr(Cores, "enter", enter)
     monkeypatch.setattr(assembly, "assemble_drafter", recording)
-    monkeypatch.setattr(assembly, "remembered_timings", lambda *_: [Timing(1, 0, 0.01), Timing(64, 0, 0.1)])
     settings = Settings(
         target=str(tmp_path / "target"),
         draft=str(tmp_path / "draft"),

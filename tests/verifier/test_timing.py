@@ -1,12 +1,18 @@
 """Tests of stored step times and gains: they are checked before use, and measured again if they are wrong."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from ssd_serve.base.cost import Timing
+from ssd_serve.base.cost import Reading, Timing
+from ssd_serve.base.devices import Device
 from ssd_serve.base.logs import get_logger
-from ssd_serve.verifier.control.timing import GainFile, TimingFiles
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.interface import ForwardResult, ModelFacts
+from ssd_serve.models.roof import Roof, store_roof
+from ssd_serve.verifier.control.timing import GainFile, StepTimes, TimingFiles
 
 MEASURED = [Timing(1, 128, 0.010), Timing(16, 128, 0.020), Timing(1, 1024, 0.012)]
 
@@ -96,6 +102,59 @@ def test_unwritable_folder_is_no_error(tmp_path: Path) -> None:
         model = Model()
         assert model.timings(tmp_path / "file", model="a") == MEASURED
         assert model.measured == 1
+
+
+@dataclass
+class Loaded:
+    """A loaded model, none of whose forwards may run."""
+
+    facts: ModelFacts = field(
+        default_factory=lambda: ModelFacts("m", 100, 512, 4, 8, (), 10**9, 10**3, "cpu", "bf16")
+    )
+    slots: int = 512
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        raise AssertionError("nothing is measured at start")
+
+    def release(self, spans: Sequence[range]) -> None:
+        raise AssertionError("nothing is released at start")
+
+
+CORES = Device("cpu", (0, 1))
+
+
+def step_times(folder: Path) -> StepTimes:
+    return StepTimes(Loaded(), TimingFiles(folder, get_logger("test")), folder)
+
+
+def test_no_forward_runs_at_start_on_cpus(tmp_path: Path) -> None:
+    table = step_times(tmp_path).table(CORES)
+    assert table.guessed
+    assert 0.01 < table.seconds(1) < 1.0, "a gigabyte of weights"
+    assert table.seconds(1, Reading(10**5, 10**5)) > table.seconds(1)
+
+
+def test_live_rounds_are_the_times_of_the_next_start(tmp_path: Path) -> None:
+    first = step_times(tmp_path)
+    table = first.table(CORES)
+    for _ in range(15):
+        table.observe(1, 0.5)
+    first.store()
+    assert step_times(tmp_path).table(CORES).guessed, "too few rounds"
+    table.observe(1, 0.5)
+    first.store()
+    again = step_times(tmp_path).table(CORES)
+    assert not again.guessed
+    assert again.seconds(1) == pytest.approx(0.5, rel=0.05)
+    assert step_times(tmp_path).table(Device("cpu", (0,))).guessed, "other cores"
+
+
+def test_expected_times_follow_a_stored_roof(tmp_path: Path) -> None:
+    per_byte = {1: 1e-9, 64: 4e-9}
+    store_roof(tmp_path, Roof(2, "bfloat16", per_byte, 1e12))
+    table = step_times(tmp_path).table(CORES)
+    assert table.seconds(1) == pytest.approx(1.0, rel=0.01)
+    assert table.seconds(64) == pytest.approx(4.0, rel=0.01)
 
 
 GAINS = {1: {"beside": 1.7, "plain": 1.0}, 8: {"beside": 0.9, "inline": 0.0}}

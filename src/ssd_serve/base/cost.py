@@ -32,6 +32,7 @@ _LOCAL_BLEND = 0.1
 _READ_BLEND = 0.1
 _LOCAL_DECAY = 0.998
 _MAX_OFF = 2.0
+_FIRST_ROUNDS = 8
 _HOST_MEMORY = 0.995
 _HOST_SLACK_S = 0.5e-3
 _HOST_EVERY = 16
@@ -66,17 +67,23 @@ class CostTable:
     context that a request and a row read. Live rounds move the level of
     all points, and that of their own rows slightly more. So the shape stays consistent when rounds visit only
     some points, and outliers decay. The cost of context has its own level, updated by its share in a round:
-    measured at start on a busy machine, it can be ten times too high.
+    measured at start on a busy machine, it can be ten times too high. A table that starts from a guess takes its
+    level from the average of the first rounds.
     """
 
-    def __init__(self, timings: Sequence[Timing] = (), prior_s: float = 0.02) -> None:
+    def __init__(
+        self, timings: Sequence[Timing] = (), prior_s: float = 0.02, *, guessed: bool = False
+    ) -> None:
         self._points = np.asarray(POINTS, dtype=np.float64)
         self._context_s, self._row_context_s = _context_costs(timings)
         self._shape = _shape(timings, self._context_s, self._row_context_s, prior_s)
         self._local = np.ones(len(POINTS))
         self._level = 1.0
         self._read_level = 1.0
-        self._seen = bool(timings)
+        self.rounds = 0
+        """Live rounds observed."""
+        self.guessed = guessed
+        self._first_rounds = _FIRST_ROUNDS if guessed else 0 if timings else 1
 
     def span(self, first: int, last: int, reading: Reading | None = None, each: float = 0.0) -> FloatArray:
         """Seconds of forwards of `first` to `last` rows: [last - first + 1]; no rows take no time.
@@ -95,6 +102,15 @@ class CostTable:
             seconds[rows <= 0] = 0.0
         return seconds
 
+    def timings(self) -> list[Timing]:
+        """The table as timings, live rounds included: from them it can be made again."""
+        short, long = 0, 1024
+        return [
+            Timing(rows, context, self.seconds(rows, Reading(context, rows * context)))
+            for rows in POINTS
+            for context in ((short, long) if rows in (1, 8, 32) else (short,))
+        ]
+
     def seconds(self, rows: int, reading: Reading | None = None) -> float:
         """Seconds of a forward of `rows` rows."""
         return float(self.span(rows, rows, reading)[0])
@@ -109,8 +125,18 @@ class CostTable:
             return
         expected_s = self.seconds(rows, reading)
         ratio = seconds / expected_s
-        if not self._seen:  # only the prior was known
-            self._seen, self._level = True, ratio
+        self.rounds += 1
+        if self.rounds <= self._first_rounds:
+            self._level *= ratio ** (1 / self.rounds)
+            if (
+                self.guessed and self.rounds == self._first_rounds
+            ):  # the guess's own scale is gone, also from `first_seconds`
+                self._shape = self._level * self._shape
+                self._context_s, self._row_context_s = (
+                    self._level * self._context_s,
+                    self._level * self._row_context_s,
+                )
+                self._level = 1.0
             return
         # A descheduled process is not a slow device.
         ratio = min(max(ratio, 1 / _MAX_OFF), _MAX_OFF)

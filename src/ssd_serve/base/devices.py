@@ -6,6 +6,7 @@ torch is imported only inside `pin` and, in a process of its own, to count GPUs.
 import contextlib
 import ctypes
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -94,6 +95,15 @@ def this_machine(nvidia: Path = _NVIDIA, amd: Path = _AMD, python: str = sys.exe
     loaded = {vendor: path for vendor, path in drivers.items() if path.exists()}
     gpus, trouble = _ask_torch(loaded, python) if loaded else (0, "")
     return Machine(_available_cores(), gpus, trouble)
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return what tells this processor from others: its name and its instructions."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return str(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
 def check_device(device: Device, machine: Machine, setting: str) -> None:

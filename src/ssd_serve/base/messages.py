@@ -216,6 +216,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Most bytes of the target's KV cache."""
     target_step_ms: float
     draft_step_ms: float
+    guessed: bool = False
+    """True if `target_step_ms` follows from figures of the processor alone: no round has been timed."""
     protocol: int = 0
     """The verifier's `PROTOCOL_VERSION`; 0: a version without this field."""
     sampling: dict[str, int | float] = {}

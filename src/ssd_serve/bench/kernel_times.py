@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ssd_serve.app.plan.roof import Effort, Roof, measure_roof
 from ssd_serve.base.errors import in_a_line
 from ssd_serve.base.settings import Settings
 from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
@@ -24,6 +23,7 @@ from ssd_serve.kernels.attention.self_test import RequestShape, first_failure, r
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import dtype_name, layout_order
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.roof import Effort, Roof, measure_roof
 from ssd_serve.models.sizes import kv_dtype
 
 SHAPES: dict[str, tuple[RequestShape, ...]] = {
@@ -169,7 +169,8 @@ def min_seconds(
 ) -> float:
     """Return the lower bound of the device: only entries that a token sees need products."""
     products = sum(each.rows * each.prefix for each in asked) + int(batch.ancestry_bits().sum())
-    return roof.seconds(_bytes(plan, dtype, asked), 4.0 * products * plan.heads * plan.head_dim)
+    flops = 4.0 * products * plan.heads * plan.head_dim
+    return max(_bytes(plan, dtype, asked) / roof.bandwidth, flops / roof.flops)
 
 
 def _row(name: str, seconds: Sequence[float], size: int, least: float) -> dict[str, object]:

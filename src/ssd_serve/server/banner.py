@@ -102,8 +102,9 @@ def show_banner(
 def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     """Return label and text of each line about the server."""
     timing = "wrapped" if settings.model_wrapper else "measured"
+    expected = "expected of such a processor" if ready.guessed and not settings.model_wrapper else timing
     name = EMBEDDED if settings.target == EMBEDDED else ready.target
-    target = f"{name} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({timing})"
+    target = f"{name} on {ready.target_device}, {ready.target_step_ms:.1f} ms a step ({expected})"
     draft = f"{ready.draft} on {ready.draft_device or ready.target_device}"
     if ready.draft_step_ms > 0:
         draft += f", {ready.draft_step_ms:.1f} ms a step ({timing})"
@@ -131,7 +132,8 @@ def _speed_line(ready: Ready, settings: Settings) -> str:
     found = estimate(ready)
     if found is None:
         return "not measured yet; `ssd bench modes` does"
-    plain = f"plain decoding gives at most {found.plain_tokens_per_s:.0f} tokens/s to one request"
+    most = "about" if ready.guessed else "at most"
+    plain = f"plain decoding gives {most} {found.plain_tokens_per_s:.0f} tokens/s to one request"
     if ready.mode == "ar":
         return plain
     if ready.draft_step_ms <= 0:

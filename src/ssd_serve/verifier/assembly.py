@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ssd_serve.base.cost import CostTable, HostCost, Timing
+from ssd_serve.base.cost import CostTable, HostCost
 from ssd_serve.base.devices import Device, parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.engine_config import EngineConfig, Mode
@@ -42,7 +42,7 @@ from ssd_serve.verifier.control.budget import CostBasedWait, NoWait, WaitPolicy
 from ssd_serve.verifier.control.execution import Cores, ModeConfig
 from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.round_planner import DraftBounds, RoundPlanner
-from ssd_serve.verifier.control.timing import GainFile, TimingFiles, identity, remembered_timings
+from ssd_serve.verifier.control.timing import GainFile, StepTimes, TimingFiles, identity
 from ssd_serve.verifier.drafters.admission import check_hello
 from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
@@ -120,13 +120,17 @@ class AssembledVerifier:
     weight_bytes: int
     """Bytes of all weights on one rank."""
     step_s: float
+    step_s_guessed: bool
+    """True if `step_s` follows from figures of the processor alone."""
     gains: GainFile
+    times: StepTimes
     differences: DifferenceLog
     sampling: Mapping[str, int | float]
     """Sampling values that requests take from the model's `generation_config.json` if they name none."""
 
     def remember(self) -> None:
-        """Write the measured gains of all modes for the next start."""
+        """Write the measured gains of all modes and the corrected step times for the next start."""
+        self.times.store()
         gains = self.engine.planner.mode_gains()
         if gains:
             self.gains.write(gains)
@@ -172,14 +176,17 @@ def assemble_verifier(
         share(group=Group()) if ranks is None or leader is None else ranks.load(leader, path, slots, share)
     )
     model = wrap_model(model, "target", config.model_wrapper)
-    say("measuring step times")
+    if torch_device(device) != "cpu":
+        say("measuring step times")
     folder = cache_folder(config.cache_dir, log.warning)
     alone = config.target_device_alone
     cores = Cores(parse_device(device), parse_device(alone) if alone else None)
     modes = _modes(config.mode, cores)
     draft = (config.drafts, config.drafters, config.draft_device, alone)
     gains = GainFile(folder, {**identity(model, device), "draft": draft, "mode": config.mode.value}, log)
-    mode_config = _mode_config(config, model, cores, modes, TimingFiles(folder, log), gains)
+    files = TimingFiles(folder, log)
+    times = StepTimes(model, files, folder)
+    mode_config = _mode_config(config, cores, modes, files, times, gains)
     cost = mode_config.costs[modes[0]]
     tokenizer = Tokenizer(path)
     hello = Hello(
@@ -222,7 +229,9 @@ def assemble_verifier(
         slots,
         sizes.resident_bytes,
         cost.seconds(1),
+        cost.guessed,
         gains,
+        times,
         differences,
         sampling,
     )
@@ -243,6 +252,7 @@ def ready_report(config: EngineConfig, verifier: AssembledVerifier) -> Ready:
         weight_bytes=verifier.weight_bytes * config.tensor_parallel,
         kv_bytes=verifier.slots * verifier.facts.kv_bytes_per_slot * config.tensor_parallel,
         target_step_ms=1e3 * verifier.step_s,
+        guessed=verifier.step_s_guessed,
         draft_step_ms=1e3 * verifier.engine.drafters.step_s,
         protocol=PROTOCOL_VERSION,
         sampling=dict(verifier.sampling),
@@ -262,20 +272,19 @@ def _modes(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
 
 def _mode_config(
     config: EngineConfig,
-    model: Model,
     cores: Cores,
     modes: tuple[SpeculationMode, ...],
     files: TimingFiles,
+    times: StepTimes,
     gains: GainFile,
 ) -> ModeConfig:
-    """Return costs and policies of the modes, measured on the cores of each. Gains of earlier sessions count
-    only if forwards still take the same time."""
-    timings: dict[Device, list[Timing]] = {}
+    """Return costs and policies of the modes on the cores of each. Gains of earlier sessions count only if
+    forwards still take the same time."""
+    tables: dict[Device, CostTable] = {}
     for mode in reversed(modes):
         cores.enter(mode)
-        if cores.of(mode) not in timings:
-            timings[cores.of(mode)] = remembered_timings(model, str(cores.of(mode)), files)
-    tables = {device: CostTable(each) for device, each in timings.items()}
+        if cores.of(mode) not in tables:
+            tables[cores.of(mode)] = times.table(cores.of(mode))
     controller = ModeController(modes)
     if not files.measured_otherwise:
         known = {mode.value: mode for mode in modes}
@@ -291,7 +300,7 @@ def _mode_config(
         cores,
         {mode: tables[cores.of(mode)] for mode in modes},
         {mode: _policy(config, mode) for mode in modes},
-        CostTable(timings[cores.of(SpeculationMode.ASYNC)]) if concurrent else None,
+        times.table(cores.of(SpeculationMode.ASYNC)) if concurrent else None,
     )
 
 

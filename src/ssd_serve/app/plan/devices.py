@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ssd_serve.app.plan.device_tables import DeviceSheet
 from ssd_serve.app.plan.known_models import PlannedModel
-from ssd_serve.app.plan.roof import QUICK, Roof, last_level_cache, measure_roof
 from ssd_serve.base.cost import CostTable, Timing
 from ssd_serve.models.memory import available_memory
+from ssd_serve.models.roof import QUICK, Roof, last_level_cache, measure_roof
 
 _GIB = float(1 << 30)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -191,17 +189,14 @@ class MeasuredRoofs:
         computing."""
         roof = self.roofs[devices] if self.shares_memory else self.roofs[1]
         ranks = 1 if self.shares_memory else devices
-        rows, known = forward.rows, sorted(roof.seconds_per_byte)
-        seconds_per_byte = float(np.interp(rows, known, [roof.seconds_per_byte[each] for each in known]))
-        seconds_per_byte *= max(1.0, rows / known[-1])
         saved_s = (model.wide_bytes - model.matrix_bytes) * min(roof.seconds_per_byte.values())
-        read_s = model.wide_bytes * roof.seconds_per_byte[known[0]]
+        read_s = roof.product_s(model.wide_bytes, 1)
         cache_bytes = forward.context * model.kv_bytes_per_token * model.kv_share(ranks) * ranks
         attention_s = cache_bytes / roof.bandwidth + forward.row_context * model.attention_flops / roof.flops
         return ForwardParts(
             launch_s=0.0,
             weights_s=(read_s - saved_s) / ranks,
-            matmul_s=(model.wide_bytes * seconds_per_byte - read_s) / ranks,
+            matmul_s=(roof.product_s(model.wide_bytes, forward.rows) - read_s) / ranks,
             attention_s=attention_s / ranks,
             layers_s=model.layers * self.layer_s,
             exchange_s=model.layers * self.exchange_s if ranks > 1 else 0.0,

@@ -102,7 +102,8 @@ def visible_slots(batch: Batch, row: int, window: int | None) -> list[int]:
 
 
 class ReferenceAttention:
-    """Attends one row at a time in float64, slow and obvious. The plan is the batch itself.
+    """Attends in float64 over all slots of the cache, unseen ones masked: slow and obvious. The plan is the batch
+    itself.
 
     Serves layers of any kind but states.
     """
@@ -130,16 +131,15 @@ class ReferenceAttention:
         shape = self._cache.layout.layers[layer]
         keys, values = self._cache.keys(layer).double(), self._cache.values(layer).double()
         group = heads // keys.shape[0]
-        result = torch.empty(rows, heads, shape.value_dim, dtype=torch.float64)
-        lse = torch.empty(rows, heads)
+        seen = torch.zeros(rows, keys.shape[1], dtype=torch.bool)
         for row in range(rows):
-            slots = visible_slots(plan, row, shape.window)
-            seen = keys[:, slots].repeat_interleave(group, 0)  # [heads, slots, head_dim]
-            scores = (seen @ queries[row, :, :, None].double())[..., 0] * shape.scale  # [heads, slots]
-            weights = torch.softmax(scores, -1)[:, None]  # [heads, 1, slots]
-            result[row] = (weights @ values[:, slots].repeat_interleave(group, 0))[:, 0]
-            lse[row] = torch.logsumexp(scores, -1)
-        return result.flatten(1).to(queries.dtype), lse
+            seen[row, visible_slots(plan, row, shape.window)] = True
+        keys, values = (each.repeat_interleave(group, 0) for each in (keys, values))  # [heads, slots, width]
+        scores = queries.double().transpose(0, 1) @ keys.transpose(1, 2) * shape.scale  # [heads, rows, slots]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        weights = torch.softmax(scores, -1).nan_to_num()  # a row that sees nothing gets zeros
+        result = (weights @ values).transpose(0, 1)  # [rows, heads, width]
+        return result.flatten(1).to(queries.dtype), torch.logsumexp(scores, -1).T.float()
 
 
 def self_test(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ssd_serve.base.devices import processor_name
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import Logger
@@ -35,7 +36,6 @@ _FLAGS = (
     (),
 )
 """Tried in turn: not every compiler has OpenMP, and processors are named differently on ARM."""
-_CPU = Path("/proc/cpuinfo")
 _LONGEST_S = 120.0
 
 
@@ -144,14 +144,5 @@ def _digest(sources: Sequence[Path], compiler: str) -> str:
         digest.update(source.read_bytes())
     known = os.stat(compiler)
     digest.update(f"{os.path.realpath(compiler)} {known.st_size} {known.st_mtime_ns}".encode())
-    digest.update(f"{platform.machine()} {_SHARED} {_FLAGS} {_processor()}".encode())
+    digest.update(f"{platform.machine()} {_SHARED} {_FLAGS} {processor_name()}".encode())
     return digest.hexdigest()[:24]
-
-
-def _processor() -> str:
-    try:
-        lines = _CPU.read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features")
-    return str(sorted({line for line in lines if line.startswith(wanted)}))

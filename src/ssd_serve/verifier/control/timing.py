@@ -1,33 +1,35 @@
-"""Measures forwards of a model, and stores their times and the gains of modes for the next start.
+"""Step times of a model at start: measured on GPUs, expected on CPUs; stored for the next start with the gains.
 
 A file is named by everything that the times depend on: the model's sizes and dtype, the device, the processor
-and the versions. Stored times are checked with a few forwards before use, and measured again if the file cannot
-be read.
+and the versions. On GPUs stored times are checked with a few forwards, and measured again if they are wrong. On
+CPUs nothing is measured at start. The times are those of the last session's rounds, else follow from what is known
+of the processor. Live rounds correct them.
 """
 
-import hashlib
-import json
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 import torch
 
 from ssd_serve.base.cost import CostTable, Timing
+from ssd_serve.base.devices import Device, processor_name
 from ssd_serve.base.logs import Logger
-from ssd_serve.base.trusted_files import make_folder, read_own
-from ssd_serve.models.interface import Model
+from ssd_serve.base.stored import read_stored, stored_path, write_stored
+from ssd_serve.models.interface import Model, ModelFacts
+from ssd_serve.models.roof import Roof, expected_roof, stored_roof
+from ssd_serve.models.sizes import DTYPES
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT, measure_steps
 
 _TRIES = 3
 _MAX_OFF = 1.5
 """Stored times that differ by more than this factor from a few forwards now are measured again."""
+_FEWEST_ROUNDS = 16
+"""Live rounds from which a table is stored. It is stored again whenever their number has doubled."""
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -42,9 +44,6 @@ class _Gains(msgspec.Struct):
     format: Literal[1] = 1
 
 
-FileT = TypeVar("FileT", _Timings, _Gains)
-
-
 class TimingFiles:
     """Files of timings in `folder`."""
 
@@ -53,6 +52,21 @@ class TimingFiles:
         self._log = log
         self.measured_otherwise = False
         """True if a stored time has turned out to be different."""
+
+    def expected(self, identity: Mapping[str, object], guess: Callable[[], Sequence[Timing]]) -> CostTable:
+        """Return a table of stored timings, else of a guess. Runs no forward."""
+        stored = read_stored(self._path(identity), _Timings)
+        if stored is None:
+            return CostTable(guess(), guessed=True)
+        return CostTable([Timing(*each) for each in stored.timings])
+
+    def store(self, identity: Mapping[str, object], timings: Sequence[Timing]) -> None:
+        """Store timings for the next start."""
+        content = [(each.rows, each.context, each.seconds) for each in timings]
+        write_stored(self._path(identity), _Timings(content), self._log)
+
+    def _path(self, identity: Mapping[str, object]) -> Path:
+        return stored_path(self._folder, "cost", identity)
 
     def timings(
         self,
@@ -65,8 +79,7 @@ class TimingFiles:
         A measurement is stored if `probe` agrees with it afterwards. If it never does, other work disturbs the
         machine: the least of all times is returned, and the next start measures again.
         """
-        path = self._folder / f"cost-{_digest(identity)}.json"
-        stored = _read(path, _Timings)
+        stored = read_stored(self._path(identity), _Timings)
         known = [Timing(*each) for each in stored.timings] if stored is not None else []
         if known and _agree(known, probe()):
             return known
@@ -75,25 +88,67 @@ class TimingFiles:
         for _ in range(_TRIES):
             measured, probed = measure(), probe()
             if _agree(measured, probed):
-                content = [(each.rows, each.context, each.seconds) for each in measured]
-                _write(path, _Timings(content), self._log)
+                self.store(identity, measured)
                 return measured
             found = _least((*found, *measured, *probed))
         self._log.debug("step times are not remembered: other work disturbs this machine")
         return found
 
 
+class StepTimes:
+    """Step times of one model on each of its devices."""
+
+    def __init__(self, model: Model, files: TimingFiles, folder: Path) -> None:
+        self._model = model
+        self._files = files
+        self._folder = folder
+        self._measured: dict[Device, Sequence[Timing]] = {}
+        self._live: list[tuple[dict[str, object], CostTable]] = []
+        self._stored_at = 0
+
+    def table(self, device: Device) -> CostTable:
+        """Return a new table: of measured times on GPUs, of stored or expected ones on CPUs."""
+        if device.kind != "cpu":
+            if device not in self._measured:
+                self._measured[device] = remembered_timings(self._model, str(device), self._files)
+            return CostTable(self._measured[device])
+        facts, cores = self._model.facts, len(device.indices) or torch.get_num_threads()
+        name = cpu_identity(
+            facts.name,
+            layers=facts.layers,
+            hidden=facts.hidden,
+            vocabulary=facts.vocabulary,
+            dtype=facts.dtype,
+            cores=cores,
+        )
+        dtype = DTYPES[facts.dtype]
+        roof = stored_roof(self._folder, dtype, cores) or expected_roof(cores, dtype)
+        table = self._files.expected(name, lambda: expected_timings(facts, roof))
+        self._live.append((name, table))
+        return table
+
+    def store(self) -> None:
+        """Store what live rounds on CPUs have corrected, for the next start and for `ssd plan`."""
+        rounds = sum(table.rounds for _, table in self._live)
+        if rounds < _FEWEST_ROUNDS or rounds < 2 * self._stored_at:
+            return
+        self._stored_at = rounds
+        for name, table in sorted(self._live, key=lambda each: each[1].rounds):
+            if table.rounds >= _FEWEST_ROUNDS:
+                self._files.store(name, table.timings())
+
+
 class GainFile:
     """Measured gain of each mode by level of load, for one pair and its devices."""
 
     def __init__(self, folder: Path, identity: Mapping[str, object], log: Logger) -> None:
-        self._path = folder / f"layouts-{_digest(identity)}.json"
+        self._path = stored_path(folder, "layouts", identity)
         self._log = log
         self._written: dict[int, dict[str, float]] = {}
 
     def read(self) -> dict[int, dict[str, float]]:
         """Return the stored gains; empty if there is no readable file."""
-        stored = _read(self._path, _Gains)
+        stored = read_stored(self._path, _Gains)
         return stored.gains if stored is not None else {}
 
     def write(self, gains: Mapping[int, Mapping[str, float]]) -> None:
@@ -101,29 +156,7 @@ class GainFile:
         content = {load: dict(each) for load, each in gains.items()}
         if content != self._written:
             self._written = content
-            _write(self._path, _Gains(content), self._log)
-
-
-def _digest(identity: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:24]
-
-
-def _write(path: Path, content: msgspec.Struct, log: Logger) -> None:
-    try:
-        make_folder(path.parent)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(content))
-        os.replace(file.name, path)
-    except OSError as error:
-        log.debug("what was measured is not remembered", reason=str(error))
-
-
-def _read(path: Path, kind: type[FileT]) -> FileT | None:
-    """Return a file's content; None if it is absent, broken or of another format."""
-    try:
-        return msgspec.json.decode(read_own(path), type=kind)
-    except (OSError, msgspec.DecodeError):
-        return None
+            write_stored(self._path, _Gains(content), self._log)
 
 
 def _least(timings: Iterable[Timing]) -> list[Timing]:
@@ -164,6 +197,40 @@ def remembered_timings(model: Model, device: str, files: TimingFiles) -> list[Ti
     """Return the same timings, stored ones if a few forwards agree with them. `device` names the cores in
     use."""
     return list(files.timings(identity(model, device), lambda: _measure(model), lambda: _probe(model)))
+
+
+_LAYER_S = 60e-6
+"""Seconds of a layer beside its matrices and its attention."""
+
+
+def cpu_identity(
+    name: str, *, layers: int, hidden: int, vocabulary: int, dtype: str, cores: int
+) -> dict[str, object]:
+    """Return what step times on CPUs depend on, as far as it is known before a model is loaded."""
+    return {
+        "name": name,
+        "sizes": (layers, hidden, vocabulary),
+        "dtype": dtype,
+        "cores": cores,
+        "processor": processor_name(),
+        "torch": torch.__version__,
+        "ssd-serve": version("ssd-serve"),
+    }
+
+
+def expected_timings(facts: ModelFacts, roof: Roof) -> list[Timing]:
+    """Return what forwards will take by the roof of the cores: no forward is run."""
+    return [
+        Timing(
+            rows,
+            context,
+            roof.product_s(facts.weight_bytes, rows)
+            + facts.layers * _LAYER_S
+            + context * facts.kv_bytes_per_slot / roof.bandwidth,
+        )
+        for rows in ROWS
+        for context in ((0, LONG_CONTEXT) if rows in _LONG_ROWS else (0,))
+    ]
 
 
 def identity(model: Model, device: str) -> dict[str, object]:

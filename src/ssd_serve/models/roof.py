@@ -1,7 +1,8 @@
-"""Roofs of a device, measured: bandwidth of reading weights, throughput of multiplying matrices.
+"""Roofs of a device: bandwidth of reading weights, throughput of multiplying matrices.
 
-Streams matrices that no cache holds through products of few rows, as a decoding step does, and multiplies a
-matrix with many rows. Both use the engine's own products. The best repeat counts. Run it on an idle machine.
+Measured: matrices that no cache holds are streamed through products of few rows, as a decoding step does, and one
+is multiplied with many rows. Both use the engine's own products. The best repeat counts. Expected, without
+measuring: figures of a usual processor.
 """
 
 import contextlib
@@ -9,11 +10,17 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import torch
 
+from ssd_serve.base.devices import processor_name
 from ssd_serve.base.settings import Settings
+from ssd_serve.base.stored import read_stored, stored_path, write_stored
+from ssd_serve.kernels.cpu_products import cpu_has_fast_bf16
 from ssd_serve.kernels.native.library import native_library
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.weights.linear import matrix_kind
@@ -60,9 +67,11 @@ class Roof:
         """Weight bytes a second of the fastest product of few rows."""
         return 1 / min(self.seconds_per_byte.values())
 
-    def seconds(self, weight_bytes: float, flops: float) -> float:
-        """The least time of a forward: it reads its weights once, and computes."""
-        return max(weight_bytes / self.bandwidth, flops / self.flops)
+    def product_s(self, weight_bytes: float, rows: int) -> float:
+        """Seconds of the products of so many rows with matrices of so many bytes."""
+        known = sorted(self.seconds_per_byte)
+        per_byte = float(np.interp(rows, known, [self.seconds_per_byte[each] for each in known]))
+        return weight_bytes * per_byte * max(1.0, rows / known[-1])
 
 
 def measure_roof(device: str, dtype: str, cores: Sequence[int] = (), effort: Effort = THOROUGH) -> Roof:
@@ -79,6 +88,43 @@ def measure_roof(device: str, dtype: str, cores: Sequence[int] = (), effort: Eff
         many = _operand(_MANY_ROWS[_kind(device)], device, kind)
         product_s = min(_times(_pass(layers[:1], many), device, effort.repeats))
     return Roof(len(cores), dtype, per_byte, 2 * len(many) * _SIDE**2 / product_s)
+
+
+_CORE_BYTES_S, _MOST_BYTES_S = 12e9, 30e9
+"""Bytes a second that one core reads of usual memory, and that all cores do."""
+_CORE_FLOPS, _CORE_FLOPS_BF16 = 20e9, 80e9
+"""Operations a second of one core, and of one with instructions for bf16 products."""
+
+
+def expected_roof(cores: int, dtype: torch.dtype) -> Roof:
+    """Return the roof of so many cores of a usual processor with this one's instructions. Measures nothing."""
+    flops = cores * (_CORE_FLOPS_BF16 if dtype is torch.bfloat16 and cpu_has_fast_bf16() else _CORE_FLOPS)
+    bandwidth = min(cores * _CORE_BYTES_S, _MOST_BYTES_S)
+    per_byte = {rows: max(1 / bandwidth, 2 * rows / dtype.itemsize / flops) for rows in QUICK.rows}
+    return Roof(cores, str(dtype).removeprefix("torch."), per_byte, flops)
+
+
+class _StoredRoof(msgspec.Struct):
+    seconds_per_byte: dict[int, float]
+    flops: float
+
+
+def stored_roof(folder: Path, dtype: torch.dtype, cores: int) -> Roof | None:
+    """Return what `measure_roof` found on so many cores of this processor, if `store_roof` was called then."""
+    found = read_stored(_stored_at(folder, str(dtype), cores), _StoredRoof)
+    name = str(dtype).removeprefix("torch.")
+    return None if found is None else Roof(cores, name, found.seconds_per_byte, found.flops)
+
+
+def store_roof(folder: Path, roof: Roof) -> None:
+    """Store a roof for `stored_roof`."""
+    content = _StoredRoof(dict(roof.seconds_per_byte), roof.flops)
+    write_stored(_stored_at(folder, f"torch.{roof.dtype}", roof.cores), content)
+
+
+def _stored_at(folder: Path, dtype: str, cores: int) -> Path:
+    own = {"torch": torch.__version__, "ssd-serve": version("ssd-serve")}
+    return stored_path(folder, "roof", {"dtype": dtype, "cores": cores, "cpu": processor_name(), **own})
 
 
 def last_level_cache() -> int:
