@@ -1,7 +1,7 @@
 """Tests of stored step times and gains: they are checked before use, and measured again if they are wrong."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from ssd_serve.base.logs import get_logger
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.models.roof import Roof, store_roof
+from ssd_serve.models.sizes import DTYPES
 from ssd_serve.verifier.control.timing import GainFile, StepTimes, TimingFiles
 
 MEASURED = [Timing(1, 128, 0.010), Timing(16, 128, 0.020), Timing(1, 1024, 0.012)]
@@ -123,12 +124,15 @@ class Loaded:
 CORES = Device("cpu", (0, 1))
 
 
-def step_times(folder: Path) -> StepTimes:
-    return StepTimes(Loaded(), TimingFiles(folder, get_logger("test")), folder)
+def step_times(folder: Path, dtype: str = "bf16") -> StepTimes:
+    model = Loaded()
+    model.facts = replace(model.facts, dtype=dtype)
+    return StepTimes(model, TimingFiles(folder, get_logger("test")), folder)
 
 
-def test_no_forward_runs_at_start_on_cpus(tmp_path: Path) -> None:
-    table = step_times(tmp_path).table(CORES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "packed"])
+def test_no_forward_runs_at_start_on_cpus(tmp_path: Path, dtype: str) -> None:
+    table = step_times(tmp_path, dtype).table(CORES)
     assert table.guessed
     assert 0.01 < table.seconds(1) < 1.0, "a gigabyte of weights"
     assert table.seconds(1, Reading(10**5, 10**5)) > table.seconds(1)

@@ -121,7 +121,7 @@ class StepTimes:
             dtype=facts.dtype,
             cores=cores,
         )
-        dtype = DTYPES[facts.dtype]
+        dtype = DTYPES.get(facts.dtype, torch.bfloat16)  # packed weights multiply rows in bf16
         roof = stored_roof(self._folder, dtype, cores) or expected_roof(cores, dtype)
         table = self._files.expected(name, lambda: expected_timings(facts, roof))
         self._live.append((name, table))
