@@ -4,6 +4,7 @@
  * first-level cache once for up to STRIP rows, whatever its type; one product of bytes serves all types. Every
  * way of multiplying gives the same bits, and a row's result does not depend on its batch or on the threads.
  */
+#include <limits.h>
 #include <stdlib.h>
 
 #include "packed.h"
@@ -38,11 +39,15 @@ typedef struct {
   kernel kernels[3][8];
 } way;
 
+static inline const uint8_t *codes_of(const unpacked *at, long chunk, int steps) {
+  return at->codes + (steps == 8 ? chunk * at->stride : chunk / 2 * at->stride + chunk % 2 * CODES / 2);
+}
+
 static void plain_rows(const unpacked *at, const quantised *x, long row, int steps, float *sums) {
   for (long chunk = 0; chunk < at->chunks; chunk++) {
     long index = (at->chunk + chunk) * x->rows + row;
     const int8_t *numbers = x->numbers + index * 4 * steps;
-    const uint8_t *codes = at->codes + (steps == 8 ? chunk * at->stride : chunk / 2 * at->stride + chunk % 2 * CODES / 2);
+    const uint8_t *codes = codes_of(at, chunk, steps);
     for (int o = 0; o < PANEL; o++) {
       int32_t dot = x->starts[index];
       for (int i = 0; i < 4 * steps; i++) dot += numbers[i] * codes[(i / 4 * PANEL + o) * 4 + i % 4];
@@ -76,17 +81,31 @@ static const way plain_way = {1, {{0, plain_8}, {0, plain_4}, {0, plain_8}}};
 #define AVX512_WAY NULL
 #endif
 
-static const way *const ways[] = {&plain_way, AVX2_WAY, AVX512_WAY};
-#define WAYS 3
+#if defined(TILES) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
+#include "packed_tiles.h"
+#define TILE_WAY &avx512_way
+#else
+#define TILE_WAY NULL
+#define TILE_ROWS 16
+#define LEAST_TILE_ROWS LONG_MAX
+#define tiles_allowed() 0
+#define shape_for_blocks() (void)0
+#define multiply_tiles(at, x, row, sums) (void)0
+#define _tile_release() (void)0
+#endif
+
+#define WAYS 4
+#define BY_TILES 3
+static const way *const ways[WAYS] = {&plain_way, AVX2_WAY, AVX512_WAY, TILE_WAY};
 
 /* The best way up to `most`, which is at least 0. */
 static int best_way(int most) {
   int best = most < WAYS ? most : WAYS - 1;
-  while (!ways[best]) best--;
+  while (!ways[best] || (best == BY_TILES && !tiles_allowed())) best--;
   return best;
 }
 
-/* The fastest way of this processor: 0 the plain one, 1 AVX2, 2 AVX-512. */
+/* The fastest way of this processor: 0 the plain one, 1 AVX2, 2 AVX-512, 3 tiles too. */
 int ssd_packed_way(void) { return best_way(WAYS); }
 
 static void quantise_row(const packed_type *type, const bf16 *x, long inputs, const quantised *to, long row) {
@@ -116,8 +135,8 @@ static void quantise_row(const packed_type *type, const bf16 *x, long inputs, co
   }
 }
 
-/* A panel for the first `rows` rows of a strip. */
-static void multiply_panel(const way *by, const packed_type *type, const uint8_t *panel, long inputs,
+/* A panel for the first `rows` rows of a strip. `tiles`: by tiles where enough rows are left. */
+static void multiply_panel(const way *by, int tiles, const packed_type *type, const uint8_t *panel, long inputs,
                            const quantised *x, long rows, float (*sums)[PANEL]) {
   _Alignas(64) uint8_t codes[GROUP * CODES];
   _Alignas(64) float scales[2 * GROUP * PANEL], minima[GROUP * PANEL];
@@ -136,6 +155,11 @@ static void multiply_panel(const way *by, const packed_type *type, const uint8_t
       if (type->bits < 8) unpack_codes(type, from, codes + b * CODES);
     }
     for (long r = 0, now; r < rows; r += now) {
+      if (tiles && rows - r >= LEAST_TILE_ROWS) {
+        now = smaller(TILE_ROWS, rows - r);
+        multiply_tiles(&at, x, r, sums + r);
+        continue;
+      }
       now = part(rows - r, by->most);
       by->kernels[form][now](&at, x, r, sums + r);
     }
@@ -152,15 +176,17 @@ static quantised strip_at(int8_t *memory, long rows, long inputs, long chunks) {
 int ssd_multiply_packed(const bf16 *x, long rows, long inputs, int kind, const uint8_t *packed, const float *bias,
                         bf16 *out, long stride, long outputs, int most, int threads) {
   const packed_type *type = packed_types + kind;
-  const way *by = ways[best_way(most)];
+  int number = best_way(most), tiles = number == BY_TILES && rows >= LEAST_TILE_ROWS && type->halves == 1;
+  const way *by = ways[number];
   long chunks = inputs / BLOCK * type->halves;
   long size = part(rows, STRIP), strips = parts_of(rows, size), strip_bytes = size * (inputs + 12 * chunks);
-  int8_t *memory = malloc(strips * strip_bytes);
+  int8_t *memory = malloc(strips * strip_bytes + TILE_ROWS * BLOCK); /* tiles read past the last row */
   if (!memory) return 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     _Alignas(64) float sums[STRIP][PANEL];
     bf16 rounded[PANEL];
+    if (tiles) shape_for_blocks();
 #pragma omp for schedule(static)
     for (long row = 0; row < rows; row++) {
       quantised strip = strip_at(memory + row / size * strip_bytes, size, inputs, chunks);
@@ -171,7 +197,7 @@ int ssd_multiply_packed(const bf16 *x, long rows, long inputs, int kind, const u
       long now = smaller(size, rows - row);
 #pragma omp for schedule(static) nowait
       for (long p = 0; p < parts_of(outputs, PANEL); p++) {
-        multiply_panel(by, type, packed + p * panel_bytes(type, inputs), inputs, &strip, now, sums);
+        multiply_panel(by, tiles, type, packed + p * panel_bytes(type, inputs), inputs, &strip, now, sums);
         for (long r = 0; r < now; r++) {
           for (int o = 0; bias && o < PANEL; o++) sums[r][o] += p * PANEL + o < outputs ? bias[p * PANEL + o] : 0;
           for (int o = 0; o < PANEL; o += LANES) store_bf16(rounded + o, load_float(sums[r] + o));
@@ -179,6 +205,7 @@ int ssd_multiply_packed(const bf16 *x, long rows, long inputs, int kind, const u
         }
       }
     }
+    if (tiles) _tile_release();
   }
   free(memory);
   return 1;

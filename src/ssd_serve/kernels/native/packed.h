@@ -106,10 +106,10 @@ static inline void unpack_codes(const packed_type *type, const uint8_t *restrict
     to[CODES / 2 + i] = from[i] >> 4;
   }
   if (type->bits == 5)
-    for (int part = 0; part < 8; part++)
+    _Pragma("GCC unroll 8") for (int part = 0; part < 8; part++)
       for (int i = 0; i < CODES / 8; i++) to[CODES / 8 * part + i] |= (uint8_t)((above[i] >> part & 1) << 4);
   if (type->bits == 6)
-    for (int part = 0; part < 4; part++)
+    _Pragma("GCC unroll 4") for (int part = 0; part < 4; part++)
       for (int i = 0; i < CODES / 4; i++) to[CODES / 4 * part + i] |= (uint8_t)((above[i] >> 2 * part & 3) << 4);
 }
 

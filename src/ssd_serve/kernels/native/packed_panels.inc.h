@@ -20,7 +20,7 @@ static inline __attribute__((always_inline)) void NAME(multiply)(const unpacked 
     _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++)
       total[r][v] = LOAD_FLOATS(sums[r] + PANEL / VECTORS * v);
   for (long chunk = 0; chunk < at->chunks; chunk++, index += next, numbers += next * 4 * steps) {
-    const uint8_t *codes = at->codes + (steps == 8 ? chunk * at->stride : chunk / 2 * at->stride + chunk % 2 * CODES / 2);
+    const uint8_t *codes = codes_of(at, chunk, steps);
     INTEGERS dots[MOST_ROWS][VECTORS];
     _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
       _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++)
