@@ -69,8 +69,8 @@ def canned(models: object, chat: bytes, status: int = 200) -> Generator[tuple[st
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_arguments: object) -> None:
-            pass
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

