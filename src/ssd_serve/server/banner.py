@@ -33,7 +33,7 @@ EMBEDDED_NOTE = (
     "It is not a chatbot: it knows no facts and follows no instructions. "
     "A model that answers: ssd serve smollm2"
 )
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of Japan?"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ssd_serve.base.errors import SettingsError, SsdError
 from ssd_serve.base.logs import ProgressLine
 from ssd_serve.base.settings import Settings
 
-CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 """Sampling of a chat where neither the user nor the model names a temperature (docs/chat.md)."""
 
 
@@ -29,7 +29,7 @@ def run_chat(settings: Settings, wish: GenerateOptions) -> int:
     line, terminal = ProgressLine(), _terminal()
     with LLM.of(settings, line.show) as llm:
         defaults = llm.get_default_sampling_params()
-        params = wish.params(defaults.model_copy(update=dict(_added(llm.ready.sampling))))
+        params = wish.params(defaults.model_copy(update=dict(_added(llm.ready.sampling, wish))))
         line.clear()
         if not llm.tokenizer.has_chat_template:
             raise SettingsError(f"{llm.ready.target} has no chat template; try `ssd generate`")
@@ -70,9 +70,11 @@ def _terminal() -> ChatTerminal:
     return ChatTerminal(sys.stdin, sys.stdout, sys.stdin.isatty() and sys.stdout.isatty())
 
 
-def _added(defaults: Mapping[str, object]) -> Mapping[str, float]:
-    """Sampling that a chat adds to a model's defaults: none if these name a temperature."""
-    return {} if "temperature" in defaults else {k: v for k, v in CHAT_SAMPLING.items() if k not in defaults}
+def _added(defaults: Mapping[str, object], wish: GenerateOptions) -> Mapping[str, float]:
+    """Sampling that a chat adds to a model's defaults: none if these or the user name a temperature."""
+    if "temperature" in defaults or "temperature" in wish.sampling:
+        return {}
+    return {name: value for name, value in CHAT_SAMPLING.items() if name not in defaults}
 
 
 def _talk(terminal: ChatTerminal, greeting: str, answer: Callable[[], None]) -> None:
@@ -100,7 +102,7 @@ def _own_answer(llm: LLM, terminal: ChatTerminal, params: SamplingParams) -> Non
 
 def _talk_to(client: ChatClient, wish: GenerateOptions, where: str = "") -> None:
     terminal, model = _terminal(), client.model()
-    sampling = {**({} if model.sampling is None else _added(model.sampling)), **wish.sampling}
+    sampling = {**({} if model.sampling is None else _added(model.sampling, wish)), **wish.sampling}
 
     def answer() -> None:
         _remote_answer(client, terminal, {"model": model.name, "messages": terminal.messages, **sampling})
