@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 
-_SHARED = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_SHARED = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _FUSED = "--param=avoid-fma-max-bits=0"
 """GCC fuses multiplications with additions, but for some processors (Zen) not in every loop, as it takes that
 to be slower there. The same sum would be rounded otherwise in another tile."""
@@ -111,20 +112,27 @@ def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
 
 
 def _compile(sources: Sequence[Path], compiler: str, path: Path) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
     complaint = ""
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        name = Path(folder) / path.name
         for flags in _FLAGS:
-            words = [compiler, *_SHARED, *flags, *map(str, sources), "-o", name, "-lm"]
-            complaint = _run(words)
+            complaint = _compile_with((*_SHARED, *flags), sources, compiler, name)
             if not complaint:
                 os.chmod(name, 0o700)  # linkers go by the umask
                 os.replace(name, path)
                 return
-    finally:
-        Path(name).unlink(missing_ok=True)
     raise NativeError(f"{compiler} could not compile the kernels: {complaint}")
+
+
+def _compile_with(flags: Sequence[str], sources: Sequence[Path], compiler: str, path: Path) -> str:
+    """Compile the sources at the same time and link them; return the first complaint, empty: there is none."""
+    objects = [path.with_name(f"{source.stem}.o") for source in sources]
+    pairs = zip(sources, objects, strict=True)
+    words = [[compiler, *flags, "-c", str(source), "-o", str(made)] for source, made in pairs]
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        complaints = list(compilers.map(_run, words))
+    link = [compiler, *flags, "-shared", *map(str, objects), "-o", str(path), "-lm"]
+    return next(filter(None, complaints), "") or _run(link)
 
 
 def _run(words: Sequence[str]) -> str:

@@ -6,11 +6,13 @@ Source: the GGUF specification, versions 2 and 3 (ggml, docs/gguf.md).
 """
 
 import mmap
+import os
 import re
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -66,19 +68,13 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises `CheckpointError` for a file that is no GGUF, damaged, or of an unsupported version."""
         self.path = path
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, StoredTensor] = {}
         try:
             with path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                self.metadata, self.tensors = _contents(path, facts.st_mtime_ns, facts.st_size, facts.st_ino)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        self._place = 0
-        try:
-            self._parse()
-        except BaseException:
-            self._map.close()
-            raise
 
     def __enter__(self) -> "GgufFile":
         return self
@@ -93,7 +89,25 @@ class GgufFile:
         data = np.frombuffer(self._map, np.uint8, rows * tensor.row_bytes, tensor.start)
         return data.reshape(rows, tensor.row_bytes)
 
-    def _parse(self) -> None:
+
+@lru_cache(maxsize=8)
+def _contents(path: Path, *_version: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Return metadata and tensors. A start needs them many times, and vocabularies are long."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        parser = _Parser(path, content)
+        parser.parse()
+    return parser.metadata, parser.tensors
+
+
+class _Parser:
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self._map = content
+        self._place = 0
+
+    def parse(self) -> None:
         if bytes(self._map[:4]) != b"GGUF":
             raise CheckpointError(f"{self.path} is not a GGUF file: it does not begin with GGUF")
         self._place = 4
