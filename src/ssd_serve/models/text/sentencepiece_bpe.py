@@ -3,13 +3,13 @@
 Only the table of pieces is read; merges follow from it, because in such a model a piece's score is its rank.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sentencepiece import SentencePieceProcessor
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
@@ -31,8 +31,17 @@ class Pieces:
     unknown: int
 
 
-def convert(path: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
-    """Build the tokenizer of a `tokenizer.model`. Raises `CheckpointError`."""
+Scheme = Literal["always", "first", "never"]
+"""Pieces of a text, between added tokens, that get a space at their beginning, as transformers does it."""
+
+
+def convert(
+    path: Path, *, add_bos: bool, add_eos: bool, scheme: Scheme | None = None, named: Mapping[str, str] = {}
+) -> Tokenizer:
+    """Build the tokenizer of a `tokenizer.model`; without `scheme`, with the ids of SentencePiece itself.
+
+    `named` has the folder's `bos_token` and `eos_token`. Raises `CheckpointError`.
+    """
     try:
         model = SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
@@ -47,18 +56,30 @@ def convert(path: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
         user_defined=(),
         unknown=model.unk_id(),
     )
-    bos, eos = model.bos_id(), model.eos_id()
+    bos, eos = (
+        named.get(f"{name}_token", pieces.names[index] if index >= 0 else "")
+        for name, index in (("bos", model.bos_id()), ("eos", model.eos_id()))
+    )
     try:
         return build(
             pieces,
-            before=[pieces.names[bos]] if add_bos and bos >= 0 else [],
-            after=[pieces.names[eos]] if add_eos and eos >= 0 else [],
+            before=[bos] if add_bos and bos in pieces.names else [],
+            after=[eos] if add_eos and eos in pieces.names else [],
+            prefix=scheme != "never",
+            scheme=scheme,
         )
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}. Use a checkpoint that has a tokenizer.json") from error
 
 
-def build(pieces: Pieces, *, before: list[str], after: list[str], prefix: bool = True) -> Tokenizer:
+def build(
+    pieces: Pieces,
+    *,
+    before: list[str],
+    after: list[str],
+    prefix: bool = True,
+    scheme: Scheme | None = None,
+) -> Tokenizer:
     """Build a tokenizer that puts `before` and `after` around a text, and a space before it with `prefix`.
 
     Raises `CheckpointError` for a vocabulary that is not BPE with byte fallback.
@@ -84,7 +105,12 @@ def build(pieces: Pieces, *, before: list[str], after: list[str], prefix: bool =
         )
     )
     spaces = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    if scheme is not None:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
+    else:
+        tokenizer.normalizer = (
+            normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+        )
     decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         decoding.append(decoders.Strip(content=" ", left=1, right=0))

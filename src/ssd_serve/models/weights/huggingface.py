@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ssd_serve.models.weights.checkpoint import Checkpoint
     from ssd_serve.models.weights.quantization import Fp8Scheme
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
-
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceFolder:
@@ -40,15 +38,20 @@ class HuggingFaceFolder:
         return read_json(path / "config.json"), _optional(path / "generation_config.json")
 
     def tokenizer(self, path: Path) -> TokenizerParts:
+        from ssd_serve.models.text.added_tokens import add_tokens, check_marks, special_tokens
         from ssd_serve.models.text.chat import find_templates
 
-        settings = _optional(path / "tokenizer_config.json")
-        return TokenizerParts(
-            _backend(path, settings),
-            _special_tokens(path, settings),
-            find_templates(path, settings),
-            eos_ids(_optional(path / "config.json"), _optional(path / "generation_config.json")),
-        )
+        settings, config = _optional(path / "tokenizer_config.json"), _optional(path / "config.json")
+        tokens, templates = special_tokens(path, settings), find_templates(path, settings)
+        named = {name: token.content for name, token in tokens.items()}
+        backend = _backend(path, settings, named)
+        add_tokens(backend, path, settings, tokens)
+        try:
+            check_marks(backend, named, "".join(templates.values()), config.get("vocab_size"))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        ends = eos_ids(config, _optional(path / "generation_config.json"))
+        return TokenizerParts(backend, named, templates, ends)
 
     def open(self, path: Path, stack: ExitStack, *, allow_pickle: bool) -> Mapping[str, Tensors]:
         from ssd_serve.models.weights.checkpoint import open_shards
@@ -79,28 +82,18 @@ def _optional(path: Path) -> Json:
     return read_json(path) if path.is_file() else {}
 
 
-def _backend(folder: Path, settings: Json) -> Backend:
+def _backend(folder: Path, settings: Json, named: Mapping[str, str]) -> Backend:
     if (path := folder / "tokenizer.json").is_file():
         try:
             return Backend.from_file(str(path))
         except Exception as error:  # the library raises bare exceptions
             raise CheckpointError(f"cannot read {path}: {error}") from error
     if (path := folder / "tokenizer.model").is_file():
-        from ssd_serve.models.text.sentencepiece_bpe import convert
+        from ssd_serve.models.text.sentencepiece_bpe import Scheme, convert
 
         add_bos, add_eos = settings.get("add_bos_token", True), settings.get("add_eos_token", False)
-        return convert(path, add_bos=bool(add_bos), add_eos=bool(add_eos))
+        scheme: Scheme = "always" if settings.get("legacy") else "first"
+        if settings.get("add_prefix_space") is False:
+            scheme = "never"
+        return convert(path, add_bos=bool(add_bos), add_eos=bool(add_eos), scheme=scheme, named=named)
     raise CheckpointError(f"{folder} has no tokenizer; looked for tokenizer.json and tokenizer.model")
-
-
-def _special_tokens(folder: Path, settings: Json) -> dict[str, str]:
-    """Return the named special tokens that exist; each is stored as a string or an object with `content`."""
-    found: dict[str, str] = {}
-    for source in (_optional(folder / "special_tokens_map.json"), settings):
-        for name in _NAMED:
-            value = source.get(name)
-            if isinstance(value, Mapping):
-                value = value.get("content")
-            if isinstance(value, str):
-                found[name] = value
-    return found
