@@ -69,9 +69,9 @@ class ChatClient:
         tokens = 0
         with self._answer("POST", "/v1/chat/completions", whole) as answer:
             for line in answer:
-                chunk = _event(line)
+                chunk: _Json = json.loads(line[len(b"data:") :]) if line.startswith(b"data: {") else {}
                 if "error" in chunk:
-                    raise SsdError(_reason(chunk, "the server ended the answer"))
+                    raise SsdError(self._refusal(answer.status, line[len(b"data:") :]))
                 total = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 text = "".join(
                     each.get("delta", {}).get("content") or "" for each in chunk.get("choices", ())
@@ -83,52 +83,25 @@ class ChatClient:
     @contextlib.contextmanager
     def _answer(self, method: str, path: str, body: _Json | None) -> Generator[http.client.HTTPResponse]:
         """Send a request; the connection closes at the end of the `with` block."""
-        connection = self._kind(self._host, timeout=_SILENCE_S)
-        try:
+        with contextlib.closing(self._kind(self._host, timeout=_SILENCE_S)) as connection:
             try:
-                connection.request(
-                    method, self._path + path, json.dumps(body) if body else None, self._headers
-                )
+                text = None if body is None else json.dumps(body)
+                connection.request(method, self._path + path, text, self._headers)
                 answer = connection.getresponse()
+                if answer.status != 200:
+                    raise SsdError(self._refusal(answer.status, answer.read(1 << 20)))
+                yield answer
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise SsdError(
-                    f"no server answers at {self._url} ({in_a_line(error)}): start one with `ssd serve`, or correct "
-                    "the address"
+                    f"{self._url} does not answer ({in_a_line(error)}): start `ssd serve`, or correct the address"
                 ) from error
-            if answer.status != 200:
-                raise SsdError(self._refusal(answer))
-            try:
-                yield answer
-            except (OSError, http.client.HTTPException) as error:
-                raise SsdError(f"the connection to {self._url} broke: {in_a_line(error)}") from error
-        finally:
-            connection.close()
 
-    def _refusal(self, answer: http.client.HTTPResponse) -> str:
-        if answer.status == 401:
+    def _refusal(self, status: int, body: bytes) -> str:
+        if status == 401:
             return f"{self._url} wants a key: give it with --api-key or SSD_API_KEY"
-        try:
-            return _reason(json.loads(answer.read(1 << 20)), f"{self._url} answered {answer.status}")
-        except ValueError:
-            return f"{self._url} answered {answer.status}"
-
-
-def _event(line: bytes) -> _Json:
-    """Return the object of an event line; an empty one for other lines and for the end."""
-    name, _, data = line.decode("utf-8", "replace").partition(":")
-    if name != "data" or data.strip() == "[DONE]":
-        return {}
-    try:
-        found = json.loads(data)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _reason(body: Any, otherwise: str) -> str:
-    error = body.get("error") if isinstance(body, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return str(message or otherwise)
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return str(json.loads(body)["error"]["message"])
+        return f"{self._url} answered {status}"
 
 
 def remote_summary(tokens: int, rate: float | None, figures: Mapping[str, Any]) -> str:
