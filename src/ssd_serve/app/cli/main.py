@@ -50,7 +50,10 @@ EXIT_CODES: tuple[tuple[int, str], ...] = (
     (PermissionProblemError.exit_code, "a folder, file or port may not be used by this user"),
     (MemoryShortError.exit_code, "weights and caches would not fit into memory"),
     (CheckpointError.exit_code, "a model is missing, damaged, half downloaded or of an unknown kind"),
-    (HubError.exit_code, "a download from the model hub, or of a package with a model, was refused or failed"),
+    (
+        HubError.exit_code,
+        "a download from the model hub, or of a package with a model, was refused or failed",
+    ),
     (PairMismatchError.exit_code, "draft and target cannot work together"),
     (NoGpuError.exit_code, "the machine has a GPU that torch cannot use"),
     (EngineDeadError.exit_code, "the verifier process died"),
