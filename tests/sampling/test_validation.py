@@ -6,16 +6,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from ssd_serve.app.llm.sampling_params import SamplingParams
+from ssd_serve.base.engine_config import DEFAULT_MODEL
 from ssd_serve.base.errors import CheckpointError, ContextLengthError, RequestError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.short_names import BUILT_IN, PackagedModel
 from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range, Stage, in_stages
 from ssd_serve.sampling.validation import (
     bad_word_sequences,
@@ -265,6 +267,12 @@ def test_damaged_generation_config_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot read"):
         model_defaults(tmp_path)
+
+
+def test_default_model_has_the_sampling_of_its_authors(tmp_path: Path) -> None:
+    file = Path(cast(PackagedModel, BUILT_IN[DEFAULT_MODEL]).file).name
+    assert model_defaults(tmp_path / file) == {"temperature": 0.2, "top_p": 0.9}
+    assert model_defaults(tmp_path / "other.gguf") == {}
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from ssd_serve.base.errors import CheckpointError, ContextLengthError, RequestError
 from ssd_serve.base.messages import Ready, SamplingParameters, ThinkingBudget
 from ssd_serve.models.config import read_json
+from ssd_serve.models.short_names import RECOMMENDED_SAMPLING
 from ssd_serve.sampling.parameters import PARAMETERS, Stage, in_stages, range_of
 
 FILL_CONTEXT = -1
@@ -227,11 +228,13 @@ class _GenerationConfig(BaseModel):
 
 
 def model_defaults(folder: Path) -> dict[str, int | float]:
-    """Defaults that a model's `generation_config.json` sets, by parameter. Raises `CheckpointError` for a
-    value out of range."""
+    """Defaults that a model's `generation_config.json` sets, by parameter, or a built-in model's.
+
+    Raises `CheckpointError` for a value out of range.
+    """
     path = folder / _FILE
     if not path.is_file():
-        return {}
+        return {**RECOMMENDED_SAMPLING.get(folder.name, {})}
     try:
         config = _GenerationConfig.model_validate(dict(read_json(path)))
     except ValidationError as error:
