@@ -17,10 +17,8 @@ from tests.deploy.files import ROOT, Dockerfile, environment, read_dockerfile, s
 from tests.servers import free_port
 
 CPU_FOR_GPU = {
-    "SSD_TARGET": "embedded",
     "SSD_TARGET_DEVICE": "cpu:0",
     "SSD_TENSOR_PARALLEL": "1",
-    "SSD_DRAFT": "",
     "SSD_DRAFT_DEVICE": "cpu:1",
 }
 

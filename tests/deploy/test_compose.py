@@ -130,6 +130,17 @@ def test_ray_node_has_fixed_ports_and_requires_the_token(name: str) -> None:
     assert set(node["command"][3:]) <= set(other["command"]) or name.startswith("ray-head")
 
 
+@pytest.mark.parametrize("part", ["ssd", "target", "drafter"])
+def test_gpu_services_differ_only_in_images_and_devices(part: str) -> None:
+    """The processes of one kind run in test_split.py."""
+    their_own = ("build", "image", "devices", "group_add", "deploy", "profiles")
+    rocm, cuda = (
+        {name: value for name, value in services()[f"{part}-{kind}"].items() if name not in their_own}
+        for kind in ("rocm", "cuda")
+    )
+    assert rocm == cuda
+
+
 @pytest.mark.parametrize("part", ["head", "worker", "serve"])
 def test_gpu_nodes_run_the_commands_of_cpu_nodes(part: str) -> None:
     alone, *others = (services()[f"ray-{part}-{kind}"] for kind in KINDS)

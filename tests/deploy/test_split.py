@@ -5,10 +5,12 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.deploy.containers import CPU_FOR_GPU, Container, Network
-from tests.servers import await_health, complete
+from tests.end_to_end.tiny_pair import write_pair
+from tests.servers import await_health, complete, gone
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +57,17 @@ def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
     assert (target.healthcheck(), again.healthcheck()) == (1, 1), "a drafter without a target is of no use"
 
 
-@pytest.mark.parametrize("kind", ["rocm", "cuda"])
-def test_gpu_services_connect_with_cores_instead_of_gpus(network: Network, kind: str) -> None:
-    here = {**WITHOUT_COMPILER, **CPU_FOR_GPU, "SSD_LAUNCHER": "local"}
-    target = network.start(f"target-{kind}", {**here, "SSD_DRAFT_DEVICE": ""})
-    drafter = network.start(f"drafter-{kind}", here)
+@pytest.fixture
+def cores(network: Network) -> dict[str, str]:
+    """Variables of GPU services that use a tiny pair on cores."""
+    target, draft = write_pair(network.folder / "pair")
+    return {**WITHOUT_COMPILER, **CPU_FOR_GPU, "SSD_TARGET": str(target), "SSD_DRAFT": str(draft)}
+
+
+def test_gpu_services_connect_with_cores_instead_of_gpus(network: Network, cores: dict[str, str]) -> None:
+    here = {**cores, "SSD_LAUNCHER": "local"}
+    target = network.start("target-rocm", {**here, "SSD_DRAFT_DEVICE": ""})
+    drafter = network.start("drafter-rocm", here)
     await_health(network.url, 240.0)
     network.await_drafters(1)
     assert target.healthcheck() == 0
@@ -67,14 +75,15 @@ def test_gpu_services_connect_with_cores_instead_of_gpus(network: Network, kind:
     assert complete(network.url)
 
 
-@pytest.mark.parametrize("kind", ["rocm", "cuda"])
-def test_gpu_server_runs_on_ray_with_cores_instead_of_gpus(network: Network, kind: str) -> None:
-    server = network.start(f"ssd-{kind}", {**WITHOUT_COMPILER, **CPU_FOR_GPU})
+def test_gpu_server_runs_on_ray_with_cores_instead_of_gpus(network: Network, cores: dict[str, str]) -> None:
+    server = network.start("ssd-cuda", cores)
     assert server.variables["SSD_LAUNCHER"] == "ray"
     await_health(network.url, 240.0)
     network.await_drafters(1)
     assert server.healthcheck() == 0
     assert complete(network.url)
+    started = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
+    assert gone(started)
     assert server.healthcheck() == 1

@@ -40,14 +40,8 @@ def serving(folder: Path, temporary: Path, *flags: str) -> Generator[Server]:
         yield server
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "SIGTERM to the server",
-        "Ctrl-C",
-        "SIGKILL",
-    ],
-)
+# SIGTERM: tests/deploy/test_split.py.
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGKILL"])
 def test_server_on_ray_answers_and_leaves_no_processes(tmp_path: Path, temporary: Path, how: str) -> None:
     with serving(tmp_path, temporary, "--launcher", "ray") as (process, url, log):
         body = {"prompt": "def f(", "max_tokens": 16, "seed": 3}
@@ -55,14 +49,12 @@ def test_server_on_ray_answers_and_leaves_no_processes(tmp_path: Path, temporary
         assert answer.json()["usage"]["completion_tokens"] == 16, answer.text
         started = psutil.Process(process.pid).children(recursive=True)
         assert any("raylet" in child.name() for child in started)
-        if how == "SIGTERM to the server":
-            process.terminate()
-        elif how == "Ctrl-C":
+        if how == "Ctrl-C":
             os.killpg(process.pid, signal.SIGINT)
         else:
             process.kill()
         code = process.wait(60)
-        assert code == {"SIGTERM to the server": 0, "Ctrl-C": 0, "SIGKILL": -9}[how], log.read_text()
+        assert code == {"Ctrl-C": 0, "SIGKILL": -9}[how], log.read_text()
         left = psutil.wait_procs(started, timeout=10.0 if how == "SIGKILL" else 30.0)[1]
         # Agents of Ray search for their node for some minutes if they get no message to end.
         assert {process.name() for process in left} <= (RAYS_AGENTS if how == "SIGKILL" else set())
