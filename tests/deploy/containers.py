@@ -69,9 +69,10 @@ class Network:
 
     def await_drafters(self, count: int) -> None:
         deadline = time.monotonic() + 120
-        while metric(httpx.get(f"{self.url}/metrics").text, "ssd_drafters_alive") != count:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        with httpx.Client(base_url=self.url, verify=False) as http:
+            while metric(http.get("/metrics").text, "ssd_drafters_alive") != count:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
 
     def age_signs_of_life(self) -> None:
         long_ago = time.time() - 60.0

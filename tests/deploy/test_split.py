@@ -31,6 +31,7 @@ def until_healthy(drafter: Container) -> None:
     deadline = time.monotonic() + 60.0
     while drafter.healthcheck() != 0:
         assert time.monotonic() < deadline
+        time.sleep(0.5)
 
 
 def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
