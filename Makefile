@@ -51,9 +51,9 @@ $(MEASURING): $(SERVING)
 	$(PIP) install -c constraints.txt -e ".[bench]"
 	@touch $@
 
-$(DEVELOPING): $(SERVING)
-	$(PIP) install -c constraints.txt -e ".[dev]"
-	@touch $@
+$(DEVELOPING): $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e ".$(EXTRAS:%]=%$(comma)dev])"
+	@touch $(SERVING) $@
 
 install: $(DEVELOPING)
 
@@ -93,7 +93,7 @@ tritons: $(DEVELOPING)
 		echo "Triton $$each"; \
 		$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/triton-$$each triton==$$each; \
 		PYTHONPATH=$(VENV)/triton-$$each TRITON_CACHE_DIR=$(VENV)/triton-$$each/cache \
-			$(BIN)/python -m tests.kernels.triton_compilation 128 bf16 || exit 1; \
+			$(BIN)/python -m tests.kernels.triton_compilation 128 bf16 largest || exit 1; \
 	done
 
 check: $(DEVELOPING)

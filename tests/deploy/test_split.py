@@ -14,8 +14,6 @@ from tests.servers import await_health, complete, gone
 
 pytestmark = pytest.mark.slow
 
-WITHOUT_COMPILER = {"SSD_NATIVE_KERNELS": "false"}
-
 
 @pytest.fixture
 def network(tmp_path: Path) -> Generator[Network]:
@@ -26,6 +24,13 @@ def network(tmp_path: Path) -> Generator[Network]:
         made.close()
 
 
+@pytest.fixture
+def pair(network: Network) -> dict[str, str]:
+    """Variables that select a tiny pair, and kernels that are not compiled."""
+    target, draft = write_pair(network.folder / "pair")
+    return {"SSD_TARGET": str(target), "SSD_DRAFT": str(draft), "SSD_NATIVE_KERNELS": "false"}
+
+
 def until_healthy(drafter: Container) -> None:
     """Wait for the next heartbeat, which changes the result of the health check."""
     deadline = time.monotonic() + 60.0
@@ -34,10 +39,10 @@ def until_healthy(drafter: Container) -> None:
         time.sleep(0.5)
 
 
-def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
+def test_remote_drafter_joins_and_rejoins(network: Network, pair: dict[str, str]) -> None:
     # The drafter starts first, and waits.
-    drafter = network.start("drafter-cpu", WITHOUT_COMPILER)
-    target = network.start("target-cpu", WITHOUT_COMPILER)
+    drafter = network.start("drafter-cpu", pair)
+    target = network.start("target-cpu", pair)
     await_health(network.url, 240.0)
     network.await_drafters(1)
     assert target.healthcheck() == 0
@@ -47,7 +52,7 @@ def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
     assert drafter.process.wait(60) == 0
     network.await_drafters(0)
     assert complete(network.url) == text
-    again = network.start("drafter-cpu", WITHOUT_COMPILER)
+    again = network.start("drafter-cpu", pair)
     network.await_drafters(1)
     assert complete(network.url) == text
     target.process.send_signal(signal.SIGTERM)
@@ -58,15 +63,8 @@ def test_remote_drafter_joins_and_rejoins(network: Network) -> None:
     assert (target.healthcheck(), again.healthcheck()) == (1, 1), "a drafter without a target is of no use"
 
 
-@pytest.fixture
-def cores(network: Network) -> dict[str, str]:
-    """Variables of GPU services that use a tiny pair on cores."""
-    target, draft = write_pair(network.folder / "pair")
-    return {**WITHOUT_COMPILER, **CPU_FOR_GPU, "SSD_TARGET": str(target), "SSD_DRAFT": str(draft)}
-
-
-def test_gpu_services_connect_with_cores_instead_of_gpus(network: Network, cores: dict[str, str]) -> None:
-    here = {**cores, "SSD_LAUNCHER": "local"}
+def test_gpu_services_connect_with_cores_instead_of_gpus(network: Network, pair: dict[str, str]) -> None:
+    here = {**pair, **CPU_FOR_GPU, "SSD_LAUNCHER": "local"}
     target = network.start("target-rocm", {**here, "SSD_DRAFT_DEVICE": ""})
     drafter = network.start("drafter-rocm", here)
     await_health(network.url, 240.0)
@@ -76,8 +74,8 @@ def test_gpu_services_connect_with_cores_instead_of_gpus(network: Network, cores
     assert complete(network.url)
 
 
-def test_gpu_server_runs_on_ray_with_cores_instead_of_gpus(network: Network, cores: dict[str, str]) -> None:
-    server = network.start("ssd-cuda", cores)
+def test_gpu_server_runs_on_ray_with_cores_instead_of_gpus(network: Network, pair: dict[str, str]) -> None:
+    server = network.start("ssd-cuda", {**pair, **CPU_FOR_GPU})
     assert server.variables["SSD_LAUNCHER"] == "ray"
     await_health(network.url, 240.0)
     network.await_drafters(1)

@@ -61,9 +61,3 @@ def test_damaged_checkpoint_exits_with_code_6(pair: Pair, tmp_path: Path) -> Non
     assert done.returncode == 6, done.stderr
     assert "Traceback" not in done.stderr
     assert str(target) in done.stderr
-
-
-def test_missing_model_is_an_error(pair: Pair) -> None:
-    done = generate((Path("/nowhere/at/all"), pair[1]), "--mode", "ar")
-    assert done.returncode == 6, done.stderr
-    assert "/nowhere/at/all" in done.stderr

@@ -133,11 +133,3 @@ def test_health_is_503_during_download_and_a_hub_error_ends_the_server(
                 answer.set()
                 assert process.wait(60) == HubError.exit_code, log.read_text()
             assert "the hub does not show some/model" in log.read_text().splitlines()[-1]
-
-
-def test_killed_server_leaves_no_processes(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    with serving(pair, tmp_path) as (process, url, _):
-        await_health(url)
-        workers = list(children(process).values())
-        process.kill()
-        assert gone(workers)
