@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from ssd_serve.app.cli.output import as_env
 from ssd_serve.base.settings import SECRETS, Settings
-from ssd_serve.base.settings_sources import resolve, variable_name
+from ssd_serve.base.settings_sources import origins, resolve, variable_name
 from tests.deploy.files import DEPLOY, KINDS, by_default, deploying, environment, read_yaml, services
 
 SERVERS = [f"{name}-{kind}" for name in ("ssd", "target") for kind in KINDS]
@@ -251,3 +252,21 @@ def test_files_contain_no_secrets() -> None:
             text = re.sub(r"#.*", "", path.read_text(encoding="utf-8"))
             assert not re.search(r"(?i)(token|password|secret|api_?key)\s*[=:] *[\"']?[\w$]", text), path
     assert yaml.safe_load((DEPLOY / "compose.yaml").read_text())["x-inside"]["HF_TOKEN"] is None
+
+
+def test_env_example_is_the_output_of_ssd_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSD_TARGET")
+    expected = as_env(origins(resolve({}), {})) + "\n"
+    assert (DEPLOY / ".env.example").read_text(encoding="utf-8").startswith(expected)
+
+
+def test_env_example_names_every_variable_of_compose() -> None:
+    compose = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+    # `${NAME:-default}`, and under `environment` a name whose value is the shell's.
+    read = set(re.findall(r"\$\{(\w+)", compose)) | set(
+        re.findall(r"^ +([A-Z_]{2,}):$", compose, re.MULTILINE)
+    )
+    told = re.findall(r"^#(\w+)=", (DEPLOY / ".env.example").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "GRAFANA_PORT" in read
+    assert "HF_TOKEN" in read
+    assert read <= set(told)

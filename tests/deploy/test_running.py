@@ -9,10 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ssd_serve.app.cli.output import as_env
-from ssd_serve.base.settings_sources import origins, resolve
 from tests.deploy.containers import Container, Network
-from tests.deploy.files import DEPLOY, alert_expressions, dashboard_panels
+from tests.deploy.files import alert_expressions, dashboard_panels
 from tests.servers import await_health
 
 pytestmark = pytest.mark.slow
@@ -82,21 +80,3 @@ def test_healthcheck_follows_the_server_and_sigterm_ends_it(container: Container
 
 def test_cache_volume_is_written(container: Container) -> None:
     assert any(Path(container.variables["SSD_CACHE_DIR"]).iterdir())
-
-
-def test_env_example_is_the_output_of_ssd_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SSD_TARGET")
-    expected = as_env(origins(resolve({}), {})) + "\n"
-    assert (DEPLOY / ".env.example").read_text(encoding="utf-8").startswith(expected)
-
-
-def test_env_example_names_every_variable_of_compose() -> None:
-    compose = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
-    # `${NAME:-default}`, and under `environment` a name whose value is the shell's.
-    read = set(re.findall(r"\$\{(\w+)", compose)) | set(
-        re.findall(r"^ +([A-Z_]{2,}):$", compose, re.MULTILINE)
-    )
-    told = re.findall(r"^#(\w+)=", (DEPLOY / ".env.example").read_text(encoding="utf-8"), re.MULTILINE)
-    assert "GRAFANA_PORT" in read
-    assert "HF_TOKEN" in read
-    assert read <= set(told)
