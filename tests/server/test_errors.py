@@ -247,10 +247,10 @@ async def test_unhandled_error_is_a_500_in_openai_format() -> None:
 
 async def test_wrong_path_or_method_names_alternatives() -> None:
     async with running_server(lambda _: say("x")) as server:
-        path = await server.http.post("/v1/embeddings", json={})
+        path = await server.http.post("/v1/others", json={})
         method = await server.http.get(COMPLETIONS)
     assert (path.status_code, method.status_code) == (404, 405)
-    assert "/v1/embeddings; GET /openapi.json lists" in path.json()["error"]["message"]
+    assert "/v1/others; GET /openapi.json lists" in path.json()["error"]["message"]
     assert method.headers["allow"] == "POST"
     assert method.json()["error"]["message"] == f"{COMPLETIONS} takes POST, not GET"
 
@@ -279,3 +279,14 @@ async def test_long_names_are_cut_in_errors() -> None:
             answer = await server.http.post(COMPLETIONS, json=body)
             assert answer.status_code in (400, 404)
             assert len(answer.content) < 2_000
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/embeddings", "/v1/audio/speech", "/v1/images/generations"]
+)
+async def test_paths_of_other_apis_are_not_built(path: str) -> None:
+    async with running_server(lambda _: say("x")) as server:
+        answer = await server.http.post(path, json={"input": "x"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "not_built")
+    assert error["message"].startswith(f"{path}: not built; this server ")

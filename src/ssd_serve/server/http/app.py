@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
@@ -28,6 +29,7 @@ from ssd_serve.server.http.middleware import (
     RootPath,
     path_within,
 )
+from ssd_serve.server.http.not_built import not_built
 from ssd_serve.server.http.streaming import ClientGoneError
 from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.information import InformationEndpoints
@@ -188,6 +190,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 500
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
         path = path_within(request.scope)
+        if status == HTTPStatus.NOT_FOUND and (message := not_built(path)) is not None:
+            return ApiError(status, message, code="not_built").response()
         messages = {
             404: f"there is nothing at {path}; GET /openapi.json lists all paths",
             405: f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method}",

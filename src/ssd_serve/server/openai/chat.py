@@ -96,7 +96,8 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
     if not body.tools or body.tool_choice == "none":
         return MessageRules(thinking=thinking, include_thinking=include)
     form = format_of(template) if settings.tool_parser == "auto" else settings.tool_parser
-    if form != "none" and not takes_tools(template):
+    knows_tools = takes_tools(template)
+    if form != "none" and not knows_tools:
         form = default_tools.FORMAT  # the prompt describes it
     if form not in FORMATS:
         raise bad_request(
@@ -106,7 +107,9 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
             "not_built",
         )
     names = frozenset(tool.function.name for tool in body.tools)
-    return MessageRules(form, names, given(body.parallel_tool_calls, True), thinking, include)
+    # A model without tools in its template repeats a call that it must make, until its output is cut.
+    parallel = given(body.parallel_tool_calls, knows_tools)
+    return MessageRules(form, names, parallel, thinking, include)
 
 
 def thinking_budget(service: Service, body: ChatRequest, thinking: bool | None) -> ThinkingBudget | None:
