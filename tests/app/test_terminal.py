@@ -17,9 +17,7 @@ def test_lines_are_read_until_the_end_or_exit() -> None:
     assert list(terminal("a\n/exit\nb\n")[0].asked()) == ["a"]
 
 
-@pytest.mark.parametrize(
-    "line", ["/help", "/nwe", "/new things", "/exit now", "/", "/new", "/system be brief"]
-)
+@pytest.mark.parametrize("line", ["/help", "/nwe", "/new things", "/exit now", "/", "/new"])
 def test_commands_are_not_sent(line: str) -> None:
     assert list(terminal(f"{line}\nx\n")[0].asked()) == ["x"]
 
@@ -29,19 +27,6 @@ def test_commands_are_listed_and_the_nearest_is_named() -> None:
     assert list(shown.asked()) == ["/etc"]
     assert all(each in out.getvalue() for each in COMMANDS)
     assert "/nwe is no command; did you mean /new?" in out.getvalue()
-
-
-def test_new_conversations_keep_the_system_prompt() -> None:
-    system, asked, answer = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
-    shown, _ = terminal("/system system\nuser\n/new\n/system\n")
-    lines = shown.asked()
-    assert next(lines) == "user"
-    assert shown.messages == [system]
-    shown.ask("user")
-    shown.end("assistant", "[]")
-    assert shown.messages == [system, asked, answer]
-    assert list(lines) == []
-    assert shown.messages == []
 
 
 def test_dropped_questions_leave_the_conversation() -> None:

@@ -13,7 +13,6 @@ from ssd_serve.base.settings_sources import suggestion
 COMMANDS = {
     "/help": "this list",
     "/new": "begin a new conversation",
-    "/system TEXT": "begin a new conversation with this system prompt; without TEXT with the model's own",
     "/exit": "end the chat, as Ctrl-D does",
 }
 _NOTES = (
@@ -46,7 +45,7 @@ class ChatTerminal:
             if not line or text == "/exit":
                 return
             if text.startswith("/") and not text.startswith("//"):
-                self._command(*text.split(maxsplit=1))
+                self._command(text)
             elif text:
                 yield text[text.startswith("//") :]
 
@@ -90,18 +89,15 @@ class ChatTerminal:
         self.messages.pop()
         self._write(f"\n[{reason}; this question is not part of the conversation]\n", erase=True)
 
-    def _command(self, name: str, text: str = "") -> None:
-        if name == "/new" and not text:
-            self.messages[:] = [each for each in self.messages[:1] if each["role"] == "system"]
-        elif name == "/system":
-            self.messages[:] = [{"role": "system", "content": text}] if text else []
+    def _command(self, name: str) -> None:
+        if name == "/new":
+            self.messages.clear()
         elif name == "/help":
             width = max(map(len, COMMANDS)) + 2
             self._write("".join(f"{each:{width}}{what}\n" for each, what in COMMANDS.items()))
             self._write("".join(f"{note}\n" for note in _NOTES))
         else:
-            names = [each.split()[0] for each in COMMANDS]
-            self._write(f"{name} is no command{suggestion(name, names)} (/help lists them)\n")
+            self._write(f"{name} is no command{suggestion(name, COMMANDS)} (/help lists them)\n")
 
     def _write(self, text: str, erase: bool = False) -> None:
         self.out.write((_ERASE if erase and self.colours else "") + text)
