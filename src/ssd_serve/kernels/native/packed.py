@@ -63,6 +63,8 @@ class _Part:
     start: int
     weights: torch.Tensor
     bias: torch.Tensor | None
+    places: tuple[int, int | None]
+    """Addresses of weights and bias."""
 
 
 class NativePackedLinear:
@@ -117,15 +119,15 @@ class NativePackedLinear:
         rows = rows.contiguous()
         count = rows.numel() // self._inputs
         result = rows.new_empty((*rows.shape[:-1], self._outputs))
+        rows_at, result_at = rows.data_ptr(), result.data_ptr()
         for part in self._parts:
             done = self._multiply(
-                rows.data_ptr(),
+                rows_at,
                 count,
                 self._inputs,
                 part.kind,
-                part.weights.data_ptr(),
-                None if part.bias is None else part.bias.data_ptr(),
-                result.data_ptr() + part.start * result.itemsize,
+                *part.places,
+                result_at + 2 * part.start,
                 self._outputs,
                 part.outputs,
                 self._way,
@@ -155,7 +157,8 @@ class NativePackedLinear:
         self._pack(
             kind, blocks.ctypes.data, outputs, self._inputs, weights.data_ptr(), torch.get_num_threads()
         )
-        return _Part(kind, outputs, start, weights, bias)
+        places = weights.data_ptr(), None if bias is None else bias.data_ptr()
+        return _Part(kind, outputs, start, weights, bias, places)
 
 
 def _joined(matrices: Sequence[StoredBlocks]) -> list[StoredBlocks]:
