@@ -32,8 +32,6 @@ _MIN_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 _MAX_MEMORY = 0.25
 _MANY_ROWS = {"cpu": 256, "cuda": 8192}
 """Rows of the product by which the throughput is measured."""
-_MOST_S = 1.0
-"""Seconds after which no further repeat of one product is measured."""
 _TASKS = Path("/proc/self/task")
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
@@ -44,9 +42,13 @@ class Effort:
 
     rows: Sequence[int]
     repeats: int
+    most_s: float = 1.0
+    """Seconds after which no further repeat of one product is measured."""
+    most_bytes: int = 1 << 62
 
 
-QUICK = Effort((1, 2, 4, 8, 16, 32, 64), 3)
+QUICK = Effort((1, 4, 16, 64), 3, 0.2, 256 << 20)
+"""All cores of a CPU within 5 s, where other work leaves them free."""
 THOROUGH = Effort((1, 2, 4, 8, 16, 32, 64), 15)
 
 
@@ -78,15 +80,15 @@ def measure_roof(device: str, dtype: str, cores: Sequence[int] = (), effort: Eff
     """Measure a GPU, or these cores. `device` and `dtype` are torch's names."""
     kind = getattr(torch, dtype)
     with torch.inference_mode(), _bound_to(cores):
-        layers = _layers(device, kind)
+        layers = _layers(device, kind, effort.most_bytes)
         per_byte: dict[int, float] = {}
         for rows in effort.rows:
             # On cores many rows are bound by arithmetic: fewer matrices show it in less time.
             some = layers[: max(2, len(layers) // rows)] if device == "cpu" else layers
-            seconds = min(_times(_pass(some, _operand(rows, device, kind)), device, effort.repeats))
+            seconds = min(_times(_pass(some, _operand(rows, device, kind)), device, effort))
             per_byte[rows] = seconds / (len(some) * _SIDE * _SIDE * kind.itemsize)
         many = _operand(_MANY_ROWS[_kind(device)], device, kind)
-        product_s = min(_times(_pass(layers[:1], many), device, effort.repeats))
+        product_s = min(_times(_pass(layers[:1], many), device, effort))
     return Roof(len(cores), dtype, per_byte, 2 * len(many) * _SIDE**2 / product_s)
 
 
@@ -102,6 +104,19 @@ def expected_roof(cores: int, dtype: torch.dtype) -> Roof:
     bandwidth = min(cores * _CORE_BYTES_S, _MOST_BYTES_S)
     per_byte = {rows: max(1 / bandwidth, 2 * rows / dtype.itemsize / flops) for rows in QUICK.rows}
     return Roof(cores, str(dtype).removeprefix("torch."), per_byte, flops)
+
+
+def cpu_roofs(cores: Sequence[int], dtype: str, folder: Path) -> list[Roof]:
+    """Return the roofs of one core, all but one and all of them: stored ones, else measured within seconds."""
+    found: list[Roof] = []
+    kind = getattr(torch, dtype)
+    for count in sorted({1, max(1, len(cores) - 1), len(cores)}):
+        roof = stored_roof(folder, kind, count)
+        if roof is None:
+            roof = measure_roof("cpu", dtype, cores[:count], QUICK)
+            store_roof(folder, roof)
+        found.append(roof)
+    return found
 
 
 class _StoredRoof(msgspec.Struct):
@@ -141,14 +156,14 @@ def _kind(device: str) -> str:
     return "cpu" if device == "cpu" else "cuda"
 
 
-def _layers(device: str, dtype: torch.dtype) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+def _layers(device: str, dtype: torch.dtype, most: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """Square matrices in the format that models use on this device."""
     wanted = _MIN_BYTES[_kind(device)]
     if device == "cpu":
         wanted = max(wanted, _CACHES * last_level_cache())
     wanted = min(wanted, int(_MAX_MEMORY * available_memory(device)))
     each = _SIDE * _SIDE * dtype.itemsize
-    count = max(2, wanted // each)
+    count = max(2, min(wanted, most) // each)
     wrap = matrix_kind(dtype, device, native_library(Settings().engine_config()) if device == "cpu" else None)
     matrix = _operand(_SIDE, device, dtype)
     return [wrap(matrix.clone(), None) for _ in range(count)]
@@ -166,18 +181,18 @@ def _pass(layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Ten
     return run
 
 
-def _times(run: Callable[[], object], device: str, repeats: int) -> list[float]:
+def _times(run: Callable[[], object], device: str, effort: Effort) -> list[float]:
     """Seconds of every repeat after a first run, which counts only where it takes too long to repeat."""
     times: list[float] = []
     begin = time.perf_counter()
-    for repeat in range(repeats + 1):
+    for repeat in range(effort.repeats + 1):
         started = time.perf_counter()
         run()
         if device != "cpu":
             torch.cuda.synchronize(device)
-        if repeat or time.perf_counter() - begin > _MOST_S:
+        if repeat or time.perf_counter() - begin > effort.most_s:
             times.append(time.perf_counter() - started)
-        if time.perf_counter() - begin > _MOST_S:
+        if time.perf_counter() - begin > effort.most_s:
             break
     return times
 

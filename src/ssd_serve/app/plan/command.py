@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssd_serve.app.cli.flags import Commands
@@ -12,6 +13,7 @@ from ssd_serve.base.devices import this_machine
 from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import MemoryShortError, SettingsError
 from ssd_serve.base.settings_sources import resolve
+from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.cluster.process import worker_environment
 from ssd_serve.models.short_names import ShortNames
 
@@ -80,14 +82,15 @@ def _run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if this_machine().gpus else "cpu")
     kind = "cpu" if device == "cpu" else "cuda:0"
     dtype = torch_dtype(args.dtype, kind)
-    computing = Computing(kind, dtype, multiplied_fp8(device))
+    computing = Computing(kind, dtype, multiplied_fp8(device), args.dtype)
 
     def planned(name: str, role: "Role") -> PlannedModel:
         return planned_model(names.expand(name), role, computing, settings.hf_token)
 
     target = planned(wanted, "target")
     others: list[PlannedModel | None] = [planned(name, "draft") for name in drafts]
-    platform = _platform(device, args.devices, dtype_name(dtype))
+    folder = cache_folder(settings.cache_dir, lambda _: None)
+    platform = _platform(device, args.devices, dtype_name(dtype), folder)
     if len(loads) == 1:
         loads *= max(1, len(others))
     pairs = zip(others or [None], loads, strict=True)
@@ -96,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if best_draft(plans).best is not None else MemoryShortError.exit_code
 
 
-def _platform(device: str, count: int | None, dtype: str) -> "Platform":
+def _platform(device: str, count: int | None, dtype: str, folder: Path) -> "Platform":
     """Platform from the table of data sheets, or measured now."""
     from ssd_serve.app.plan.devices import Sheets
 
@@ -113,4 +116,4 @@ def _platform(device: str, count: int | None, dtype: str) -> "Platform":
     if (count or 1) > have:
         raise SettingsError(f"--devices is {count}, and this machine has {have}; name another --device")
     count = count or have
-    return this_cpu(machine.cores[:count], dtype) if device == "cpu" else this_gpu(count, dtype)
+    return this_cpu(machine.cores[:count], dtype, folder) if device == "cpu" else this_gpu(count, dtype)

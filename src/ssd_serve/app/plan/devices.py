@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ssd_serve.app.plan.device_tables import DeviceSheet
 from ssd_serve.app.plan.known_models import PlannedModel
-from ssd_serve.base.cost import CostTable, Timing
+from ssd_serve.base.cost import CostTable, Reading, Timing
+from ssd_serve.base.logs import get_logger
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.roof import QUICK, Roof, last_level_cache, measure_roof
+from ssd_serve.models.roof import QUICK, Roof, cpu_roofs, last_level_cache, measure_roof
+from ssd_serve.verifier.control.timing import TimingFiles, cpu_identity
 
 _GIB = float(1 << 30)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -156,6 +159,23 @@ class MeasuredRoofs:
     cache_bytes: int
     layer_s: float = 60e-6
     exchange_s: float = 50e-6
+    folder: Path | None = None
+    """Folder where serving stores the step times of models."""
+
+    def served(self, model: PlannedModel, devices: int) -> CostTable | None:
+        """Return the step times of earlier sessions on so many cores; None: it was not served on them."""
+        if self.folder is None or not model.served_dtype:
+            return None
+        name = cpu_identity(
+            model.name,
+            layers=model.layers,
+            hidden=model.hidden,
+            vocabulary=model.vocabulary,
+            dtype=model.served_dtype,
+            cores=devices,
+        )
+        found = TimingFiles(self.folder, get_logger("plan")).expected(name, lambda: [])
+        return None if found.guessed else found
 
     @property
     def reserve_bytes(self) -> float:
@@ -187,6 +207,9 @@ class MeasuredRoofs:
     def parts(self, model: PlannedModel, devices: int, forward: Forward) -> ForwardParts:
         """Compute the parts of a forward. Weights narrower than the measured dtype save reading, not
         computing."""
+        if (table := self.served(model, devices)) is not None:
+            seconds = table.seconds(forward.rows, Reading(forward.context, forward.row_context))
+            return ForwardParts(0.0, seconds, 0.0, 0.0, 0.0, 0.0, 0.0)
         roof = self.roofs[devices] if self.shares_memory else self.roofs[1]
         ranks = 1 if self.shares_memory else devices
         saved_s = (model.wide_bytes - model.matrix_bytes) * min(roof.seconds_per_byte.values())
@@ -220,13 +243,14 @@ Platform = Sheets | MeasuredRoofs
 """Equal devices, of which a model takes one or several."""
 
 
-def this_cpu(cores: Sequence[int], dtype: str) -> MeasuredRoofs:
-    """Measure cores as devices: one, all but one (which a drafter would take), and all of them."""
-    counts = {1, max(1, len(cores) - 1), len(cores)}
+def this_cpu(cores: Sequence[int], dtype: str, folder: Path) -> MeasuredRoofs:
+    """Cores as devices: one, all but one (which a drafter would take), and all of them. Their roofs are measured
+    once and stored in `folder`, where serving reads them."""
     memory = available_memory("cpu")
-    roofs = [measure_roof("cpu", dtype, cores[:count], QUICK) for count in sorted(counts)]
+    roofs = cpu_roofs(cores, dtype, folder)
     by_cores = {roof.cores: roof for roof in never_slower(roofs)}
-    return MeasuredRoofs("CPU core", len(cores), by_cores, memory, True, last_level_cache())
+    cache = last_level_cache()
+    return MeasuredRoofs("CPU core", len(cores), by_cores, memory, True, cache, folder=folder)
 
 
 def never_slower(roofs: Sequence[Roof]) -> list[Roof]:

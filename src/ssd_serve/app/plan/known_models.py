@@ -3,7 +3,7 @@
 Downloads no weights. Knows shapes, not devices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name, read_json
 from ssd_serve.models.hub import Role, embedded_model, local_model
 from ssd_serve.models.parallel import Parallel
-from ssd_serve.models.sizes import bytes_saved, kv_dtype, resolve_dtype, separate_embedding
+from ssd_serve.models.sizes import (
+    bytes_saved,
+    kv_dtype,
+    model_dtype,
+    resolve_dtype,
+    separate_embedding,
+    sizes_of,
+)
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
 _KEYS = (
@@ -86,6 +93,8 @@ class PlannedModel:
     """True if its fp8 weights are read as they are, False if they are widened; None: it has none."""
     hidden: int = 0
     """Numbers of a row between two layers."""
+    served_dtype: str = ""
+    """As in `ModelFacts`, for a model on this machine."""
 
     def kv_share(self, devices: int) -> float:
         """The part of its KV cache that each of `devices` holds: heads are whole, and copied if need be."""
@@ -106,6 +115,8 @@ class Computing:
     dtype: torch.dtype
     fp8: torch.dtype | None = None
     """The eight-bit format that the device multiplies."""
+    asked: str = "auto"
+    """The dtype of the settings."""
 
 
 def planned_model(name: str, role: Role, computing: Computing, token: str | None) -> PlannedModel:
@@ -122,7 +133,7 @@ def sized(
     wide, saved = whole.resident * dtype.itemsize, _saved(whole, config.fp8, computing, folder)
     read = whole.read / whole.resident  # less than 1 for mixtures of experts
     embedding = separate_embedding(whole, computing.device)
-    return PlannedModel(
+    planned = PlannedModel(
         name=name,
         layers=len(whole.kv),
         kv_heads=whole.rows.kv_heads,
@@ -139,6 +150,17 @@ def sized(
         attention_flops=4.0 * whole.rows.heads * sum(layer.head_dim for layer in whole.kv),
         fp8=None if config.fp8 is None else saved > 0,
         hidden=whole.rows.hidden,
+    )
+    if folder is None or computing.device != "cpu":
+        return planned
+    native = _native("cpu")
+    own = sizes_of(model, folder, device="cpu", dtype=computing.asked, native=native)
+    return replace(
+        planned,
+        matrix_bytes=own.read_bytes,
+        resident_bytes=own.resident_bytes,
+        kv_bytes_per_token=own.kv_bytes_per_slot,
+        served_dtype=model_dtype(folder, computing.asked, "cpu", native),
     )
 
 
