@@ -172,7 +172,7 @@ async def test_template_without_tools_gets_the_default_format(
             return
         grammar = server.engine.submits()[0].parameters.grammar
     calls = answer.json()["choices"][0]["message"]["tool_calls"]
-    assert [each["function"]["name"] for each in calls] == ["weather"]
+    assert [each["function"]["name"] for each in calls] == ["weather"] * 2
     assert "<tool_call>" in grammar
     assert "SPACE call)*" not in grammar
 

@@ -96,8 +96,7 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
     if not body.tools or body.tool_choice == "none":
         return MessageRules(thinking=thinking, include_thinking=include)
     form = format_of(template) if settings.tool_parser == "auto" else settings.tool_parser
-    knows_tools = takes_tools(template)
-    if form != "none" and not knows_tools:
+    if form != "none" and not takes_tools(template):
         form = default_tools.FORMAT  # the prompt describes it
     if form not in FORMATS:
         raise bad_request(
@@ -107,9 +106,7 @@ def message_rules(service: Service, body: ChatRequest, prompt: TokenPrompt) -> M
             "not_built",
         )
     names = frozenset(tool.function.name for tool in body.tools)
-    # A model without tools in its template repeats a call that it must make, until its output is cut.
-    parallel = given(body.parallel_tool_calls, knows_tools)
-    return MessageRules(form, names, parallel, thinking, include)
+    return MessageRules(form, names, given(body.parallel_tool_calls, True), thinking, include)
 
 
 def thinking_budget(service: Service, body: ChatRequest, thinking: bool | None) -> ThinkingBudget | None:
@@ -129,6 +126,9 @@ def call_rules(
     """
     choice, tools = body.tool_choice, body.tools or []
     forced, parallel = choice == "required", message.parallel
+    if forced and body.parallel_tool_calls is None:
+        # A model without tools in its template repeats a call that it must make, until its output is cut.
+        parallel = takes_tools(template_of(service, body))
     if isinstance(choice, NamedTool):
         forced, parallel = True, False
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
