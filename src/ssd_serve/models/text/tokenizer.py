@@ -90,6 +90,9 @@ class Tokenizer:
         own, ids = self.token_id(parts.special.get("eos_token", "")), parts.eos_token_ids
         self.eos_token_ids = ids if own is None or own in ids else (*ids, own)
         """Ids that end a text, from the model's configuration and the tokenizer's."""
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token for token, each in added.items() if each.special)
+        """Ids whose text is skipped unless a request asks for it."""
         self.name = model_name(folder)
 
     @property
@@ -141,12 +144,6 @@ class Tokenizer:
     def to_json(self) -> str:
         """Return the content of tokenizer.json."""
         return self._backend.to_str()
-
-    @cached_property
-    def special_token_ids(self) -> frozenset[int]:
-        """Ids whose text is skipped unless a request asks for it."""
-        added = self._backend.get_added_tokens_decoder()
-        return frozenset(token for token, each in added.items() if each.special)
 
     @cached_property
     def _spell(self) -> Callable[[str], bytes]:
