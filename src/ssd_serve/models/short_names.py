@@ -52,7 +52,7 @@ BUILT_IN: Mapping[str, str | PackagedModel] = {
 RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9},
 }
-"""Sampling that a model's authors recommend, by the name of its file, which has no such configuration."""
+"""Sampling of the example in a model's card, by the name of its file, which has no such configuration."""
 
 
 @dataclass(frozen=True, slots=True)
