@@ -23,7 +23,7 @@ from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.attention.self_test import RATIOS, SMALL
 
-CPU = Settings()
+CPU = Settings(dtype="fp32")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def found(checks: list[Check], name: str) -> Check:
 
 @pytest.mark.slow
 def test_doctor_of_this_machine_has_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--json", "--dtype", "fp32"]) == 0
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["would serve"]["state"] == "ok"
     assert "largest error by heads 4/4: " in rows["sdpa, float32"]["found"]
@@ -150,12 +150,19 @@ def test_attention_is_chosen_for_dtype_and_gpu_of_the_target(
     assert asked_of_attention(settings, monkeypatch, "cuda:1").layout.dtype is expected
 
 
-def test_attention_on_cores_is_float32_for_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "expected"), [(object(), torch.bfloat16), (None, torch.float32)], ids=["compiled", "torch"]
+)
+def test_cache_on_cores_is_narrow_where_compiled_attention_reads_it(
+    monkeypatch: pytest.MonkeyPatch, compiled: object, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(doctor, "load_native", lambda folder: compiled)
+    monkeypatch.setattr(doctor, "compiled", lambda settings: [])
     monkeypatch.setattr(doctor, "devices", lambda settings: [])
     monkeypatch.setattr(doctor, "collectives", list[Check])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = Settings(target_device="cpu:0", dtype="int8")
-    assert asked_of_attention(settings, monkeypatch).layout.dtype is torch.float32
+    assert asked_of_attention(settings, monkeypatch).layout.dtype is expected
 
 
 @pytest.mark.slow
