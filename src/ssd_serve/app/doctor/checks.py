@@ -269,10 +269,10 @@ def _looks(settings: Settings) -> list[tuple[str, Callable[[], Iterator[Check]]]
 
 def _attention(settings: Settings) -> Iterator[Check]:
     """Try every attention backend on the target's device, and name the one that would serve."""
+    folder = cache_folder(settings)
+    native = load_native(folder) if settings.native_kernels else None
     try:
         device = _target_device(settings)
-        folder = cache_folder(settings)
-        native = load_native(folder) if settings.native_kernels else None
         served = _kv_dtype(settings, device, native)
     except SsdError as error:
         yield Check("would serve", State.PROBLEM, "nothing", str(error))
