@@ -58,7 +58,9 @@ class TimingFiles:
         stored = read_stored(self._path(identity), _Timings)
         if stored is None:
             return CostTable(guess(), guessed=True)
-        return CostTable([Timing(*each) for each in stored.timings])
+        table = CostTable([Timing(*each) for each in stored.timings], guessed=True)
+        table.guessed = False  # timed, but perhaps while other work disturbed the machine
+        return table
 
     def store(self, identity: Mapping[str, object], timings: Sequence[Timing]) -> None:
         """Store timings for the next start."""
