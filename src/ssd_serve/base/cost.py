@@ -128,9 +128,8 @@ class CostTable:
         self.rounds += 1
         if self.rounds <= self._first_rounds:
             self._level *= ratio ** (1 / self.rounds)
-            if (
-                self.guessed and self.rounds == self._first_rounds
-            ):  # the guess's own scale is gone, also from `first_seconds`
+            if 1 < self.rounds == self._first_rounds:
+                # What was wrong with the scale at start is gone, also from `first_seconds`.
                 self._shape = self._level * self._shape
                 self._context_s, self._row_context_s = (
                     self._level * self._context_s,
