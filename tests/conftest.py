@@ -28,6 +28,8 @@ settings.load_profile("ci" if WHOLE else "local")
 
 # Two test processes with two threads each would only slow each other down on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Servers of other tests use the cores too.
+os.environ.setdefault("GOMP_SPINCOUNT", "500")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without it servers would fetch the default model.
 os.environ["SSD_TARGET"] = "embedded"

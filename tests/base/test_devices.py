@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssd_serve.base import devices
-from ssd_serve.base.devices import Machine, parse_device, pin, this_machine
+from ssd_serve.base.devices import Machine, parse_device, pin, spin_defaults, this_machine
 
 Ask = Callable[..., Machine]
 
@@ -93,3 +93,9 @@ def test_unusable_gpu_error_names_the_remedy(ask: Ask, driver: str, says: str, s
 def test_error_of_a_broken_torch_is_quoted(ask: Ask) -> None:
     machine = ask("nvidiactl", fails="ImportError: libcudart.so.13: cannot open")
     assert machine.trouble.endswith("cannot be asked for it: ImportError: libcudart.so.13: cannot open")
+
+
+@pytest.mark.parametrize("chosen", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_spinning_of_threads_is_bounded_unless_the_user_chose_a_policy(chosen: str) -> None:
+    assert set(spin_defaults({"PATH": "/bin"})) == {"GOMP_SPINCOUNT"}
+    assert spin_defaults({chosen: "active"}) == {}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import psutil  # type: ignore[import-untyped]
 
+from ssd_serve.base.devices import spin_defaults
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.names import hub_id
@@ -211,14 +212,15 @@ def worker_environment() -> dict[str, str]:
     of operators are taken from memory that is mapped already, instead of being mapped page by page every
     time. Both are read when a process starts, so that they cannot be settings of the worker's. oneDNN keeps
     half a MiB for every shape of a product, in two caches of 1024 shapes unless they are bounded: a process
-    would grow for hours. Ranks on GPUs meet on loopback, unless the user names another network.
+    would grow for hours. Ranks on GPUs meet on loopback, unless the user names another network. OpenMP threads
+    spin for a bounded time.
     """
-    return {**_DEFAULTS, **os.environ, **_FAST_MEMORY}
+    return {**_DEFAULTS, **spin_defaults(os.environ), **os.environ, **_FAST_MEMORY}
 
 
 def added_environment() -> dict[str, str]:
     """Variables that `worker_environment` adds to a machine's own environment."""
-    return {**_DEFAULTS, **_FAST_MEMORY}
+    return {**_DEFAULTS, **spin_defaults({}), **_FAST_MEMORY}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ssd_serve.app.llm.sampling_params import SamplingParams
-from ssd_serve.base.devices import Machine, parse_device, pin
+from ssd_serve.base.devices import Machine, parse_device, pin, spin_defaults
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import EngineDeadError, RequestError, SsdError
@@ -219,6 +219,7 @@ def reach_engine(
 def _bound(config: EngineConfig) -> Generator[EngineConfig]:
     """Bind this process to the target's device, and restore its cores at the end."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    os.environ.update(spin_defaults(os.environ))  # without effect if the caller has imported torch
     import torch
 
     threads = torch.get_num_threads()
