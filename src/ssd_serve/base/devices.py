@@ -105,7 +105,7 @@ def spin_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Return a variable that bounds spinning of OpenMP threads, unless the environment has a policy of its own.
 
     By default threads spin for milliseconds at the barrier of each product, on the core that the late thread
-    needs: with one of two cores busy, rounds took ten times longer. It is read when OpenMP is loaded.
+    needs. With one of two cores busy, rounds took ten times longer. OpenMP reads the variable when it is loaded.
     """
     chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys()
     return {} if chosen else {"GOMP_SPINCOUNT": str(_SPINS)}
