@@ -1,11 +1,13 @@
 """Tests of the command line: one sentence and a documented exit code for each error, and fast help."""
 
+import io
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,17 @@ def test_progress_without_a_terminal_is_plain_lines(capsys: Captured) -> None:
         line.show(text)
     line.clear()
     assert capsys.readouterr().err == "loading\nmeasuring\n"
+
+
+def test_progress_on_a_terminal_shows_the_time_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    line = ProgressLine(stream)
+    for text in ("loading [a]", "measuring"):
+        line.show(text)
+        time.sleep(0.15)
+    line.clear()
+    assert all(text in stream.getvalue() for text in ("loading [a]", "measuring", "0:00:00"))
 
 
 def test_broken_bench_package_leaves_other_commands_alone(monkeypatch: pytest.MonkeyPatch) -> None:

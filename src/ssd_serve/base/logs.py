@@ -13,12 +13,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Level = Literal["debug", "info", "warning", "error"]
 Style = Literal["text", "json"]
 
-_CLEAR = "\r\x1b[2K"
 _SEVERITY: Mapping[str, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -162,24 +164,41 @@ def _as_json(moment: str, level: str, process: str, event: str, fields: Mapping[
 
 
 class ProgressLine:
-    """A changing line on stderr while something loads; plain lines if stderr is no terminal."""
+    """What is being done, on stderr: on a terminal a bar with the seconds that it has taken, else plain lines."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
-        self._in_place = self._stream.isatty()
         self._shown = ""
+        self._bar: Progress | None = None
 
     def show(self, text: str) -> None:
         """Replace the text; the same text twice is shown once."""
         if text == self._shown or not text:
             return
         self._shown = text
-        self._stream.write(f"{_CLEAR}{text} ..." if self._in_place else f"{text}\n")
-        self._stream.flush()
+        if not self._stream.isatty():
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+        elif self._bar is None:
+            self._bar = _bar(self._stream)
+            self._bar.add_task(text, total=None)
+            self._bar.start()
+        else:
+            self._bar.reset(self._bar.task_ids[0], description=text)
 
     def clear(self) -> None:
-        """Remove the line from a terminal."""
-        if self._shown and self._in_place:
-            self._stream.write(_CLEAR)
-            self._stream.flush()
+        """Remove the bar from a terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
         self._shown = ""
+
+
+def _bar(stream: TextIO) -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(12), TimeElapsedColumn()
+    return Progress(
+        *columns, console=Console(file=stream), transient=True, redirect_stdout=False, refresh_per_second=4
+    )

@@ -20,7 +20,7 @@ from ssd_serve.app.llm.engine import Asked, Conversation, Output, Piece, reach_e
 from ssd_serve.app.llm.sampling_params import SamplingParams
 from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import EngineDeadError, RequestError
-from ssd_serve.base.logs import get_logger
+from ssd_serve.base.logs import ProgressLine, get_logger
 from ssd_serve.base.messages import Ready, ThinkingBudget
 from ssd_serve.base.seeds import MASK64, choice_seed, random_seed
 from ssd_serve.base.settings import Settings
@@ -59,16 +59,21 @@ class LLM:
         target: str | Path | None = None,
         *,
         draft: str | Path | None = None,
-        report: Callable[[str], None] = lambda _text: None,
+        report: Callable[[str], None] | None = None,
         **settings: object,
     ) -> None:
         """`target` None: that of SSD_TARGET, else the default. `report` receives messages of progress while models
-        load. Every error is an `SsdError`."""
+        load; without it a terminal shows them. Every error is an `SsdError`."""
         models = {
             name: str(each) for name, each in (("target", target), ("draft", draft)) if each is not None
         }
         named = {**models, **settings}
-        self._start(_usual_here(resolve_arguments(named)), report)
+        chosen, line = _usual_here(resolve_arguments(named)), ProgressLine()
+        shown = line.show if sys.stderr.isatty() else lambda _text: None
+        try:
+            self._start(chosen, report or shown)
+        finally:
+            line.clear()
 
     @classmethod
     def of(cls, settings: Settings, report: Callable[[str], None]) -> Self:
