@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
@@ -41,10 +41,12 @@ DEFAULT, _TOOL_USE = "default", "tool_use"
 
 @lru_cache(maxsize=16)
 def takes_tools(source: str) -> bool:
-    """Return True if a chat template writes tools into the prompt."""
+    """Return True if a chat template reads the variable `tools`."""
+    # Parsed only: jinja2's compiler would compute constants such as 10**(10**8), without a bound.
     environment = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
     try:
-        return "tools" in meta.find_undeclared_variables(environment.parse(source))
+        names = environment.parse(source).find_all(nodes.Name)
+        return any(each.name == "tools" and each.ctx == "load" for each in names)
     except (TemplateError, RecursionError):
         return False
 

@@ -35,12 +35,16 @@ def tools_as_text(messages: Messages, tools: Sequence[Any] | None, *, system: bo
         if message.get("tool_calls"):
             calls = [_call(call.get("function", call)) for call in message["tool_calls"]]
             entry["content"] = "\n".join([each for each in (message.get("content"), *calls) if each])
-        answers = message["role"] == "tool"
+        answers = message.get("role") == "tool"
         if answers:
             response = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
             entry |= {"role": "user", "content": response}
         # Some templates take no two messages of one role in a row.
-        if found and entry["role"] == found[-1]["role"] == "user" and (answers or found[-1]["answers"]):
+        if (
+            found
+            and entry.get("role") == found[-1].get("role") == "user"
+            and (answers or found[-1]["answers"])
+        ):
             found[-1] |= {"content": f"{found[-1]['content']}\n{entry['content']}", "answers": answers}
         else:
             found.append({**entry, "answers": answers})
@@ -59,7 +63,7 @@ def _call(function: Mapping[str, Any]) -> str:
 def _describe(messages: list[dict[str, Any]], tools: Sequence[Any], role: str) -> None:
     functions = "\n".join(json.dumps(each, ensure_ascii=False) for each in cast("Sequence[object]", tools))
     text = _PROMPT.format(functions=functions)
-    place = next((place for place, each in enumerate(messages) if each["role"] == role), None)
+    place = next((place for place, each in enumerate(messages) if each.get("role") == role), None)
     if place is None or (role == "system" and place):
         messages.insert(0, {"role": role, "content": text})
     else:
