@@ -57,7 +57,7 @@ def test_what_it_holds_is_known_before_it_is_loaded(folder: Path) -> None:
     loaded = load_model(folder, ModelOptions(device="cpu", dtype="fp32", slots=32, context=None)).facts
     for device in ("cpu", "cuda:0"):
         sizes = model_sizes(folder, device=device, dtype="fp32")
-        planned = planned_model(str(folder), "target", Computing(device, torch.float32), None)
+        planned = planned_model(str(folder), "target", Computing(device, torch.float32, asked="fp32"), None)
         assert sizes.read_bytes == planned.matrix_bytes == loaded.weight_bytes
         assert sizes.resident_bytes == planned.resident_bytes == loaded.weight_bytes + 4 * 199 * 64
 

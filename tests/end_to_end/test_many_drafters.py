@@ -141,8 +141,12 @@ def test_one_of_two_drafters_killed(folders: dict[str, Path], expected: list[str
             assert texts.result() == [expected] * len(texts.result())
         assert metric(url, "ssd_drafters_alive") == 2
         accepted = metric(url, "ssd_spec_decode_num_accepted_tokens_total")
-        assert complete_all(url) == expected
-        until(lambda: metric(url, "ssd_spec_decode_num_accepted_tokens_total") > accepted)
+
+        def accepts_more() -> bool:
+            assert complete_all(url) == expected
+            return metric(url, "ssd_spec_decode_num_accepted_tokens_total") > accepted
+
+        until(accepts_more)
 
 
 def test_two_draft_models_in_two_processes(
@@ -164,15 +168,18 @@ def test_drafter_of_two_servers_survives_a_restart_of_one(
         folder.mkdir()
     addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     remote = {"SSD_DRAFTERS": "0", "SSD_DRAFT": ""}
-    drafting = {"SSD_DRAFT": str(folders["draft"]), "SSD_CLUSTER_KEY": KEY}
+    drafting = {
+        "SSD_TARGET": str(folders["target"]),
+        "SSD_DRAFT": str(folders["draft"]),
+        "SSD_CLUSTER_KEY": KEY,
+    }
     connect = [word for address in addresses for word in ("--connect", address)]
     with started(["draft", *connect], tmp_path, drafting):
         with serving(folders, first, SSD_DRAFTER_ADDRESS=addresses[0], **remote) as (_, url):
             with serving(folders, second, SSD_DRAFTER_ADDRESS=addresses[1], **remote) as (_, other):
                 assert complete_all(url) == expected
                 assert complete_all(other) == expected
-                for each in (url, other):
-                    assert metric(each, "ssd_drafters_alive") == 1
+                until(lambda: [metric(each, "ssd_drafters_alive") for each in (url, other)] == [1, 1])
             assert complete_all(url) == expected  # the other has gone
         with serving(folders, first, SSD_DRAFTER_ADDRESS=addresses[0], **remote) as (_, url):
             until(lambda: metric(url, "ssd_drafters_alive") == 1)

@@ -81,6 +81,7 @@ _CHAT: dict[str, Any] = {
     "top_logprobs": ({"logprobs": True}, 2),
     "add_generation_prompt": False,
     "chat_template_kwargs": {"enable_thinking": False},
+    "chat_template": "default",
     "continue_final_message": (
         {"messages": [*ASK, {"role": "assistant", "content": "def add("}], "add_generation_prompt": False},
         True,
