@@ -51,7 +51,7 @@ def server_settings(folder: Path) -> Settings:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_faults_lose_no_token_and_the_server_recovers(tmp_path: Path) -> None:
-    """All faults happen to one server, one after the other."""
+    """One server meets all faults, one after the other."""
     settings = server_settings(tmp_path)
     with served(settings, tmp_path) as server:
         undisturbed = client_streams(server.url, 2, 100)

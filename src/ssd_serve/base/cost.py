@@ -129,12 +129,10 @@ class CostTable:
         if self.rounds <= self._first_rounds:
             self._level *= ratio ** (1 / self.rounds)
             if 1 < self.rounds == self._first_rounds:
-                # What was wrong with the scale at start is gone, also from `first_seconds`.
+                # The level of the first rounds belongs to the table's start: `first_seconds` has it, too.
                 self._shape = self._level * self._shape
-                self._context_s, self._row_context_s = (
-                    self._level * self._context_s,
-                    self._level * self._row_context_s,
-                )
+                self._context_s *= self._level
+                self._row_context_s *= self._level
                 self._level = 1.0
             return
         # A descheduled process is not a slow device.

@@ -164,7 +164,7 @@ def _as_json(moment: str, level: str, process: str, event: str, fields: Mapping[
 
 
 class ProgressLine:
-    """What is being done, on stderr: on a terminal a bar with the seconds that it has taken, else plain lines."""
+    """Shows the current step on stderr: on a terminal as a bar with its elapsed seconds, else as plain lines."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr

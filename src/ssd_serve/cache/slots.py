@@ -82,7 +82,7 @@ class SlotPool:
         return 0 not in map(self._taken.__getitem__, slots)
 
     def free_spans(self) -> list[range]:
-        """All free slots, as spans."""
+        """Return all free slots, as spans."""
         bounds = np.zeros(self.slots + 2, dtype=np.int8)
         bounds[1:-1] = np.frombuffer(self._taken, dtype=np.int8) ^ 1
         steps = np.diff(bounds)

@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _platform(device: str, count: int | None, dtype: str, folder: Path) -> "Platform":
-    """Platform from the table of data sheets, or measured now."""
+    """Platform from the table of data sheets, or measured on this machine."""
     from ssd_serve.app.plan.devices import Sheets
 
     if device not in _HERE:

@@ -192,7 +192,7 @@ class MeasuredRoofs:
         )
         dtype = next(iter(self.roofs.values())).dtype
         how = f" in {dtype}, by cores" if self.shares_memory else ""
-        return f"measured now{how}: {figures}"
+        return f"measured on this machine{how}: {figures}"
 
     @property
     def assumed(self) -> str:

@@ -94,7 +94,7 @@ class PlannedModel:
     hidden: int = 0
     """Numbers of a row between two layers."""
     served_dtype: str = ""
-    """As in `ModelFacts`, for a model on this machine."""
+    """`ModelFacts.dtype` of this model when this machine serves it."""
 
     def kv_share(self, devices: int) -> float:
         """The part of its KV cache that each of `devices` holds: heads are whole, and copied if need be."""

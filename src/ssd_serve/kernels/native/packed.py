@@ -18,7 +18,7 @@ from ssd_serve.kernels.native.library import INT, POINTER, SIZE, NativeLibrary
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """Types of GGUF that are multiplied packed, numbered as in `packed.h`."""
 FASTEST = 9
-"""Of the ways to multiply: 0 plain C, 1 AVX2, 2 AVX-512, 3 tiles; a number stands for the best one up to it."""
+"""Above every instruction set (0 plain C, 1 AVX2, 2 AVX-512, 3 tiles): a number allows those up to it."""
 
 
 @dataclass(frozen=True, slots=True)
