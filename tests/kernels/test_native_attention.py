@@ -29,8 +29,9 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return found
     path = tmp_path_factory.mktemp("portable") / "attention.so"
     compiler = shutil.which("cc") or shutil.which("gcc") or "clang"
-    words = [compiler, "-std=gnu11", "-O2", "-fPIC", "-shared", "-fopenmp"]
-    subprocess.run([*words, str(SOURCES / "attention.c"), "-o", str(path), "-lm"], check=True)
+    words = [compiler, "-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread"]
+    sources = [str(SOURCES / name) for name in ("attention.c", "pool.c")]
+    subprocess.run([*words, *sources, "-o", str(path), "-lm"], check=True)
     return NativeLibrary(path)
 
 

@@ -5,16 +5,10 @@
  * threads, on blocks or on entries between that it does not see (see attention_task.h).
  */
 #include "attention_task.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#define THREAD omp_get_thread_num()
-#else
-#define THREAD 0
-#endif
+#include "pool.h"
 
 #define MOST_SCORES 131072     /* of a task, if it has several rows: they stay in the second-level cache */
-#define FEWEST_PRODUCTS 500000 /* below, starting threads takes longer than the work */
+#define PIECE_PRODUCTS 100000 /* of a piece of tasks: some tens of microseconds */
 
 /* Lay out a thread's memory from `base`. Returns the floats it takes. */
 static long lay_out(scratch *s, float *base, long stacked, long head_dim, long blocks) {
@@ -59,6 +53,44 @@ long ssd_attention_scratch(const batch *b) {
   return most;
 }
 
+/* What `ssd_attend` is given. */
+typedef struct {
+  const batch *b;
+  long window;
+  const float *queries;
+  long query_stride;
+  const char *keys, *values;
+  float *out, *lse;
+} layer;
+
+static void attend_tasks(const void *work, long from, long to, pool_place *place) {
+  const layer *l = work;
+  const batch *b = l->b;
+  long request = -1, first = 0, end = 0; /* the request of the last task, and the tasks of that request */
+  task whole = {0};
+  scratch s;
+  for (long number = from; number < to; number++) {
+    while (number >= end) {
+      whole = request_task(b, ++request);
+      first = end;
+      end += parts_of(b->request_offsets[request + 1] - whole.row, whole.rows) * b->kv_heads;
+    }
+    task t = whole;
+    long blocks = (end - first) / b->kv_heads, head = (number - first) / blocks;
+    long skipped = (number - first) % blocks * t.rows;
+    t.row += skipped;
+    t.rows = smaller(t.rows, b->request_offsets[request + 1] - t.row);
+    t.stacked = t.rows * t.group;
+    t.window = l->window;
+    t.keys = l->keys + head * b->slots * b->head_dim * b->kv_bytes;
+    t.values = l->values + head * b->slots * b->head_dim * b->kv_bytes;
+    t.queries = l->queries + head * t.group * b->head_dim;
+    t.query_stride = l->query_stride;
+    lay_out(&s, b->scratch + place->thread * b->scratch_size, t.stacked, b->head_dim, t.blocks);
+    run_task(&t, &s, l->out + head * t.group * b->head_dim, l->lse ? l->lse + head * t.group : NULL);
+  }
+}
+
 /* out [rows, heads * head_dim] and, unless it is NULL, lse [rows, heads] from queries (rows `query_stride` floats
  * apart), and keys and values [kv_heads, slots, head_dim] of one layer with a window (0: none). */
 void ssd_attend(const batch *b, long window, const float *queries, long query_stride, const char *keys,
@@ -70,33 +102,8 @@ void ssd_attend(const batch *b, long window, const float *queries, long query_st
     tasks += parts_of(rows, t.rows) * b->kv_heads;
     products += rows * (t.prefix + t.tree) * b->heads * b->head_dim;
   }
-#pragma omp parallel num_threads(b->threads) if (b->threads > 1 && tasks > 1 && products > FEWEST_PRODUCTS)
-  {
-    long request = -1, first = 0, end = 0; /* the request of the last task, and the tasks of that request */
-    task whole = {0};
-    scratch s;
-#pragma omp for schedule(monotonic : dynamic)
-    for (long number = 0; number < tasks; number++) {
-      while (number >= end) {
-        whole = request_task(b, ++request);
-        first = end;
-        end += parts_of(b->request_offsets[request + 1] - whole.row, whole.rows) * b->kv_heads;
-      }
-      task t = whole;
-      long blocks = (end - first) / b->kv_heads, head = (number - first) / blocks;
-      long skipped = (number - first) % blocks * t.rows;
-      t.row += skipped;
-      t.rows = smaller(t.rows, b->request_offsets[request + 1] - t.row);
-      t.stacked = t.rows * t.group;
-      t.window = window;
-      t.keys = keys + head * b->slots * b->head_dim * b->kv_bytes;
-      t.values = values + head * b->slots * b->head_dim * b->kv_bytes;
-      t.queries = queries + head * t.group * b->head_dim;
-      t.query_stride = query_stride;
-      lay_out(&s, b->scratch + THREAD * b->scratch_size, t.stacked, b->head_dim, t.blocks);
-      run_task(&t, &s, out + head * t.group * b->head_dim, lse ? lse + head * t.group : NULL);
-    }
-  }
+  layer work = {b, window, queries, query_stride, keys, values, out, lse};
+  POOL_RUN(attend_tasks, work, tasks, parts_of(tasks * PIECE_PRODUCTS, products + 1), b->threads);
 }
 
 /* Store rows of keys and values [2 * kv_heads, head_dim], `stride` floats apart, in slots of a layer's cache

@@ -3,9 +3,11 @@
  * Division and subtraction are single operations in float32, as in torch, so that plain rows choose the same
  * token bit for bit. Every row is computed by itself.
  */
+#include "pool.h"
 #include "searching.h"
 #include "truncating.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 /* One request's rows: `whole` numbers and `real` ones, as laid out in choosing.py. */
@@ -168,6 +170,47 @@ static void release(scratch *work) {
   free(work->weights), free(work->units), free(work->sorted);
 }
 
+/* What `ssd_choose` is given. */
+typedef struct {
+  const int64_t *wholes;
+  const double *reals;
+  long vocabulary;
+  const int64_t *depths, *path_ends, *paths, *tokens, *parents;
+  int64_t *choices;
+  atomic_int *failed;
+} chosen_rows;
+
+static void choose_requests(const void *given, long from, long to, pool_place *place) {
+  const chosen_rows *c = given;
+  const int64_t *tokens = c->tokens;
+  scratch work;
+  if (!prepare(&work, c->vocabulary)) *c->failed = 1;
+  for (long request = from; request < to && !*c->failed; request++) {
+    const int64_t *whole = c->wholes + request * WHOLES;
+    const double *real = c->reals + request * REALS;
+    long first = whole[FIRST];
+    source noise = {(int)whole[DRAWN], 0, schedule_of((uint64_t)whole[SEED])};
+    int plain = !truncated(whole, real) && !penalised(real) && !whole[PROCESSED];
+    if (plain && !tokens) {
+      choose_plain(whole, real, c->vocabulary, c->depths + first, &noise, c->choices + first);
+      continue;
+    }
+    for (long index = 0; index < whole[ROWS];) {
+      const float *logits = (const float *)whole[LOGITS] + index * c->vocabulary;
+      float *processed = whole[PROCESSED] ? (float *)whole[PROCESSED] + index * c->vocabulary : NULL;
+      const int64_t *ends = c->path_ends + first + index;
+      noise.position = (uint32_t)(whole[POSITION] + c->depths[first + index]);
+      c->choices[first + index] =
+          plain ? best(logits, &noise, (float)real[TEMPERATURE], c->vocabulary)
+                : choose(&work, whole, real, logits, &noise, c->paths + ends[0], ends[1] - ends[0], processed);
+      index = tokens
+                  ? chosen_child(tokens + first, c->parents + first, whole[ROWS], index, c->choices[first + index])
+                  : index + 1;
+    }
+  }
+  release(&work);
+}
+
 /* One choice for each row of each request. `depths` [rows]: how far the row's position is beyond its request's.
  * `path_ends` [rows + 1] into `paths`: the tokens beyond the counted output. Where there are `tokens` [rows] and
  * `parents` [rows] (-1: the request's first row, 0: its second), only the first row chooses, and each whose token was
@@ -176,35 +219,8 @@ static void release(scratch *work) {
 int ssd_choose(const int64_t *wholes, const double *reals, long requests, long vocabulary, const int64_t *depths,
                const int64_t *path_ends, const int64_t *paths, const int64_t *tokens, const int64_t *parents,
                int64_t *choices, int threads) {
-  int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed) if (threads > 1 && requests > 1)
-  {
-    scratch work;
-    failed |= !prepare(&work, vocabulary);
-#pragma omp for schedule(dynamic)
-    for (long request = 0; request < requests; request++) {
-      const int64_t *whole = wholes + request * WHOLES;
-      const double *real = reals + request * REALS;
-      long first = whole[FIRST];
-      source noise = {(int)whole[DRAWN], 0, schedule_of((uint64_t)whole[SEED])};
-      int plain = !truncated(whole, real) && !penalised(real) && !whole[PROCESSED];
-      if (plain && !tokens) {
-        choose_plain(whole, real, vocabulary, depths + first, &noise, choices + first);
-        continue;
-      }
-      for (long index = 0; index < whole[ROWS] && !failed;) {
-        const float *logits = (const float *)whole[LOGITS] + index * vocabulary;
-        float *processed = whole[PROCESSED] ? (float *)whole[PROCESSED] + index * vocabulary : NULL;
-        const int64_t *ends = path_ends + first + index;
-        noise.position = (uint32_t)(whole[POSITION] + depths[first + index]);
-        choices[first + index] =
-            plain ? best(logits, &noise, (float)real[TEMPERATURE], vocabulary)
-                  : choose(&work, whole, real, logits, &noise, paths + ends[0], ends[1] - ends[0], processed);
-        index = tokens ? chosen_child(tokens + first, parents + first, whole[ROWS], index, choices[first + index])
-                       : index + 1;
-      }
-    }
-    release(&work);
-  }
+  atomic_int failed = 0;
+  chosen_rows work = {wholes, reals, vocabulary, depths, path_ends, paths, tokens, parents, choices, &failed};
+  POOL_RUN(choose_requests, work, requests, parts_of(requests, threads), threads);
   return !failed;
 }

@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "pool.h"
 #include "tiles.h"
 
 #define TILE_INPUTS 64
@@ -21,6 +22,7 @@
 #define PANEL 32
 #define LARGEST_ELEMENT 32639.0f
 #define SMALLEST_TOP 1e-30f
+#define ROWS_TOGETHER 8 /* that are split in one piece */
 
 typedef uint16_t bf16;
 
@@ -38,6 +40,17 @@ static inline panel panel_at(panel all, long from, long inputs) {
                  all.ahead};
 }
 
+/* A product that threads share; see `ssd_multiply_int8`. */
+typedef struct {
+  const bf16 *x;
+  long rows, inputs;
+  panel all;
+  bf16 *out;
+  long outputs;
+  uint8_t *bytes;
+  float *row_scales;
+} product;
+
 #ifdef VNNI
 #include "int8_avx512.h"
 #else
@@ -47,6 +60,7 @@ static inline panel panel_at(panel all, long from, long inputs) {
 #ifndef LEAST_ROWS
 #define LEAST_ROWS LONG_MAX
 #define tiles_allowed() 0
+#define split_by_planes split_rows
 #define multiply_by_tiles multiply_by_panels
 #endif
 
@@ -62,11 +76,11 @@ int ssd_can_multiply_int8(void) { return 1; }
 void ssd_multiply_int8(const bf16 *x, long rows, long inputs, const int8_t *weights, const int32_t *start,
                        const float *scales, const float *bias, bf16 *out, long outputs, uint8_t *bytes,
                        float *row_scales, int tiles, int threads) {
-  panel all = {weights, start, scales, bias, AHEAD};
-  if (tiles && rows >= LEAST_ROWS && tiles_allowed())
-    multiply_by_tiles(x, rows, inputs, all, out, outputs, bytes, row_scales, threads);
-  else
-    multiply_by_panels(x, rows, inputs, all, out, outputs, bytes, row_scales, threads);
+  product p = {x, rows, inputs, {weights, start, scales, bias, AHEAD}, out, outputs, bytes, row_scales};
+  int by_tiles = tiles && rows >= LEAST_ROWS && tiles_allowed();
+  POOL_RUN(by_tiles ? split_by_planes : split_rows, p, rows, ROWS_TOGETHER, threads);
+  POOL_RUN(by_tiles ? multiply_by_tiles : multiply_by_panels, p, parts_of(outputs, PANEL),
+           piece_of(PANEL * inputs, rows), threads);
 }
 
 #else

@@ -111,25 +111,25 @@ static void multiply_panel(const int16_t *numbers, long all, long first, long ro
   }
 }
 
-static void multiply_by_panels(const bf16 *x, long rows, long inputs, panel all, bf16 *out, long outputs,
-                               uint8_t *bytes, float *row_scales, int threads) {
-  long panels = (outputs + PANEL - 1) / PANEL, padded = rounded_up(inputs, TILE_INPUTS);
-  int16_t *numbers = (int16_t *)bytes;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-#pragma omp for schedule(static)
-    for (long row = 0; row < rows; row++) {
-      row_scales[row] = scale_of(x + row * inputs, inputs);
-      quantise_row(x + row * inputs, inputs, padded, row_scales[row], numbers, row, rows);
-    }
-#pragma omp for schedule(static) nowait
-    for (long p = 0; p < panels; p++)
-      for (long row = 0, now; row < rows; row += now) {
-        now = part(rows - row, MOST_ROWS);
-        multiply_panel(numbers, rows, row, now, padded, row_scales + row, panel_at(all, p * PANEL, padded),
-                       out + row * outputs + p * PANEL, outputs, outputs - p * PANEL);
-      }
+static void split_rows(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long padded = rounded_up(p->inputs, TILE_INPUTS);
+  for (long row = from; row < to; row++) {
+    p->row_scales[row] = scale_of(p->x + row * p->inputs, p->inputs);
+    quantise_row(p->x + row * p->inputs, p->inputs, padded, p->row_scales[row], (int16_t *)p->bytes, row, p->rows);
   }
+}
+
+static void multiply_by_panels(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long padded = rounded_up(p->inputs, TILE_INPUTS);
+  for (long n = from; n < to; n++)
+    for (long row = 0, now; row < p->rows; row += now) {
+      now = part(p->rows - row, MOST_ROWS);
+      multiply_panel((const int16_t *)p->bytes, p->rows, row, now, padded, p->row_scales + row,
+                     panel_at(p->all, n * PANEL, padded), p->out + row * p->outputs + n * PANEL, p->outputs,
+                     p->outputs - n * PANEL);
+    }
 }
 
 #endif

@@ -120,29 +120,29 @@ static long group_of(long row, long rows, long *size) {
   return row < split_at ? row / (least + 1) * (least + 1) : split_at + (row - split_at) / least * least;
 }
 
-static void multiply_by_panels(const bf16 *x, long rows, long inputs, panel all, bf16 *out, long outputs,
-                               uint8_t *bytes, float *row_scales, int threads) {
+static void split_rows(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long row_bytes = 2 * rounded_up(p->inputs, 16);
+  for (long row = from; row < to; row++) {
+    long size, begin = group_of(row, p->rows, &size);
+    p->row_scales[row] = scale_of(p->x + row * p->inputs, p->inputs);
+    split(p->x + row * p->inputs, p->inputs, p->row_scales[row], p->bytes + begin * row_bytes + 8 * (row - begin),
+          8 * size);
+  }
+}
+
+static void multiply_by_panels(const void *work, long from, long to, pool_place *place) {
   static const kernel kernels[MOST_ROWS + 1] = {0,       panel_1, panel_2, panel_3,
                                                 panel_4, panel_5, panel_6, panel_7};
-  long panels = (outputs + PANEL - 1) / PANEL, steps = rounded_up(inputs, 4);
-  long row_bytes = 2 * rounded_up(inputs, 16);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-#pragma omp for schedule(static)
-    for (long row = 0; row < rows; row++) {
-      long size, from = group_of(row, rows, &size);
-      row_scales[row] = scale_of(x + row * inputs, inputs);
-      split(x + row * inputs, inputs, row_scales[row], bytes + from * row_bytes + 8 * (row - from), 8 * size);
-    }
-#pragma omp for schedule(static) nowait
-    for (long p = 0; p < panels; p++) {
-      panel at = panel_at(all, p * PANEL, rounded_up(inputs, TILE_INPUTS));
-      for (long row = 0, size; row < rows; row += size) {
-        group_of(row, rows, &size);
-        kernels[size](bytes + row * row_bytes, row_scales + row, steps, at, out + row * outputs + p * PANEL, outputs,
-                      outputs - p * PANEL);
-        at.ahead = PANEL * steps; /* this panel is near now: fetch the next one */
-      }
+  const product *p = work;
+  long steps = rounded_up(p->inputs, 4), row_bytes = 2 * rounded_up(p->inputs, 16);
+  for (long n = from; n < to; n++) {
+    panel at = panel_at(p->all, n * PANEL, rounded_up(p->inputs, TILE_INPUTS));
+    for (long row = 0, size; row < p->rows; row += size) {
+      group_of(row, p->rows, &size);
+      kernels[size](p->bytes + row * row_bytes, p->row_scales + row, steps, at, p->out + row * p->outputs + n * PANEL,
+                    p->outputs, p->outputs - n * PANEL);
+      at.ahead = PANEL * steps; /* this panel is near now: fetch the next one */
     }
   }
 }
@@ -190,29 +190,29 @@ static void tiles_of_panel(const uint8_t *bytes, long plane, long rows, const fl
   }
 }
 
-static void multiply_by_tiles(const bf16 *x, long rows, long inputs, panel all, bf16 *out, long outputs,
-                              uint8_t *bytes, float *row_scales, int threads) {
-  long panels = (outputs + PANEL - 1) / PANEL, plane = rounded_up(inputs, TILE_INPUTS);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    tile_shape shape = {0, 0};
-#pragma omp for schedule(static)
-    for (long row = 0; row < rows; row++) {
-      row_scales[row] = scale_of(x + row * inputs, inputs);
-      split_planes(x + row * inputs, inputs, row_scales[row], bytes + 2 * row * plane, plane);
-    }
-#pragma omp for schedule(static) nowait
-    for (long p = 0; p < panels; p++) {
-      panel at = panel_at(all, p * PANEL, plane);
-      for (long row = 0, now; row < rows; row += now) {
-        now = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
-        shape_tiles(&shape, now, now);
-        tiles_of_panel(bytes + 2 * row * plane, plane, now, row_scales + row, at, out + row * outputs + p * PANEL,
-                       outputs, outputs - p * PANEL, row > 0);
-      }
-    }
-    _tile_release();
+static void split_by_planes(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long plane = rounded_up(p->inputs, TILE_INPUTS);
+  for (long row = from; row < to; row++) {
+    p->row_scales[row] = scale_of(p->x + row * p->inputs, p->inputs);
+    split_planes(p->x + row * p->inputs, p->inputs, p->row_scales[row], p->bytes + 2 * row * plane, plane);
   }
+}
+
+static void multiply_by_tiles(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long plane = rounded_up(p->inputs, TILE_INPUTS);
+  tile_shape shape = {0, 0};
+  for (long n = from; n < to; n++) {
+    panel at = panel_at(p->all, n * PANEL, plane);
+    for (long row = 0, now; row < p->rows; row += now) {
+      now = smaller(p->rows - row, TILE_ROWS);
+      shape_tiles(&shape, now, now);
+      tiles_of_panel(p->bytes + 2 * row * plane, plane, now, p->row_scales + row, at,
+                     p->out + row * p->outputs + n * PANEL, p->outputs, p->outputs - n * PANEL, row > 0);
+    }
+  }
+  _tile_release();
 }
 
 #endif

@@ -24,19 +24,12 @@ POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 
-_SHARED = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+_SHARED = ("-std=gnu11", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
 _FUSED = "--param=avoid-fma-max-bits=0"
 """GCC fuses multiplications with additions, but for some processors (Zen) not in every loop, as it takes that
 to be slower there. The same sum would be rounded otherwise in another tile."""
-_FLAGS = (
-    ("-march=native", "-fopenmp", _FUSED),
-    ("-march=native", "-fopenmp"),
-    ("-mcpu=native", "-fopenmp"),
-    ("-fopenmp",),
-    ("-march=native",),
-    (),
-)
-"""Tried in turn: not every compiler has OpenMP, and processors are named differently on ARM."""
+_FLAGS = (("-march=native", _FUSED), ("-march=native",), ("-mcpu=native",), ())
+"""Tried in turn: processors are named differently on ARM."""
 _LONGEST_S = 120.0
 
 

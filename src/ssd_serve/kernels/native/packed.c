@@ -8,10 +8,13 @@
 #include <stdlib.h>
 
 #include "packed.h"
+#include "pool.h"
 #include "tiles.h"
 #include "vector.h"
 
 #define STRIP 96
+#define ROWS_TOGETHER 8 /* that are quantised in one piece */
+#define PANELS_TOGETHER 4 /* at most, that are multiplied in one piece */
 #define SMALLEST_TOP 1e-30f
 #define LARGEST_NUMBER 127.0f
 
@@ -171,42 +174,75 @@ static quantised strip_at(int8_t *memory, long rows, long inputs, long chunks) {
   return (quantised){rows, memory, scales, scales + rows * chunks, (int32_t *)(scales + 2 * rows * chunks)};
 }
 
+/* A product that threads share; of its rows the strip of `now` from `row` on is multiplied. A strip begins every
+ * `size` rows, its numbers every `strip_bytes` of `memory`. */
+typedef struct {
+  const packed_type *type;
+  const way *by;
+  int tiles;
+  const bf16 *x;
+  long inputs, outputs, stride, size, strip_bytes;
+  int8_t *memory;
+  const uint8_t *packed;
+  const float *bias;
+  bf16 *out;
+  long row, now;
+} product;
+
+static quantised strip_of(const product *p, long row) {
+  return strip_at(p->memory + row / p->size * p->strip_bytes, p->size, p->inputs, p->inputs / BLOCK * p->type->halves);
+}
+
+static void quantise_rows(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  for (long row = from; row < to; row++) {
+    quantised strip = strip_of(p, row);
+    quantise_row(p->type, p->x + row * p->inputs, p->inputs, &strip, row % p->size);
+  }
+}
+
+static void multiply_panels(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  quantised strip = strip_of(p, p->row);
+  _Alignas(64) float sums[STRIP][PANEL];
+  bf16 results[PANELS_TOGETHER][STRIP][PANEL];
+  if (p->tiles) shape_for_blocks();
+  for (long first = from; first < to; first += PANELS_TOGETHER) {
+    long last = smaller(first + PANELS_TOGETHER, to);
+    for (long n = first; n < last; n++) {
+      const uint8_t *panel = p->packed + n * panel_bytes(p->type, p->inputs);
+      multiply_panel(p->by, p->tiles, p->type, panel, p->inputs, &strip, p->now, sums);
+      for (long r = 0; r < p->now; r++) {
+        for (int o = 0; p->bias && o < PANEL; o++)
+          sums[r][o] += n * PANEL + o < p->outputs ? p->bias[n * PANEL + o] : 0;
+        for (int o = 0; o < PANEL; o += LANES) store_bf16(results[n - first][r] + o, load_float(sums[r] + o));
+      }
+    }
+    if (!pool_claim(place)) break;
+    for (long n = first; n < last; n++)
+      for (long r = 0; r < p->now; r++)
+        memcpy(p->out + (p->row + r) * p->stride + n * PANEL, results[n - first][r],
+               2 * smaller(PANEL, p->outputs - n * PANEL));
+  }
+  if (p->tiles) _tile_release();
+}
+
 /* out [rows][outputs], rows `stride` apart, = x [rows][inputs] times a packed matrix, plus bias (float, or NULL), by
  * `most` of the ways at best. Returns 0 if there is no memory for it. */
 int ssd_multiply_packed(const bf16 *x, long rows, long inputs, int kind, const uint8_t *packed, const float *bias,
                         bf16 *out, long stride, long outputs, int most, int threads) {
   const packed_type *type = packed_types + kind;
   int number = best_way(most), tiles = number == BY_TILES && rows >= LEAST_TILE_ROWS && type->halves == 1;
-  const way *by = ways[number];
-  long chunks = inputs / BLOCK * type->halves;
-  long size = part(rows, STRIP), strips = parts_of(rows, size), strip_bytes = size * (inputs + 12 * chunks);
-  int8_t *memory = malloc(strips * strip_bytes + TILE_ROWS * BLOCK); /* tiles read past the last row */
+  long size = part(rows, STRIP), strips = parts_of(rows, size);
+  long strip_bytes = size * (inputs + 12 * (inputs / BLOCK * type->halves));
+  int8_t *memory = pool_memory(strips * strip_bytes + TILE_ROWS * BLOCK); /* tiles read past the last row */
   if (!memory) return 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    _Alignas(64) float sums[STRIP][PANEL];
-    bf16 rounded[PANEL];
-    if (tiles) shape_for_blocks();
-#pragma omp for schedule(static)
-    for (long row = 0; row < rows; row++) {
-      quantised strip = strip_at(memory + row / size * strip_bytes, size, inputs, chunks);
-      quantise_row(type, x + row * inputs, inputs, &strip, row % size);
-    }
-    for (long row = 0; row < rows; row += size) { /* outside of panels, so that few pages are written at a time */
-      quantised strip = strip_at(memory + row / size * strip_bytes, size, inputs, chunks);
-      long now = smaller(size, rows - row);
-#pragma omp for schedule(static) nowait
-      for (long p = 0; p < parts_of(outputs, PANEL); p++) {
-        multiply_panel(by, tiles, type, packed + p * panel_bytes(type, inputs), inputs, &strip, now, sums);
-        for (long r = 0; r < now; r++) {
-          for (int o = 0; bias && o < PANEL; o++) sums[r][o] += p * PANEL + o < outputs ? bias[p * PANEL + o] : 0;
-          for (int o = 0; o < PANEL; o += LANES) store_bf16(rounded + o, load_float(sums[r] + o));
-          memcpy(out + (row + r) * stride + p * PANEL, rounded, 2 * smaller(PANEL, outputs - p * PANEL));
-        }
-      }
-    }
-    if (tiles) _tile_release();
+  product p = {type, ways[number], tiles, x, inputs, outputs, stride, size, strip_bytes, memory, packed, bias, out};
+  POOL_RUN(quantise_rows, p, rows, ROWS_TOGETHER, threads);
+  for (; p.row < rows; p.row += size) { /* outside of panels, so that few pages are written at a time */
+    p.now = smaller(size, rows - p.row);
+    POOL_RUN_AGAIN(multiply_panels, p, parts_of(outputs, PANEL),
+                   smaller(PANELS_TOGETHER, piece_of(panel_bytes(type, inputs), p.now)), threads);
   }
-  free(memory);
   return 1;
 }

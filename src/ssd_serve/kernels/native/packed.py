@@ -91,6 +91,7 @@ class NativePackedLinear:
         self._rows = library.function("ssd_packed_rows", INT, POINTER, SIZE, POINTER, SIZE, POINTER)
         self._bytes = library.function("ssd_packed_bytes", INT, SIZE, SIZE, result=SIZE)
         self._pack = library.function("ssd_pack", INT, POINTER, SIZE, SIZE, POINTER, INT)
+        self._settle = library.function("ssd_pool_settle")
         self._inputs, self._way = inputs, way
         self._parts: list[_Part] = []
         start = 0
@@ -101,6 +102,10 @@ class NativePackedLinear:
             )
             start = stop
         self._outputs = start
+
+    def __del__(self) -> None:
+        """Wait until no thread reads the weights."""
+        self._settle()
 
     def __len__(self) -> int:
         return self._outputs

@@ -3,6 +3,7 @@
  * The blocks of the file are those of the GGUF specification (ggml, docs/gguf.md and its list of types).
  */
 #include "packed.h"
+#include "pool.h"
 #include "vector.h"
 
 /* One output's codes, scales and minima of one block, as bytes of a panel hold them. */
@@ -88,26 +89,38 @@ long ssd_packed_bytes(int kind, long outputs, long inputs) {
   return parts_of(outputs, PANEL) * panel_bytes(packed_types + kind, inputs);
 }
 
-/* Packs a matrix [outputs][inputs] of a file. Inputs: a multiple of those that the file stores together. */
-void ssd_pack(int kind, const uint8_t *stored, long outputs, long inputs, uint8_t *packed, int threads) {
-  const packed_type *type = packed_types + kind;
-  long blocks = inputs / BLOCK, row = blocks / type->file_blocks * type->file_bytes;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (long panel = 0; panel < parts_of(outputs, PANEL); panel++)
+typedef struct {
+  int kind;
+  const uint8_t *stored;
+  long outputs, inputs;
+  uint8_t *packed;
+} matrix;
+
+static void pack_panels(const void *work, long from, long to, pool_place *place) {
+  const matrix *m = work;
+  const packed_type *type = packed_types + m->kind;
+  long blocks = m->inputs / BLOCK, row = blocks / type->file_blocks * type->file_bytes;
+  for (long panel = from; panel < to; panel++)
     for (long b = 0; b < blocks; b++) {
       uint8_t codes[CODES];
-      uint8_t *group = (uint8_t *)group_at(type, packed + panel * panel_bytes(type, inputs), b);
+      uint8_t *group = (uint8_t *)group_at(type, m->packed + panel * panel_bytes(type, m->inputs), b);
       uint8_t *to = group + head_bytes(type) + b % GROUP * block_bytes(type);
       for (int o = 0; o < PANEL; o++) {
         output_block block = {.codes = {0}};
-        if (panel * PANEL + o < outputs)
-          read_block(kind, stored + (panel * PANEL + o) * row + b / type->file_blocks * type->file_bytes,
+        if (panel * PANEL + o < m->outputs)
+          read_block(m->kind, m->stored + (panel * PANEL + o) * row + b / type->file_blocks * type->file_bytes,
                      (int)(b % type->file_blocks), &block);
         for (int i = 0; i < BLOCK; i++) codes[place_of(i, o)] = block.codes[i];
         write_scales(type, &block, o, group, to + code_bytes(type));
       }
       write_codes(type, codes, to);
     }
+}
+
+/* Packs a matrix [outputs][inputs] of a file. Inputs: a multiple of those that the file stores together. */
+void ssd_pack(int kind, const uint8_t *stored, long outputs, long inputs, uint8_t *packed, int threads) {
+  matrix m = {kind, stored, outputs, inputs, packed};
+  POOL_RUN(pack_panels, m, parts_of(outputs, PANEL), 1, threads);
 }
 
 /* Rows of the matrix itself, rounded once to bf16: out [count][inputs]. */

@@ -9,11 +9,23 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "pool.h"
 #include "tiles.h"
 
 typedef uint16_t bf16;
 
 #define TILE_INPUTS 32
+
+/* A product that threads share; see `ssd_multiply_bf16`. */
+typedef struct {
+  const bf16 *x;
+  long rows, inputs;
+  const bf16 *weights;
+  const float *bias;
+  bf16 *out;
+  long outputs;
+  const void *wide; /* the rows as floats, where they are widened first */
+} product;
 
 #if defined(__AVX512BF16__)
 #include "products_avx512.h"
@@ -129,56 +141,47 @@ static void row_of_panels(const bf16 *x, long inputs, const bf16 *weights, long 
     store(sums[part], bias ? bias + 16 * part : bias, out + 16 * part, count - 16 * part);
 }
 
-static void multiply_row(const bf16 *x, long inputs, const bf16 *weights, const float *bias, bf16 *out, long outputs,
-                         int threads) {
-  long pairs = (outputs + 2 * PANEL - 1) / (2 * PANEL);
-  long panel = PANEL * rounded_up(inputs, TILE_INPUTS);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    unsigned before = _mm_getcsr();
-    _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x0040 /* denormals are zero */); /* as tiles do */
-#pragma omp for schedule(static) nowait
-    for (long pair = 0; pair < pairs; pair++)
-      row_of_panels(x, inputs, weights + 2 * pair * panel, panel, bias ? bias + 2 * pair * PANEL : bias,
-                    out + 2 * pair * PANEL, outputs - 2 * pair * PANEL);
-    _mm_setcsr(before);
-  }
+static void multiply_row(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long panel = PANEL * rounded_up(p->inputs, TILE_INPUTS);
+  unsigned before = _mm_getcsr();
+  _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 0x0040 /* denormals are zero */); /* as tiles do */
+  for (long first = 2 * from * PANEL; first < 2 * to * PANEL; first += 2 * PANEL)
+    row_of_panels(p->x, p->inputs, p->weights + first / PANEL * panel, panel, p->bias ? p->bias + first : NULL,
+                  p->out + first, p->outputs - first);
+  _mm_setcsr(before);
 }
 
-static int multiply_by_tiles(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
-                             bf16 *out, long outputs, int threads) {
-  if (rows == 1) {
-    multiply_row(x, inputs, weights, bias, out, outputs, threads);
-    return 1;
-  }
-  long pairs = (outputs + 2 * PANEL - 1) / (2 * PANEL);
-  long panel = PANEL * rounded_up(inputs, TILE_INPUTS);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    tile_shape shape = {0, 0};
-#pragma omp for schedule(static) nowait
-    for (long pair = 0; pair < pairs; pair++) {
-      const bf16 *begin = weights + 2 * pair * panel;
-      const float *offset = bias ? bias + 2 * pair * PANEL : bias;
-      for (long row = 0, now; row < rows; row += now) {
-        long count = outputs - 2 * pair * PANEL, left = rows - row;
-        const bf16 *in = x + row * inputs;
-        bf16 *to = out + row * outputs + 2 * pair * PANEL;
-        now = left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS;
-        long first = now < TILE_ROWS ? now : TILE_ROWS, second = now - first;
-        shape_tiles(&shape, first, second ? second : first);
-        if (!second) {
-          tiles_of_panels(in, first, inputs, begin, panel, offset, to, outputs, count);
-          continue;
-        }
-        tiles_of_rows(in, first, second, inputs, begin, offset, to, outputs, count, row > 0);
-        if (count > PANEL)
-          tiles_of_rows(in, first, second, inputs, begin + panel, offset ? offset + PANEL : offset, to + PANEL,
-                        outputs, count - PANEL, row > 0);
+static void multiply_tiles(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long panel = PANEL * rounded_up(p->inputs, TILE_INPUTS), outputs = p->outputs;
+  tile_shape shape = {0, 0};
+  for (long pair = from; pair < to; pair++) {
+    const bf16 *begin = p->weights + 2 * pair * panel;
+    const float *offset = p->bias ? p->bias + 2 * pair * PANEL : NULL;
+    for (long row = 0, now; row < p->rows; row += now) {
+      long count = outputs - 2 * pair * PANEL;
+      const bf16 *in = p->x + row * p->inputs;
+      bf16 *to = p->out + row * outputs + 2 * pair * PANEL;
+      now = smaller(p->rows - row, 2 * TILE_ROWS);
+      long first = smaller(now, TILE_ROWS), second = now - first;
+      shape_tiles(&shape, first, second ? second : first);
+      if (!second) {
+        tiles_of_panels(in, first, p->inputs, begin, panel, offset, to, outputs, count);
+        continue;
       }
+      tiles_of_rows(in, first, second, p->inputs, begin, offset, to, outputs, count, row > 0);
+      if (count > PANEL)
+        tiles_of_rows(in, first, second, p->inputs, begin + panel, offset ? offset + PANEL : NULL, to + PANEL, outputs,
+                      count - PANEL, row > 0);
     }
-    _tile_release();
   }
+  _tile_release();
+}
+
+static int multiply_by_tiles(product *p, int threads) {
+  long piece = piece_of(4 * PANEL * p->inputs, p->rows);
+  POOL_RUN(p->rows == 1 ? multiply_row : multiply_tiles, *p, parts_of(p->outputs, 2 * PANEL), piece, threads);
   return 1;
 }
 
@@ -198,7 +201,8 @@ int ssd_can_multiply_bf16(void) { return 1; }
  * memory for it. */
 int ssd_multiply_bf16(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias, bf16 *out,
                       long outputs, int tiles, int threads) {
-  return (tiles ? multiply_by_tiles : multiply_by_panels)(x, rows, inputs, weights, bias, out, outputs, threads);
+  product p = {x, rows, inputs, weights, bias, out, outputs, NULL};
+  return (tiles ? multiply_by_tiles : multiply_by_panels)(&p, threads);
 }
 
 #else

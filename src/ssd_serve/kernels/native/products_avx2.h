@@ -76,16 +76,6 @@ static void widen_row(const bf16 *x, long inputs, float wide[][BLOCK], long stri
     }
 }
 
-/* [blocks of inputs][rows][BLOCK] */
-static void widen_rows(const bf16 *x, long rows, long inputs, float wide[][BLOCK], int threads) {
-  if (rows <= ALONE || threads == 1) {
-    for (long r = 0; r < rows; r++) widen_row(x + r * inputs, inputs, wide + r, rows);
-    return;
-  }
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (long r = 0; r < rows; r++) widen_row(x + r * inputs, inputs, wide + r, rows);
-}
-
 /* A panel for some of the rows, of whose blocks `stride` lie together. */
 static void multiply_panel(const float wide[][BLOCK], long stride, long rows, long inputs, const bf16 *weights,
                            const float *bias, bf16 *out, long outputs, long count) {
@@ -103,20 +93,31 @@ static void multiply_panel(const float wide[][BLOCK], long stride, long rows, lo
       store(sums[r] + from, bias ? bias + from : bias, out + r * outputs + from, count - from);
 }
 
-static int multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
-                              bf16 *out, long outputs, int threads) {
-  long panels = (outputs + PANEL - 1) / PANEL, panel_size = PANEL * rounded_up(inputs, TILE_INPUTS);
-  float(*wide)[BLOCK] = aligned_alloc(64, rounded_up(inputs, BLOCK) * rows * sizeof(float));
-  if (!wide && rows) return 0;
-  widen_rows(x, rows, inputs, wide, threads);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (long panel = 0; panel < panels; panel++)
-    for (long row = 0, now; row < rows; row += now) {
-      now = part(rows - row, MOST_ROWS);
-      multiply_panel((const float(*)[BLOCK])wide + row, rows, now, inputs, weights + panel * panel_size,
-                     bias ? bias + panel * PANEL : bias, out + row * outputs + panel * PANEL, outputs,
-                     outputs - panel * PANEL);
+/* [blocks of inputs][rows][BLOCK] */
+static void widen_rows(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  for (long row = from; row < to; row++)
+    widen_row(p->x + row * p->inputs, p->inputs, (float(*)[BLOCK])p->wide + row, p->rows);
+}
+
+static void multiply_panels(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long panel_size = PANEL * rounded_up(p->inputs, TILE_INPUTS);
+  for (long panel = from; panel < to; panel++)
+    for (long row = 0, now; row < p->rows; row += now) {
+      now = part(p->rows - row, MOST_ROWS);
+      multiply_panel((const float(*)[BLOCK])p->wide + row, p->rows, now, p->inputs, p->weights + panel * panel_size,
+                     p->bias ? p->bias + panel * PANEL : NULL, p->out + row * p->outputs + panel * PANEL, p->outputs,
+                     p->outputs - panel * PANEL);
     }
+}
+
+static int multiply_by_panels(product *p, int threads) {
+  void *wide = aligned_alloc(64, rounded_up(p->inputs, BLOCK) * p->rows * sizeof(float));
+  if (!wide && p->rows) return 0;
+  p->wide = wide;
+  POOL_RUN(widen_rows, *p, p->rows, ALONE, threads);
+  POOL_RUN(multiply_panels, *p, parts_of(p->outputs, PANEL), piece_of(2 * PANEL * p->inputs, p->rows), threads);
   free(wide);
   return 1;
 }

@@ -53,17 +53,21 @@ static void multiply_panel(const bf16 *x, long rows, long inputs, const bf16 *we
   kernels[rows](x, inputs, weights, bias, out, outputs, count);
 }
 
-static int multiply_by_panels(const bf16 *x, long rows, long inputs, const bf16 *weights, const float *bias,
-                              bf16 *out, long outputs, int threads) {
-  long panels = (outputs + PANEL - 1) / PANEL, panel_size = PANEL * rounded_up(inputs, TILE_INPUTS);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (long panel = 0; panel < panels; panel++)
-    for (long row = 0, now; row < rows; row += now) {
-      now = part(rows - row, MOST_ROWS);
-      multiply_panel(x + row * inputs, now, inputs, weights + panel * panel_size,
-                     bias ? bias + panel * PANEL : bias, out + row * outputs + panel * PANEL, outputs,
-                     outputs - panel * PANEL);
+static void multiply_panels(const void *work, long from, long to, pool_place *place) {
+  const product *p = work;
+  long panel_size = PANEL * rounded_up(p->inputs, TILE_INPUTS);
+  for (long panel = from; panel < to; panel++)
+    for (long row = 0, now; row < p->rows; row += now) {
+      now = part(p->rows - row, MOST_ROWS);
+      multiply_panel(p->x + row * p->inputs, now, p->inputs, p->weights + panel * panel_size,
+                     p->bias ? p->bias + panel * PANEL : NULL, p->out + row * p->outputs + panel * PANEL, p->outputs,
+                     p->outputs - panel * PANEL);
     }
+}
+
+static int multiply_by_panels(product *p, int threads) {
+  long piece = piece_of(2 * PANEL * p->inputs, p->rows);
+  POOL_RUN(multiply_panels, *p, parts_of(p->outputs, PANEL), piece, threads);
   return 1;
 }
 

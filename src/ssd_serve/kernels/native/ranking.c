@@ -4,8 +4,10 @@
  * Scores are torch's bit for bit: single operations in float32. Sums over a row are taken in another order, by an
  * exponential of about two units in the last place.
  */
+#include "pool.h"
 #include "searching.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #define LEAST -1e30f       /* stands for -inf and NaN: nothing that is computed from it is NaN */
@@ -100,29 +102,44 @@ static void rank(const float *x, const float *log_e, float temperature, float in
   *mean = (float)(weighted / total) / inverse;
 }
 
+/* What `ssd_rank` is given. */
+typedef struct {
+  const float *logits;
+  long vocabulary;
+  const float *temperatures, *table;
+  const int64_t *lines;
+  const float *scales;
+  long children;
+  int32_t *ids;
+  float *log_probabilities, *scores, *means;
+  atomic_int *failed;
+} ranked_rows;
+
+static void rank_rows(const void *work, long from, long to, pool_place *place) {
+  const ranked_rows *r = work;
+  long padded = (r->vocabulary + LANES - 1) / LANES * LANES;
+  float *row = malloc(sizeof(float) * (size_t)padded);
+  ranked *best = malloc(sizeof(ranked) * (size_t)r->children);
+  if (!row || !best) *r->failed = 1;
+  for (long index = from; index < to && !*r->failed; index++) {
+    const float *log_e = r->lines[index] ? r->table + r->lines[index] * r->vocabulary : NULL;
+    float temperature = r->temperatures[index] > 0.0f ? r->temperatures[index] : 1.0f;
+    long at = index * r->children;
+    rank(r->logits + index * r->vocabulary, log_e, temperature, 1.0f / r->scales[index], r->vocabulary, r->children,
+         row, best, r->ids + at, r->log_probabilities + at, r->scores + at, r->means + index);
+  }
+  free(row), free(best);
+}
+
 /* All rows of logits [rows, vocabulary]; temperature 0 is as 1. Line `lines[row]` of `table` [lines, vocabulary] is the
  * row's log E; line 0: it has none. Results are [rows, children], the mean scores [rows]. Returns 0 where memory is
  * short. */
 int ssd_rank(const float *logits, long rows, long vocabulary, const float *temperatures, const float *table,
              const int64_t *lines, const float *scales, long children, int32_t *ids, float *log_probabilities,
              float *scores, float *means, int threads) {
-  int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed) if (threads > 1 && rows > 1)
-  {
-    long padded = (vocabulary + LANES - 1) / LANES * LANES;
-    float *row = malloc(sizeof(float) * (size_t)padded);
-    ranked *best = malloc(sizeof(ranked) * (size_t)children);
-    failed |= !row || !best;
-#pragma omp for schedule(static)
-    for (long index = 0; index < rows; index++) {
-      if (failed) continue;
-      const float *log_e = lines[index] ? table + lines[index] * vocabulary : NULL;
-      float temperature = temperatures[index] > 0.0f ? temperatures[index] : 1.0f, inverse = 1.0f / scales[index];
-      long at = index * children;
-      rank(logits + index * vocabulary, log_e, temperature, inverse, vocabulary, children, row, best, ids + at,
-           log_probabilities + at, scores + at, means + index);
-    }
-    free(row), free(best);
-  }
+  atomic_int failed = 0;
+  ranked_rows work = {logits,   vocabulary, temperatures,      table,  lines, scales,
+                      children, ids,        log_probabilities, scores, means, &failed};
+  POOL_RUN(rank_rows, work, rows, 1, threads);
   return !failed;
 }

@@ -1,9 +1,32 @@
 /* What happens to rows between two products: norms, rotations, gates. Computed in float32, rounded once. */
 #include <math.h>
 
+#include "pool.h"
 #include "vector.h"
 
-#define WORK 65536 /* elements from which several threads pay */
+#define PIECE 32768 /* elements of a piece; fewer are computed by one thread */
+
+typedef struct {
+  void *hidden;
+  const void *added;
+  void *out;
+  const float *weight;
+  float floor;
+  long size;
+} norm_work;
+
+typedef struct {
+  const void *x;
+  void *out;
+  long width;
+} gate_work;
+
+typedef struct {
+  const void *x;
+  const float *rotations;
+  float *out;
+  long heads, rotated, head_dim;
+} rotate_work;
 
 #define NAME(what) what##_float
 #define ELEMENT float
