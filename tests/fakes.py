@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from ssd_serve.base.cost import HostCost
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.engine_config import EngineConfig
@@ -28,8 +29,8 @@ from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.assembly import EngineParts, build_engine
-from ssd_serve.verifier.control.budget import CostBasedWait, WaitPolicy
-from ssd_serve.verifier.control.execution import Cores
+from ssd_serve.verifier.control.planner import Cores, ModeConfig, RoundPlanner
+from ssd_serve.verifier.control.wait import CostBasedWait, WaitPolicy
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
 
@@ -215,6 +216,14 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
     return engine, model
 
 
+def plan_by(engine: Engine, config: ModeConfig, host: HostCost | None = None) -> None:
+    """Let a mode controller choose the modes of an engine."""
+    mode = next(iter(config.costs))
+    engine.planner = RoundPlanner(
+        engine.drafters, config.costs[mode], config.policies[mode], engine.planner.bounds, host, config
+    )
+
+
 @dataclass(frozen=True)
 class Output:
     tokens: tuple[int, ...]
@@ -270,7 +279,7 @@ def mixed_requests(count: int, max_tokens: int = 40) -> list[Submit]:
 class StillCores(Cores):
     def __init__(self) -> None:
         super().__init__(Device("cpu", (0,)), Device("cpu", (0, 1)))
-        self.entered: list[tuple[SpeculationMode, bool]] = []
+        self.entered: list[SpeculationMode] = []
 
-    def enter(self, mode: SpeculationMode, all_cores: bool = True) -> None:
-        self.entered.append((mode, all_cores))
+    def enter(self, mode: SpeculationMode) -> None:
+        self.entered.append(mode)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOORS = {
     "ssd_serve.verifier.engine": ("Engine", "src/ssd_serve/verifier/assembly.py"),
-    "ssd_serve.verifier.control.round_planner": ("RoundPlanner", "src/ssd_serve/verifier/assembly.py"),
+    "ssd_serve.verifier.control.planner": ("RoundPlanner", "src/ssd_serve/verifier/assembly.py"),
     "ssd_serve.verifier.scheduler": ("Scheduler", "src/ssd_serve/verifier/assembly.py"),
     "ssd_serve.verifier.round": ("Rounds", "src/ssd_serve/verifier/assembly.py"),
 }
@@ -18,6 +18,7 @@ DOORS = {
 TESTS_OF_ONE_CLASS = {
     ("Scheduler", "tests/verifier/scheduler_factory.py"),
     ("RoundPlanner", "tests/verifier/test_planner.py"),
+    ("RoundPlanner", "tests/fakes.py"),
     ("Rounds", "tests/verifier/test_device_placement.py"),
 }
 

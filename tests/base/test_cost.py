@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.base.cost import MAX_ROWS, CostTable, HostCost, Reading, Timing
+from ssd_serve.base.cost import FIRST_ROUNDS, MAX_ROWS, CostTable, HostCost, Reading, Timing
 
 OBSERVATIONS = st.lists(
     st.tuples(st.integers(-2, 2000), st.floats(-1.0, 10.0), st.integers(0, 100_000), st.integers(0, 10**7)),
@@ -74,7 +74,7 @@ def test_unmeasured_it_knows_a_prior_and_then_one_round() -> None:
 @pytest.mark.parametrize("wrong", [0.1, 10.0])
 def test_guess_takes_its_level_from_the_first_rounds(wrong: float) -> None:
     true = CostTable([Timing(1, 0, 0.010), Timing(64, 0, 0.050), Timing(1, 1000, 0.012)])
-    guess = CostTable([Timing(1, 0, 0.010 * wrong), Timing(64, 0, 0.050 * wrong)], guessed=True)
+    guess = CostTable([Timing(1, 0, 0.010 * wrong), Timing(64, 0, 0.050 * wrong)], first_rounds=FIRST_ROUNDS)
     for rows in (33, 1, 1, 1, 1, 1, 1, 1):
         guess.observe(rows, true.seconds(rows))
     assert guess.seconds(1) == pytest.approx(true.seconds(1), rel=0.1)

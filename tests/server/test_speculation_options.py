@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from ssd_serve.base.messages import FixedShape
 from tests.server.fakes import FIGURES, say
 from tests.server.running_server import events, post, running_server
 
@@ -25,7 +26,32 @@ async def test_speculation_options_limit_draft_tokens(path: str, wish: object, m
         assert [submit.options.max_nodes for submit in server.engine.submits()] == [most, most]
 
 
-@pytest.mark.parametrize("wish", [{"mode": "ssd"}, {"max_nodes": -1}, {"max_node": 3}, {"trace": 1}, 5])
+@pytest.mark.parametrize(
+    ("wish", "shape"),
+    [
+        ({"num_speculative_tokens": 4}, FixedShape(4)),
+        ({"num_speculative_tokens": 9, "shape": "tree"}, FixedShape(9, chain=False)),
+        ({"max_nodes": 3}, None),
+    ],
+)
+async def test_fixed_shape_reaches_the_engine(wish: object, shape: FixedShape | None) -> None:
+    async with running_server(lambda _: say("xy")) as server:
+        await post(server, "/v1/completions", prompt="a", speculation=wish)
+        assert [submit.options.shape for submit in server.engine.submits()] == [shape]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"mode": "ssd"},
+        {"max_nodes": -1},
+        {"max_node": 3},
+        {"trace": 1},
+        {"num_speculative_tokens": 0},
+        {"shape": "tree"},
+        5,
+    ],
+)
 async def test_invalid_speculation_options_return_400(wish: object) -> None:
     async with running_server(lambda _: say("xy")) as server:
         answer = await server.http.post("/v1/completions", json={"prompt": "a", "speculation": wish})

@@ -16,8 +16,8 @@ from ssd_serve.base.messages import (
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.cache.replica import Replica
 from ssd_serve.drafter.inline import InlineChannel
-from ssd_serve.verifier.acceptance import Acceptance, AcceptanceMonitor
-from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.acceptance import Acceptance, AcceptanceMonitor, DraftedLevels, drafted_levels
+from ssd_serve.verifier.control.wait import FixedSteps
 from tests.cache.tree_access import candidates
 from tests.fakes import HELLO, Case, make_core, make_engine, mixed_requests, run
 
@@ -161,3 +161,38 @@ def test_drafts_without_hits_are_reported_until_one_hits() -> None:
     monitor.judge(drafting=False)
     assert monitor.health is AcceptanceHealth.GOOD
     assert without_hits(AcceptanceMonitor(), 1000, right=True) == "good"
+
+
+PARENTS = (-1, -1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("sources", "accepted", "found"),
+    [
+        ((MODEL,) * 4, (), (0, 1)),  # both nodes of the first level were rejected
+        ((MODEL,) * 4, (0,), (1, 2)),
+        ((MODEL,) * 4, (1,), (1, 1)),  # nothing was verified below
+        ((MODEL,) * 4, (0, 2), (2, 3)),
+        ((NGRAM,) * 4, (0, 2), (0, 0)),
+        ((MODEL | NGRAM, MODEL, NGRAM, MODEL), (0, 2), (1, 2)),
+    ],
+)
+def test_levels_of_draft_models(
+    sources: tuple[int, ...], accepted: tuple[int, ...], found: tuple[int, int]
+) -> None:
+    assert drafted_levels(sources, PARENTS, accepted, lookups=NGRAM) == found
+
+
+def test_share_of_accepted_levels_follows_the_text() -> None:
+    everything = DraftedLevels()
+    for _ in range(2000):
+        everything.observe(1, 5, 2)
+    assert everything.share == pytest.approx(0.2, abs=0.02)
+    text = everything.next_text()
+    assert text.share == pytest.approx(everything.share)
+    for _ in range(50):
+        text.observe(4, 4, 5)
+    assert text.share > 0.7 < text.hopeful
+    for _ in range(2000):
+        text.observe(0, 0, 1)
+    assert text.share == pytest.approx(everything.share, abs=0.02), "it is forgotten while nothing is drafted"

@@ -100,21 +100,3 @@ def test_prompt_chunk_that_is_not_the_last_gives_no_token() -> None:
     submit = Submit(0, PROMPT, SamplingParameters(max_tokens=9), 0)
     chunk = ScheduledChunk(request_of(submit, (EOS,)), (0,), final=False)
     assert walk(RequestStep(chunk), Sampled([], []), 0).tokens == ()
-
-
-@pytest.mark.parametrize(
-    ("accepted", "ended", "levels"),
-    [
-        ((), "", 1),  # both nodes of the first level were rejected
-        ((0,), "", 2),  # the second level was rejected
-        ((1,), "", 1),  # nothing was verified below
-        ((0, 2), "", 3),
-        ((0,), "stop", 1),  # the text ended before the second level
-    ],
-)
-def test_levels_count_accepted_and_rejected_levels(
-    accepted: tuple[int, ...], ended: str, levels: int
-) -> None:
-    whole = walked([9])._replace(accepted=accepted, ended=ended)
-    assert whole.levels == levels
-    assert walked([9], TreeTokens()).levels == 0

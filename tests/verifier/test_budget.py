@@ -1,20 +1,11 @@
-"""Tests of the budget: the number of nodes, the averages behind it, and waits for growth."""
+"""Tests of the budget: the number of nodes, and the rate behind it."""
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 
-from ssd_serve.verifier.control.budget import (
-    CostBasedWait,
-    FixedSteps,
-    GrowthGain,
-    NodeChoice,
-    NoWait,
-    Rate,
-    RoundEstimate,
-    choose,
-)
+from ssd_serve.verifier.control.budget import Rate, choose
 
 REACHES = st.lists(st.floats(0.0, 1.0), max_size=20).map(lambda values: sorted(values, reverse=True))
 STEPS = st.lists(st.floats(0.0, 0.01), min_size=1, max_size=30)
@@ -67,94 +58,9 @@ def test_rate_scales_with_requests_and_follows_measurements() -> None:
     assert rate.value(1) == pytest.approx(30.0, rel=0.01)
 
 
-def test_growth_gain_follows_the_results_of_waits() -> None:
-    gain = GrowthGain(share=0.6)
-    for _ in range(80):
-        gain.observe(1.0, 0.2)
-    assert gain.share == pytest.approx(0.2, abs=0.01)
-    assert gain.expected(np.array([0.5, 0.25])) == pytest.approx(0.75 * gain.share)
-    for _ in range(400):
-        gain.forget()
-    assert gain.share == pytest.approx(0.6, abs=0.01)
-    for added, bound in ((-2.0, 0.05), (5.0, 1.5)):
-        for _ in range(200):
-            gain.observe(1.0, added)
-        assert gain.share == pytest.approx(bound, abs=0.01)
-
-
-def estimate(
-    leaves: tuple[float, ...] = (1.0,),
-    rate: float = 50.0,
-    step_s: float = 0.002,
-    steps: int = 0,
-    tokens: float = 1.0,
-    missed: int = 1,
-) -> RoundEstimate:
-    return RoundEstimate(NodeChoice(0, tokens, 0.02), np.array(leaves), rate, step_s, steps, missed)
-
-
-def test_wait_if_the_gain_exceeds_the_cost_of_the_time() -> None:
-    policy = CostBasedWait()
-    assert policy.should_wait(estimate(leaves=(1.0,)))  # 0.6 tokens for 0.1
-    assert not policy.should_wait(estimate(leaves=(0.1, 0.05)))  # 0.09 tokens for 0.1
-    assert not policy.should_wait(estimate(step_s=0.02))  # 0.6 tokens for 1
-    assert policy.should_wait(estimate(rate=0.0))  # an unknown rate is that of the round
-    assert not policy.should_wait(estimate(rate=0.0, step_s=0.02))
-
-
-def test_concurrent_drafter_is_awaited_after_a_miss_only() -> None:
-    policy = CostBasedWait(concurrent=True)
-    assert not policy.should_wait(estimate(missed=0))
-    assert policy.should_wait(estimate(missed=1))
-    assert policy.should_wait(estimate(missed=0, steps=1))
-    assert not policy.should_wait(estimate(missed=0))
-
-
-def test_no_wait_without_leaves_or_step_time_or_beyond_the_limit() -> None:
-    policy = CostBasedWait(max_steps=3)
-    assert not policy.should_wait(estimate(step_s=0.0))
-    assert not policy.should_wait(estimate(leaves=()))
-    assert policy.should_wait(estimate(steps=2))
-    assert not policy.should_wait(estimate(steps=3))
-
-
-def test_useless_waits_are_retried_later() -> None:
-    policy = CostBasedWait()
-    for _ in range(60):
-        policy.observe(estimate(tokens=1.0), estimate(tokens=1.01), 0.002)
-    hopeful = estimate(leaves=(0.8,), rate=100.0)
-    assert not policy.should_wait(hopeful)
-    rounds = 0
-    while not policy.should_wait(hopeful):
-        rounds += 1
-        assert rounds < 1000
-
-
-def rounds_until_awaited(policy: CostBasedWait, step_s: float, most: int = 500) -> int | None:
-    for rounds in range(most):
-        if policy.should_wait(estimate(step_s=step_s)):
-            return rounds
-    return None
-
-
-def test_synchronous_drafter_that_seems_too_slow_is_tried_again() -> None:
-    policy, a_third_too_slow = CostBasedWait(), 0.016  # 0.6 tokens for 0.8
-    assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
-    assert policy.should_wait(estimate(step_s=a_third_too_slow, steps=1))
-    assert not policy.should_wait(estimate(step_s=a_third_too_slow, steps=2, leaves=(0.1,)))
-    assert not policy.should_wait(estimate(step_s=a_third_too_slow))
-    assert 20 < (rounds_until_awaited(policy, a_third_too_slow) or 0) < 40
-
-
-def test_far_slower_or_concurrent_drafter_is_not_tried_again() -> None:
-    assert rounds_until_awaited(CostBasedWait(), 0.03) is None  # 0.6 tokens for 1.5
-    assert rounds_until_awaited(CostBasedWait(concurrent=True), 0.012) is None
-
-
-def test_fixed_wait_policies() -> None:
-    assert not NoWait().should_wait(estimate())
-    policy = FixedSteps(2)
-    assert [policy.should_wait(estimate(steps=steps)) for steps in range(4)] == [True, True, False, False]
-    assert not policy.should_wait(estimate(leaves=()))
-    policy.observe(estimate(), estimate(), 0.002)
-    NoWait().observe(estimate(), estimate(), 0.002)
+def test_forced_nodes_are_verified_whatever_they_cost() -> None:
+    reaches, seconds = np.array([0.1, 0.05, 0.9]), np.array([0.01, 1.0, 2.0, 2.01])
+    assert choose(reaches, 1, seconds, 50.0).nodes == 0
+    assert choose(reaches, 1, seconds, 50.0, forced=2).nodes == 3
+    assert choose(reaches, 1, seconds, 500.0, max_tpot_s=0.01, forced=2).nodes == 2
+    assert choose(reaches, 1, seconds[:2], 50.0, forced=2).nodes == 1, "the cost table ends"

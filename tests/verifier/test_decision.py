@@ -5,26 +5,33 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.base.devices import Device
 from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.messages import DecisionMessage, DecisionReason, SamplingParameters, Submit
+from ssd_serve.base.messages import (
+    DecisionMessage,
+    DecisionReason,
+    FixedShape,
+    RequestOptions,
+    SamplingParameters,
+    Submit,
+)
 from ssd_serve.bench.lossless.rig import FixedHost
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.assembly import EngineParts, build_engine
-from ssd_serve.verifier.control.budget import FixedSteps, NoWait, WaitPolicy
-from ssd_serve.verifier.control.execution import Cores, ModeConfig
-from ssd_serve.verifier.control.mode_controller import ModeController
-from ssd_serve.verifier.control.round_planner import Round
+from ssd_serve.verifier.control.mode_controller import ModeController, RunningTexts
+from ssd_serve.verifier.control.planner import Cores, ModeConfig, Round
+from ssd_serve.verifier.control.wait import FixedSteps, NoWait, WaitPolicy
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
 from tests.examples import examples
-from tests.fakes import HELLO, Case, FakeModel, make_engine, mixed_requests
+from tests.fakes import HELLO, Case, FakeModel, make_engine, mixed_requests, plan_by
 from tests.verifier.drafter_factory import connect_inline
 
 MODES: tuple[SpeculationMode, ...] = (SpeculationMode.SYNC, SpeculationMode.PLAIN)
-SPECULATING = {DecisionReason.PAYS, DecisionReason.TRYING}
+SPECULATING = {DecisionReason.PAYS, DecisionReason.TRYING, DecisionReason.FIXED}
 
 
 class ExpensiveRows(CostTable):
@@ -37,22 +44,29 @@ class ExpensiveRows(CostTable):
         pass
 
 
-class ScriptedController(ModeController[SpeculationMode]):
+class ScriptedController(ModeController):
     """Controller that repeats a sequence of modes, as trials if `exploring` is set."""
 
     def __init__(self, modes: list[SpeculationMode], exploring: bool = False) -> None:
         super().__init__(MODES)
-        self._script, self._exploring = modes, exploring
+        self._script, self._is_trial = modes, exploring
         self.chosen: list[SpeculationMode] = []
 
-    @property
-    def exploring(self) -> bool:
-        return self._exploring
-
-    def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
-        super().choose(requests, decoding)
+    def choose(self, requests: tuple[int, ...], texts: Callable[[], RunningTexts]) -> SpeculationMode:
+        super().choose(requests, texts)
+        self.exploring = self._is_trial
         self.chosen.append(self._script[len(self.chosen) % len(self._script)])
         return self.chosen[-1]
+
+
+class SlowDrafts(ModeController):
+    """Controller for which drafting has given half of plain decoding."""
+
+    def choose(self, requests: tuple[int, ...], texts: Callable[[], RunningTexts]) -> SpeculationMode:
+        super().choose(requests, texts)
+        self._running, self.exploring = SpeculationMode.PLAIN, False
+        self.gains = {1: {SpeculationMode.SYNC: 0.5, SpeculationMode.PLAIN: 1.0}}
+        return SpeculationMode.PLAIN
 
 
 def inline(engine: Engine) -> Engine:
@@ -76,11 +90,11 @@ def engine_of(
     return make_engine(Case(slots=slots, budget=budget, prefill_chunk=prefill_chunk, policy=policy))[0]
 
 
-def governed(engine: Engine, controller: ModeController[SpeculationMode]) -> Engine:
+def governed(engine: Engine, controller: ModeController) -> Engine:
     costs = dict.fromkeys(MODES, CostTable())
     policies: dict[SpeculationMode, WaitPolicy] = {MODES[0]: FixedSteps(2), MODES[1]: NoWait()}
     config = ModeConfig(controller, Cores(Device("cpu"), None), costs, policies)
-    engine.planner.execution.mode_config = config
+    plan_by(engine, config, FixedHost())
     return inline(engine)
 
 
@@ -98,7 +112,7 @@ def expensive(tpot_target_ms: float | None = None, rate: float = 0.0) -> Engine:
     )
     engine = inline(build_engine(parts))
     if rate:
-        engine.planner.observe(Round(1, 0, 0, 1, Reading(), 1, 0.01, 0.0, 1 / rate, 0))
+        engine.planner.observe(Round(1, 0, 0, 1, Reading(), 1, 0, 0.01, 0.0, 1 / rate))
     return engine
 
 
@@ -117,9 +131,12 @@ def decisions(engine: Engine, *submits: Submit) -> Iterator[DecisionMessage]:
 
 
 def slower() -> Iterator[DecisionMessage]:
-    controller = ModeController(MODES)
-    controller.load_prior({1: {SpeculationMode.SYNC: 0.5, SpeculationMode.PLAIN: 1.0}})
-    return decisions(governed(engine_of(), controller))
+    return decisions(governed(engine_of(), SlowDrafts(MODES)))
+
+
+def fixed() -> Iterator[DecisionMessage]:
+    options = RequestOptions(shape=FixedShape(2))
+    return decisions(inline(engine_of()), replace(submit(1, 3, 30), options=options))
 
 
 def after_oom() -> Iterator[DecisionMessage]:
@@ -143,6 +160,7 @@ def trying(mode: SpeculationMode) -> Iterator[DecisionMessage]:
 SCENARIOS: dict[DecisionReason, Callable[[], Iterator[DecisionMessage]]] = {
     DecisionReason.PAYS: lambda: decisions(inline(engine_of())),
     DecisionReason.TRYING: lambda: trying(SpeculationMode.PLAIN),
+    DecisionReason.FIXED: fixed,
     DecisionReason.OFF: lambda: decisions(inline(engine_of(budget=0))),
     DecisionReason.NO_DRAFTER: lambda: decisions(engine_of()),
     DecisionReason.SLOWER: slower,

@@ -18,7 +18,7 @@ from ssd_serve.base.messages import (
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult
-from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.engine import Engine
 from tests import fakes
 from tests.fakes import EOS, VOCABULARY, Case, FakeModel, make_core, make_engine, mixed_requests, run

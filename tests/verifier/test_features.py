@@ -29,7 +29,7 @@ from ssd_serve.cache.vectors import from_bytes
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.verifier.assembly import EngineParts, build_engine
-from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.drafters.admission import DrafterAuthorizer
 from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.drafters.pool import DrafterPool

@@ -14,7 +14,7 @@ from ssd_serve.base.seeds import mix
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.transport.framing import FrameWriter
-from ssd_serve.verifier.control.budget import CostBasedWait
+from ssd_serve.verifier.control.wait import CostBasedWait
 from ssd_serve.verifier.engine import Engine
 from tests.examples import examples
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from msgspec.structs import replace
 
 from ssd_serve.base.draft_messages import (
     Growth,
@@ -12,10 +13,11 @@ from ssd_serve.base.draft_messages import (
     Open,
     Outcome,
 )
+from ssd_serve.base.messages import FixedShape, RequestOptions
 from ssd_serve.bench.memory_channel import Schedule, faultless, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.verifier.control.budget import CostBasedWait, FixedSteps, NoWait, WaitPolicy
+from ssd_serve.verifier.control.wait import CostBasedWait, FixedSteps, NoWait, WaitPolicy
 from ssd_serve.verifier.engine import Engine
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 from tests.message_faults import FaultRates, seeded
@@ -74,6 +76,22 @@ def test_chain_of_a_good_draft_is_accepted() -> None:
     figures = outputs[0].figures
     assert figures.drafted <= 4 * figures.rounds
     assert figures.tokens / figures.rounds > 3
+
+
+@pytest.mark.parametrize("shape", [FixedShape(3), FixedShape(6, chain=False)])
+@pytest.mark.parametrize("inline", [True, False])
+def test_fixed_shape_is_verified_in_each_round_and_lossless(shape: FixedShape, inline: bool) -> None:
+    case = Case(slots=4096, policy=NoWait)
+    engine, _ = make_engine(case)
+    if inline:
+        connect_inline(engine, case)
+    else:
+        CoreDrafter(engine, make_core(case))
+    options = RequestOptions(shape=shape)
+    outputs = run(engine, [replace(each, options=options) for each in mixed_requests(4)])
+    assert same(outputs, plain(4))
+    figures = engine.totals.figures
+    assert shape.nodes * (figures.rounds - 4 * shape.nodes) <= figures.drafted <= shape.nodes * figures.rounds
 
 
 def test_drafter_with_little_memory_is_lossless() -> None:

@@ -10,7 +10,7 @@ from ssd_serve.base.messages import Committed
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.drafter.process import DrafterLoop, DrafterRunner
 from ssd_serve.drafter.verifier_connection import VerifierConnection
-from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.engine import Engine
 from tests.fakes import HELLO, Case, Output, make_core, make_engine, mixed_requests, run
 

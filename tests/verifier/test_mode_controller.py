@@ -1,269 +1,246 @@
-"""Tests of the mode controller: it finds the fastest mode at little cost."""
+"""Tests of the mode controller: forecasts of modes, and simulated rounds in which it finds the fastest mode."""
 
-import math
 import random
+from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ssd_serve.verifier.control.load_bucket import RegressionTracker, RoundTimeTrend
-from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.base.cost import CostTable, HostCost, Timing
+from ssd_serve.verifier.acceptance import DraftedLevels
+from ssd_serve.verifier.control.mode_controller import (
+    DecodingLoad,
+    DraftStep,
+    ModeController,
+    RunningTexts,
+    forecast,
+)
+from ssd_serve.verifier.drafters.pool import SpeculationMode
 from tests.examples import examples
 
-PLAIN_S = 0.002
+ASYNC, SYNC, PLAIN = SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN
+ROWS = (1, 8, 64)
 
 
-class Simulation:
-    def __init__(self, speedup: float, requests: int = 1, seed: int = 0, inline: float | None = None) -> None:
-        self.speedups = {"beside": speedup, "plain": 1.0}
-        if inline is not None:
-            self.speedups = {"beside": speedup, "inline": inline, "plain": 1.0}
-        self.controller = ModeController(tuple(self.speedups))
-        self.requests = requests
-        self.random = random.Random(seed)
-        self.tokens = 0.0
-        self.seconds = 0.0
-        self.speculated = 0
-
-    def round(self) -> str:
-        mode = self.controller.choose(self.requests)
-        tokens, seconds = self.requests, PLAIN_S
-        if mode != "plain":
-            tokens = sum(self.random.choice((1, 2, 3, 4)) for _ in range(self.requests))
-            seconds = PLAIN_S * 2.5 / self.speedups[mode]
-        seconds *= self.random.uniform(0.9, 1.1)
-        self.controller.observe(tokens / self.requests * PLAIN_S, seconds, PLAIN_S)
-        self.tokens += tokens
-        self.seconds += seconds
-        self.speculated += mode != "plain"
-        return mode
-
-    def run(self, rounds: int) -> float:
-        """Run rounds, and return their tokens per second as a multiple of plain decoding."""
-        tokens, seconds = self.tokens, self.seconds
-        for _ in range(rounds):
-            self.round()
-        return (self.tokens - tokens) / (self.seconds - seconds) * PLAIN_S / self.requests
+def table(step_s: float, row_s: float) -> CostTable:
+    return CostTable([Timing(rows, 0, step_s + row_s * rows) for rows in ROWS])
 
 
-@pytest.mark.parametrize(("speedup", "requests"), [(0.4, 1), (0.95, 5), (1.2, 1), (2.0, 32)])
-def test_controller_is_hardly_slower_than_the_better_mode(speedup: float, requests: int) -> None:
-    simulation = Simulation(speedup, requests)
-    simulation.run(400)
-    assert simulation.run(5000) > 0.96 * max(1.0, speedup)
-    assert speedup < 2.0 or simulation.speculated == 5400, "a clear lead is not interrupted"
+def gains(
+    requests: int = 1,
+    one: float = 0.020,
+    two: float = 0.012,
+    row_s: float = 2e-4,
+    draft_s: float = 0.002,
+    acceptance: float = 0.7,
+) -> dict[SpeculationMode, float]:
+    alone = table(two, row_s / 2)
+    costs = {ASYNC: table(one, row_s), SYNC: alone, PLAIN: alone}
+    steps = {mode: DraftStep(draft_s, 16) for mode in (ASYNC, SYNC)}
+    unit_s = alone.seconds(requests)
+    return forecast(DecodingLoad(requests), unit_s, costs, steps, HostCost(0.0), acceptance)
 
 
-@pytest.mark.parametrize(("beside", "inline"), [(1.5, 2.0), (0.7, 0.8), (1.3, 0.5)])
-def test_best_of_three_modes_is_found(beside: float, inline: float) -> None:
-    simulation = Simulation(beside, inline=inline)
-    simulation.run(3000)
-    assert simulation.run(5000) > 0.95 * max(1.0, beside, inline)
-
-
-def test_change_of_the_better_mode_is_noticed() -> None:
-    simulation = Simulation(0.5)
-    simulation.run(3000)
-    assert simulation.speculated < 300
-    simulation.controller.observe(2 * PLAIN_S, 100.0, PLAIN_S)  # a pause
-    simulation.speedups["beside"] = 1.6
-    simulation.run(30000)
-    assert simulation.run(2000) > 1.5
-    simulation.speedups["beside"] = 0.6
-    simulation.run(400)
-    assert simulation.run(4000) > 0.95
-
-
-def test_loads_are_judged_separately() -> None:
-    simulation = Simulation(2.0)
-    simulation.run(500)
-    loaded = Simulation(0.5, requests=32)
-    loaded.controller = simulation.controller
-    loaded.run(400)
-    assert simulation.controller.choose(1) == "beside"
-    assert simulation.controller.choose(32) == "plain"
-    assert simulation.controller.choose(64) == "plain", "a new load starts like the nearest"
-    assert simulation.controller.choose(2) == "beside"
-    gains = simulation.controller.gains()
-    assert gains[1]["beside"] > 1.5
-    assert gains[32]["beside"] < 0.7 < gains[32]["plain"]
-
-
-def test_loaded_gains_choose_the_first_mode_until_measured() -> None:
-    simulation = Simulation(2.0)
-    assert simulation.controller.choose(1) == "beside"
-    simulation.controller.load_prior({1: {"beside": 0.5, "plain": 1.0, "unknown": 9.0}})
-    assert simulation.controller.choose(1) == "plain"
-    simulation.run(3000)
-    assert simulation.controller.choose(1) == "beside"
-
-
-def test_load_near_a_bucket_edge_does_not_switch_modes() -> None:
-    controller = ModeController(("beside", "plain"))
-    controller.load_prior({8: {"beside": 2.0, "plain": 1.0}, 16: {"beside": 0.5, "plain": 1.0}})
-    chosen = [controller.choose(requests) for requests in (16, 12, 10, 16, 9, 13, 11, 10) * 20]
-    assert set(chosen) == {"plain"}
-    assert [controller.choose(8) for _ in range(40)][-1] == "beside"
-    assert [controller.choose(requests) for requests in (9, 14, 13, 12) * 20][-1] == "beside"
-
-
-def test_first_prefill_of_a_burst_keeps_the_mode() -> None:
-    controller = ModeController(("beside", "plain"))
-    controller.load_prior({1: {"beside": 2.0, "plain": 1.0}, 4: {"beside": 0.5, "plain": 1.0}})
-    assert controller.choose(4) == "plain"
-    assert controller.choose(1, decoding=False) == "plain"
-    assert controller.choose(4) == "plain"
-    assert controller.choose(1) == "beside"
-    assert controller.choose(4, decoding=False) == "plain"
-
-
-def test_mode_is_left_if_it_slows_many_rounds_with_prefill() -> None:
-    simulation, read = Simulation(1.15), 4 * PLAIN_S
-    simulation.controller.load_prior({1: {"beside": 1.0, "plain": 1.3}})
-    while simulation.round() == "plain":
-        simulation.controller.observe(read, read, read, prefill=True)
-    simulation.run(200)
-    while simulation.round() != "beside":
-        pass
-    simulation.controller.observe(read, 3 * read, read, prefill=True)
-    assert [simulation.round() for _ in range(64)].count("beside") > 48
-    for _ in range(4000):
-        slow = 1.5 if simulation.round() == "beside" else 1.0
-        simulation.controller.observe(read, slow * read, read, prefill=True)
-    assert simulation.controller.choose(1) == "plain"
-
-
-def test_forecast_prefill_slowdown_keeps_a_mode_from_starting() -> None:
-    gains = {"inline": 1.2, "plain": 1.0}
-
-    def chosen(prefill: int) -> str:
-        controller = ModeController(tuple(gains))
-        controller.forecast = lambda _: gains
-        controller.prefill_slowdown = {"inline": 1.4, "plain": 1.0}.__getitem__
-        controller.load_prior({8: {"inline": 0.9, "plain": 1.0}})
-        for _ in range(64):
-            mode = controller.choose(8)
-            controller.observe(PLAIN_S, PLAIN_S / gains[mode], PLAIN_S)
-            for _ in range(prefill if mode == "plain" else 0):
-                controller.observe(4 * PLAIN_S, 4 * PLAIN_S, 4 * PLAIN_S, prefill=True)
-        return controller.choose(8)
-
-    assert chosen(prefill=0) == "inline"
-    assert chosen(prefill=2) == "plain"
-
-
-def test_mode_that_would_start_too_late_is_not_started() -> None:
-    gains = {"beside": 1.5, "plain": 1.0}
-    controller = ModeController(tuple(gains))
-    controller.load_prior({1: gains, 16: {"beside": 0.5, "plain": 1.0}})
-    remaining_benefit = {"beside": 0.4, "plain": 1.0}
-    controller.remaining_benefit = remaining_benefit.__getitem__
-
-    def rounds(requests: int) -> set[str]:
-        modes = set[str]()
-        for _ in range(40):
-            mode = controller.choose(requests)
-            controller.observe(PLAIN_S, PLAIN_S / gains[mode], PLAIN_S)
-            modes.add(mode)
-        return modes
-
-    assert rounds(16) == {"plain"}
-    assert rounds(1) == {"plain"}
-    assert not controller.exploring
-    remaining_benefit["beside"] = 0.9
-    assert "beside" in rounds(1)
-    remaining_benefit["beside"] = 0.1
-    assert rounds(1) == {"beside"}, "it runs already"
-
-
-QUIET = {"beside": 1.9, "inline": 1.6, "plain": 1.0}
-CORE_LOST = {"beside": 1.5, "inline": 0.5, "plain": 0.4}
-"""Speeds on two cores when another process uses one, and threads wait for the slower core."""
-
-
-class ForecastSimulation(Simulation):
-    def __init__(self, speedups: dict[str, float], seed: int, error: float = 0.0) -> None:
-        super().__init__(0.0, seed=seed, inline=0.0)
-        self.speedups = speedups
-        noise = random.Random(seed)
-        is_forecast = {mode: gain * (1 + noise.uniform(-error, error)) for mode, gain in speedups.items()}
-        self.controller.forecast = lambda requests: is_forecast
-
-    def efficiency(self, rounds: int) -> float:
-        """Run rounds, and return the time of the best mode divided by that of the chosen modes, without noise."""
-        best = max(self.speedups.values())
-        return rounds / sum(best / self.speedups[self.round()] for _ in range(rounds))
-
-
-@pytest.mark.parametrize("speedups", [QUIET, CORE_LOST, {"beside": 1.5, "inline": 2.0, "plain": 1.0}])
-def test_first_rounds_are_nearly_as_fast_as_the_best_mode(
-    speedups: dict[str, float],
-) -> None:
-    found = [ForecastSimulation(speedups, seed, error=0.1).efficiency(400) for seed in range(6)]
-    assert sum(found) / len(found) > 0.97
-    assert min(found) > 0.9
+@pytest.mark.parametrize(
+    ("found", "order"),
+    [
+        (gains(two=0.019), [ASYNC, SYNC, PLAIN]),  # a second core gains little
+        (gains(two=0.010, draft_s=0.0005), [SYNC, ASYNC]),  # two cores are twice as fast
+        (gains(acceptance=0.01), [PLAIN, SYNC]),
+        (gains(acceptance=0.01), [PLAIN, ASYNC]),
+        (gains(requests=32, row_s=2e-3), [PLAIN, SYNC]),
+        (gains(requests=32, row_s=2e-3), [PLAIN, ASYNC]),
+        (gains(draft_s=0.0), [PLAIN]),
+    ],
+)
+def test_forecast_order_of_modes(found: dict[SpeculationMode, float], order: list[SpeculationMode]) -> None:
+    assert found[PLAIN] == pytest.approx(1.0)
+    assert [mode for mode in sorted(found, key=lambda each: -found[each]) if mode in order] == order
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 70), st.integers(0, 9), st.floats(0, 10), st.floats(0, 1)), max_size=200
-    )
+    st.integers(1, 64),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-4, 0.1),
+    st.floats(1e-5, 0.1),
+    st.floats(0.01, 0.95),
 )
 @settings(max_examples=examples(50))
-def test_any_observations_leave_a_valid_mode(seen: list[tuple[int, int, float, float]]) -> None:
-    controller = ModeController(("beside", "inline", "plain"))
-    for requests, tokens, seconds, plain_s in seen:
-        controller.observe(tokens, seconds, plain_s)
-        assert controller.choose(requests) in ("beside", "inline", "plain")
+def test_forecast_rises_with_acceptance(
+    requests: int, one: float, two: float, draft_s: float, acceptance: float
+) -> None:
+    low = gains(requests, one, two, draft_s=draft_s, acceptance=acceptance)
+    high = gains(requests, one, two, draft_s=draft_s, acceptance=min(0.99, acceptance + 0.04))
+    assert all(0 < low[mode] <= high[mode] * (1 + 1e-9) for mode in low)
 
 
-def test_round_time_trend_returns_a_lasting_change_of_log_time() -> None:
-    trend = RoundTimeTrend()
-    assert not any(trend.observe(2.0) for _ in range(300))
-    assert trend.observe(500.0) == 0.0, "one long round is no change"
-    assert not any(trend.observe(2.0) for _ in range(100))
-    changes = [trend.observe(4.0) for _ in range(40)]
-    assert max(changes) == pytest.approx(math.log(2.0), abs=0.45)
-    assert sum(change != 0 for change in changes) <= 2
+def test_forecast_counts_kv_reads_of_long_contexts() -> None:
+    """Saved rounds outweigh drafting at long contexts, because a round then mostly reads the KV cache."""
+    cost = CostTable(
+        [Timing(rows, read, 0.004 + (2e-6 + 1e-9 * rows) * read) for rows in ROWS for read in (0, 1024)]
+    )
+    steps = {SYNC: DraftStep(0.006, 16)}
+    for load, pays in ((DecodingLoad(1, 0), False), (DecodingLoad(1, 20_000), True)):
+        unit_s = cost.seconds(1, load.reading())
+        found = forecast(load, unit_s, {SYNC: cost, PLAIN: cost}, steps, HostCost(0.0), 0.6)
+        assert found[PLAIN] == pytest.approx(1.0)
+        assert (found[SYNC] > 1.0) is pays
 
 
-def after(regression: RegressionTracker, rounds: int, own: bool = False) -> RegressionTracker:
-    for _ in range(rounds):
-        regression.observe(own)
-    return regression
+UNIT_S = 0.010
+LEVELS = 4
 
 
-def test_regressed_mode_is_retried_after_twice_as_many_rounds() -> None:
-    regression, waited = RegressionTracker(2.0), [0, 0]
-    for attempt in range(2):
-        while not regression.should_retry(0.9, 1.0):
-            after(regression, 1)
-            waited[attempt] += 1
-    assert 0 < waited[0] <= 100
-    assert waited[1] == 2 * waited[0]
-    regression = after(RegressionTracker(2.0), 1)
-    regression.retry_soon()  # another mode speeds up
-    assert regression.should_retry(0.5, 1.0)
-    assert not regression.should_retry(0.5, 1.0)
+@dataclass
+class Simulation:
+    """Rounds of texts with a given acceptance. `truth`: true speed of each mode as a multiple of its forecast."""
+
+    truth: dict[SpeculationMode, float]
+    requests: int = 1
+    draft_s: float = 0.003
+    prefill_s: float = 0.0
+    seed: int = 7
+    tokens: dict[SpeculationMode, float] = field(
+        default_factory=lambda: dict.fromkeys((ASYNC, SYNC, PLAIN), 0.0)
+    )
+
+    def __post_init__(self) -> None:
+        one, two = table(1.3 * UNIT_S, 2e-4), table(UNIT_S, 1e-4)
+        self.costs = {ASYNC: one, SYNC: two, PLAIN: two}
+        self.steps = {mode: DraftStep(self.draft_s, 16) for mode in (ASYNC, SYNC)}
+        self.controller = ModeController(tuple(self.costs), HostCost(0.0))
+        self.controller.costs = self.costs
+        self.texts = 0
+        self.random = random.Random(self.seed)
+        self.all = DraftedLevels()
+        self.levels = self.all.next_text()
+
+    def speeds(self, acceptance: float) -> dict[SpeculationMode, float]:
+        """True tokens a second of each mode."""
+        load = DecodingLoad(self.requests)
+        found = forecast(load, 1.0, self.costs, self.steps, HostCost(0.0), acceptance)
+        return {mode: self.truth[mode] * found[mode] for mode in found}
+
+    def text(self, acceptance: float, rounds: int = 100) -> float:
+        """Decode a text; return the speed as a multiple of the best mode's."""
+        self.texts += 1
+        self.levels = self.all.next_text()
+        speeds = self.speeds(acceptance)
+        all_tokens = all_s = 0.0
+        numbers = tuple(range(self.texts, self.texts + self.requests))
+        for _ in range(rounds):
+            mode = self.controller.choose(numbers, self._running)
+            tokens, levels = 1, 0
+            while mode is not PLAIN and levels < LEVELS:
+                levels += 1
+                if self.random.random() > acceptance:
+                    break
+                tokens += 1
+            mean = 1.0 if mode is PLAIN else sum(acceptance**level for level in range(LEVELS + 1))
+            seconds = mean / speeds[mode] * self.random.uniform(0.8, 1.2)
+            self.controller.observe(self.requests, tokens * self.requests, seconds)
+            for each in (self.all, self.levels):
+                each.observe(tokens - 1, levels, tokens)
+            self.tokens[mode] += tokens
+            all_tokens += tokens
+            all_s += seconds
+        return all_tokens / all_s / max(speeds.values())
+
+    def _running(self) -> RunningTexts:
+        pending = dict.fromkeys((ASYNC, SYNC), self.prefill_s)
+        levels = self.levels
+        return RunningTexts(
+            DecodingLoad(self.requests), levels.share, levels.hopeful, self.steps, 200.0, pending
+        )
 
 
-def test_regression_ends_by_recovery_or_after_many_rounds() -> None:
-    regression = after(RegressionTracker(2.0), 100, own=True)
-    assert regression.has_recovered(1.9)
-    assert not regression.has_recovered(1.2)
-    assert after(regression, 1000, own=True).has_recovered(1.2)
+def mean(speeds: list[float]) -> float:
+    return sum(speeds) / len(speeds)
 
 
-@pytest.mark.parametrize(("rounds", "disturbed"), [(50, 0.8), (500, 0.5)])
-def test_disturbed_drafting_resumes_soon(rounds: int, disturbed: float) -> None:
-    late = 0
-    for seed in range(5):
-        simulation = ForecastSimulation(QUIET, seed)
-        simulation.run(1000)
-        simulation.speedups = {"beside": disturbed, "inline": 0.75 * disturbed, "plain": 1.0}
-        simulation.run(rounds)
-        simulation.speedups = QUIET
-        drafted = [simulation.round() != "plain" for _ in range(rounds + 400)]
-        late += not all(drafted[-100:])
-    assert late <= 1
+RIGHT = {ASYNC: 1.0, SYNC: 1.0, PLAIN: 1.0}
+WORSE = {ASYNC: 0.6, SYNC: 0.9, PLAIN: 1.0}
+OTHER = {ASYNC: 1.5, SYNC: 0.7, PLAIN: 1.0}
+
+
+@pytest.mark.parametrize("truth", [RIGHT, WORSE, OTHER])
+@pytest.mark.parametrize("acceptance", [0.05, 0.4, 0.8])
+@pytest.mark.parametrize("requests", [1, 16])
+def test_controller_is_hardly_slower_than_the_best_mode(
+    truth: dict[SpeculationMode, float], acceptance: float, requests: int
+) -> None:
+    simulation = Simulation(truth, requests)
+    for _ in range(6):
+        simulation.text(acceptance)
+    assert mean([simulation.text(acceptance) for _ in range(40)]) > 0.97
+
+
+def test_forecast_that_is_twice_too_high_costs_a_few_trials() -> None:
+    simulation = Simulation({ASYNC: 0.5, SYNC: 0.5, PLAIN: 1.0})
+    assert mean([simulation.text(0.4) for _ in range(60)]) > 0.9
+
+
+@pytest.mark.parametrize("truth", [RIGHT, WORSE, OTHER])
+def test_texts_of_different_acceptance_in_turn(truth: dict[SpeculationMode, float]) -> None:
+    simulation = Simulation(truth)
+    assert mean([simulation.text((0.2, 0.5, 0.8)[text % 3]) for text in range(60)]) > 0.94
+
+
+def test_text_that_cannot_be_drafted_costs_little() -> None:
+    simulation = Simulation(RIGHT)
+    for _ in range(10):
+        simulation.text(0.7)
+    assert simulation.text(0.02, rounds=800) > 0.96
+    for _ in range(10):
+        simulation.text(0.02)
+    assert mean([simulation.text(0.02) for _ in range(10)]) > 0.97
+
+
+def test_disturbed_drafts_are_left_and_tried_again() -> None:
+    simulation = Simulation(dict(RIGHT))
+    for _ in range(10):
+        simulation.text(0.7)
+    simulation.truth = {ASYNC: 0.4, SYNC: 0.5, PLAIN: 1.0}
+    assert mean([simulation.text(0.7) for _ in range(12)]) > 0.75
+    simulation.truth = dict(RIGHT)
+    for _ in range(24):
+        simulation.text(0.7)
+    assert mean([simulation.text(0.7) for _ in range(12)]) > 0.95
+
+
+def test_prefill_of_drafters_must_pay_within_the_text() -> None:
+    assert Simulation(RIGHT).text(0.7) > 0.8
+    late = Simulation(RIGHT, prefill_s=10.0)
+    late.text(0.7)
+    assert {mode for mode, tokens in late.tokens.items() if tokens} <= {ASYNC, PLAIN}
+    assert late.controller.choose((99,), late._running) is PLAIN or not late.tokens[SYNC]
+
+
+def test_decisions_are_made_every_few_rounds_or_when_other_requests_run() -> None:
+    simulation, asked = Simulation(RIGHT), list[int]()
+
+    def texts() -> RunningTexts:
+        asked.append(len(asked))
+        return simulation._running()
+
+    for numbers in [(1,)] * 4 + [(1, 2)] * 4:
+        simulation.controller.choose(numbers, texts)
+        simulation.controller.observe(1, 1, UNIT_S)
+    assert len(asked) == 2
+    for _ in range(16):
+        simulation.controller.choose((1, 2), texts)
+        simulation.controller.observe(2, 2, UNIT_S)
+    assert 3 <= len(asked) <= 5
+    simulation.controller.choose((), texts)
+    assert len(asked) <= 5
+
+
+def test_gains_are_multiples_of_plain_decoding_by_load() -> None:
+    simulation = Simulation(RIGHT)
+    simulation.text(0.8)
+    gains = simulation.controller.gains[1]
+    assert gains[PLAIN] == 1.0
+    assert gains[SYNC] > 1.3
+    mine, best = simulation.controller.current_gains()
+    assert mine > 1.0 < best

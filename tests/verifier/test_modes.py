@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,19 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.drafter.assembly import AssembledDrafter, assemble_drafter
 from ssd_serve.verifier import assembly
-from ssd_serve.verifier.control.budget import FixedSteps
-from ssd_serve.verifier.control.execution import Cores, ExecutionPlanner, ModeConfig
-from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.mode_controller import ModeController, RunningTexts
+from ssd_serve.verifier.control.planner import Cores, ModeConfig
+from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.drafters.pool import SpeculationMode
 from ssd_serve.verifier.engine import Engine
 from tests.end_to_end.tiny_pair import write_pair
-from tests.fakes import HELLO, Case, StillCores, make_core, make_engine, mixed_requests, run
+from tests.fakes import HELLO, Case, StillCores, make_core, make_engine, mixed_requests, plan_by, run
 from tests.verifier.drafter_factory import CoreDrafter, connect_inline
 
 MODES = (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN)
 
 
-class RandomController(ModeController[SpeculationMode]):
+class RandomController(ModeController):
     """Controller that changes the mode every few rounds."""
 
     def __init__(self, seed: int) -> None:
@@ -37,7 +38,7 @@ class RandomController(ModeController[SpeculationMode]):
         self._mode = MODES[0]
         self.changes = 0
 
-    def choose(self, requests: int, decoding: bool = True) -> SpeculationMode:
+    def choose(self, requests: tuple[int, ...], texts: Callable[[], RunningTexts]) -> SpeculationMode:
         if self._random.random() < 0.6:
             mode = self._random.choice(MODES)
             self.changes += mode is not self._mode
@@ -45,7 +46,12 @@ class RandomController(ModeController[SpeculationMode]):
         return self._mode
 
 
-def execution_of(engine: Engine, controller: ModeController[SpeculationMode]) -> StillCores:
+class OneMode(ModeController):
+    def choose(self, requests: tuple[int, ...], texts: Callable[[], RunningTexts]) -> SpeculationMode:
+        return self._modes[0]
+
+
+def planned_by(engine: Engine, controller: ModeController) -> StillCores:
     """Let the controller choose modes, with plain forwards twice as fast on all cores; return the cores."""
     cores = StillCores()
     slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
@@ -54,11 +60,8 @@ def execution_of(engine: Engine, controller: ModeController[SpeculationMode]) ->
         cores,
         {mode: slow if mode is SpeculationMode.ASYNC else fast for mode in MODES},
         {mode: FixedSteps(0 if mode is SpeculationMode.PLAIN else 2) for mode in MODES},
-        slow,
     )
-    engine.planner.execution = ExecutionPlanner(
-        engine.drafters, slow, FixedSteps(2), mode_config, lambda: 0.0
-    )
+    plan_by(engine, mode_config)
     return cores
 
 
@@ -70,13 +73,13 @@ def test_output_is_lossless_while_modes_change(seed: int) -> None:
     connect_inline(engine, case)
     CoreDrafter(engine, make_core(case))
     controller = RandomController(seed)
-    cores = execution_of(engine, controller)
+    cores = planned_by(engine, controller)
     outputs = run(engine, mixed_requests(6))
     assert {number: output.tokens for number, output in outputs.items()} == {
         number: output.tokens for number, output in expected.items()
     }
     assert controller.changes > 3
-    assert cores.entered[0] == (SpeculationMode.PLAIN, True)  # the first prompt is prefilled on all cores
+    assert cores.entered[0] == SpeculationMode.PLAIN  # the first prompt is prefilled on all cores
     assert sum(output.figures.accepted for output in outputs.values()) > 0
     assert engine.scheduler.prefix is not None
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
@@ -88,15 +91,13 @@ def test_drafter_pauses_during_prefill_on_all_cores() -> None:
     its.send(HELLO)
     engine.drafters.connect(mine)
     engine.drain()
-    controller = ModeController[SpeculationMode]((SpeculationMode.ASYNC, SpeculationMode.PLAIN))
-    controller.load_prior({1: {SpeculationMode.ASYNC: 2.0, SpeculationMode.PLAIN: 1.0}})
-    execution_of(engine, controller)
+    planned_by(engine, OneMode(MODES))
     engine.submit(mixed_requests(1)[0])
     opened = list[tuple[bool, bool]]()
     for _ in range(20):
         engine.step()
         received = its.receive()
-        prefilling = engine.planner.execution.prefilling_alone
+        prefilling = engine.planner.prefilling_alone
         opened.append((prefilling, any(isinstance(message, Open) for message in received)))
     rounds = [prefilling for prefilling, _ in opened].count(True)
     assert rounds >= 1
@@ -131,7 +132,7 @@ def test_modes_and_inline_drafts_of_an_assembled_verifier(
     entered: list[SpeculationMode] = []
     loaded_in: list[SpeculationMode] = []
 
-    def enter(_cores: Cores, mode: SpeculationMode, all_cores: bool = True) -> None:
+    def enter(_cores: Cores, mode: SpeculationMode) -> None:
         entered.append(mode)
 
     def recording(*arguments: Any) -> AssembledDrafter:
@@ -152,7 +153,7 @@ def test_modes_and_inline_drafts_of_an_assembled_verifier(
     )
     engine = assembly.assemble_verifier(settings.engine_config(), lambda _: None).engine
     modes = {SpeculationMode.ASYNC, SpeculationMode.PLAIN} if alone is None else set(MODES)
-    mode_config = engine.planner.execution.mode_config
+    mode_config = engine.planner.mode_config
     assert mode_config is not None
     assert set(mode_config.costs) == modes
     assert len(set(map(id, mode_config.costs.values()))) == (1 if alone is None else 2)

@@ -12,7 +12,7 @@ from ssd_serve.models.memory import within_memory
 from ssd_serve.sampling import choice as sampling
 from ssd_serve.verifier import engine as engine_module
 from ssd_serve.verifier import round as round_module
-from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.engine import Engine
 from ssd_serve.verifier.scheduler import OomBackoff
 from tests.fakes import Case, FakeModel, Output, make_engine, mixed_requests, run

@@ -1,19 +1,24 @@
-"""Tests of the round planner: prefill chunk sizes, and observations for the mode controller."""
+"""Tests of the round planner: prefill chunk sizes, modes and cores, and what the mode controller learns."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
-import pytest
 from msgspec.structs import replace
 
 from ssd_serve.base.cost import CostTable, HostCost, Reading, Timing
-from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import Hello
+from ssd_serve.base.messages import FixedShape
 from ssd_serve.bench.memory_channel import memory_pair
-from ssd_serve.verifier.control.budget import NoWait
-from ssd_serve.verifier.control.execution import Cores, ModeConfig
-from ssd_serve.verifier.control.mode_controller import ModeController
-from ssd_serve.verifier.control.round_planner import DraftBounds, Round, RoundPlanner, cheapest_chunk
+from ssd_serve.verifier.control.mode_controller import ModeController, RunningTexts
+from ssd_serve.verifier.control.planner import (
+    DraftBounds,
+    ModeConfig,
+    Round,
+    RoundPlanner,
+    cheapest_chunk,
+)
+from ssd_serve.verifier.control.wait import NoWait
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.scheduler import ScheduledChunk
 from tests.fakes import HELLO, StillCores
@@ -48,145 +53,108 @@ def test_prefill_chunk_keeps_the_target_for_time_per_token() -> None:
     assert planner(1e-6).prefill_tokens(8, 5) == 5
 
 
-MODES = (SpeculationMode.ASYNC, SpeculationMode.PLAIN)
+ASYNC, SYNC, PLAIN = SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN
+MODES = (ASYNC, SYNC, PLAIN)
 
 
-class RecordingController(ModeController[SpeculationMode]):
-    def __init__(self) -> None:
+class Recorder(ModeController):
+    """Controller that always chooses `mode`, and records what it is asked and told."""
+
+    def __init__(self, mode: SpeculationMode = ASYNC) -> None:
         super().__init__(MODES)
-        self.observed: list[tuple[float, float, float, bool]] = []
+        self.mode = mode
+        self.texts: list[RunningTexts] = []
+        self.observed: list[tuple[int, int, float]] = []
 
-    def observe(self, gained_s: float, seconds: float, plain_s: float, prefill: bool = False) -> None:
-        self.observed.append((gained_s, seconds, plain_s, prefill))
+    def choose(self, requests: tuple[int, ...], texts: Callable[[], RunningTexts]) -> SpeculationMode:
+        self.texts.append(texts())
+        return self.mode
 
-
-def joined(hello: Hello = HELLO, synchronous: bool = False) -> DrafterPool:
-    drafters = DrafterPool(HELLO)
-    mine, its = memory_pair()
-    drafters.connect(mine, synchronous)
-    its.send(hello)
-    drafters.drain({})
-    return drafters
+    def observe(self, requests: int, tokens: int, seconds: float) -> None:
+        self.observed.append((requests, tokens, seconds))
 
 
-def governed(
-    controller: ModeController[SpeculationMode],
-    cost: CostTable,
-    mode_config: ModeConfig | None = None,
-    drafters: DrafterPool | None = None,
-) -> RoundPlanner:
-    drafters = drafters or joined()
-    cores = Cores(Device("cpu"), None)
-    alike = ModeConfig(controller, cores, dict.fromkeys(MODES, cost), dict.fromkeys(MODES, NoWait()))
-    return RoundPlanner(
-        drafters, cost, NoWait(), DraftBounds(4096, None, 8), mode_config=mode_config or alike
-    )
+class Harness:
+    """Planner of a target that runs `faster` times as fast on all cores, with a joined drafter."""
 
-
-@pytest.mark.parametrize(
-    ("round_", "observed"),
-    [
-        # A decode round counts as the plain rounds that it saves.
-        (Round(2, 0, 0, 6, Reading(), 6, 0.007, 0.001, 0.008, levels=4), (0.006, 0.008, 0.002, False)),
-        # Prompt rows count as the time of plain decoding for them.
-        (Round(2, 1, 30, 36, Reading(), 5, 0.04, 0.01, 0.05, levels=4), (0.035, 0.05, 0.032, True)),
-        # Rounds of prompts alone show how much drafting slows prefill.
-        (Round(0, 2, 60, 60, Reading(), 0, 0.07, 0.01, 0.08, levels=0), (0.06, 0.08, 0.06, True)),
-    ],
-)
-def test_controller_observes_time_and_gain_of_a_round(
-    round_: Round, observed: tuple[float, float, float, bool]
-) -> None:
-    controller = RecordingController()
-    governed(controller, CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])).observe(round_)
-    assert controller.observed == [pytest.approx(observed)]
-
-
-def test_prefill_on_all_cores_counts_for_the_drafting_mode() -> None:
-    controller = RecordingController()
-    slow, fast = (CostTable([Timing(rows, 0, price * rows) for rows in (1, 64)]) for price in (2e-3, 1e-3))
-    planner = governed(
-        controller,
-        slow,
-        ModeConfig(
-            controller,
-            StillCores(),
-            {SpeculationMode.ASYNC: slow, SpeculationMode.PLAIN: fast},
-            dict.fromkeys(MODES, NoWait()),
-            slow,
-        ),
-    )
-    request = make_request(0, list(range(60)), 8)
-    planner.choose([request], [ScheduledChunk(request, tuple(range(60)), final=True)], lambda: None)
-    assert planner.execution.prefilling_alone
-    assert planner.execution.mode is SpeculationMode.ASYNC
-    planner.observe(
-        Round(0, 1, 60, 60, Reading(), tokens=0, forward_s=0.07, host_s=0.01, total_s=0.08, levels=0)
-    )
-    assert controller.observed == [pytest.approx((0.06, 0.08, 0.06, True))]
-
-
-def remaining_benefit(tokens: int, prompt: int = 40) -> float:
-    controller = ModeController[SpeculationMode](MODES)
-    drafters = joined(replace(HELLO, prefill_ms=1.0))
-    planner = governed(controller, CostTable([Timing(rows, 0, 1e-3) for rows in (1, 64)]), drafters=drafters)
-    request = make_request(0, list(range(prompt)), 40)
-    request.tokens.extend([7] * tokens)
-    request.slots.extend(range(len(request.tokens) - 1))
-    chunk = ScheduledChunk(request, (len(request.tokens) - 1,), final=True)
-    planner.choose([request], [chunk], lambda: None)
-    drafters.set_mode(SpeculationMode.PLAIN)
-    drafters.open(request)
-    assert controller.remaining_benefit(SpeculationMode.PLAIN) == 1.0
-    return controller.remaining_benefit(SpeculationMode.ASYNC)
-
-
-def test_remaining_benefit_falls_towards_the_end_of_a_request() -> None:
-    assert remaining_benefit(20) == pytest.approx((20 / (20 + 60)) / (40 / (40 + 40)))
-    assert remaining_benefit(40) == 0.0
-
-
-@pytest.mark.parametrize(("running", "slower"), [(1, 0.0), (4, 0.15)])
-def test_forecast_prefill_slowdown_of_a_synchronous_drafter(running: int, slower: float) -> None:
-    cost = CostTable([Timing(rows, 0, 1e-3 * rows) for rows in (1, 256)])
-    requests = [make_request(number, [1, 2], 8) for number in range(running)]
-    for inline in (True, False):
-        controller = ModeController[SpeculationMode](MODES)
-        hello = replace(HELLO, prefill_ms=0.2)
-        planner = governed(controller, cost, drafters=joined(hello, synchronous=inline))
-        planner.choose(requests, [ScheduledChunk(requests[0], (0, 1), final=True)], lambda: None)
-        assert controller.prefill_slowdown(SpeculationMode.SYNC) == pytest.approx(1 + slower * inline)
-        assert (
-            controller.prefill_slowdown(SpeculationMode.ASYNC)
-            == controller.prefill_slowdown(SpeculationMode.PLAIN)
-            == 1.0
+    def __init__(self, faster: float = 1.8, mode: SpeculationMode = ASYNC, hello: Hello = HELLO) -> None:
+        self.drafters = DrafterPool(HELLO)
+        mine, self.drafter = memory_pair()
+        self.drafters.connect(mine)
+        self.drafter.send(hello)
+        self.drafters.drain({})
+        self.shared = CostTable([Timing(1, 0, 0.01), Timing(64, 0, 0.1)])
+        self.whole = CostTable([Timing(1, 0, 0.01 / faster), Timing(64, 0, 0.1 / faster)])
+        self.controller, self.cores = Recorder(mode), StillCores()
+        costs = {each: self.shared if each is ASYNC else self.whole for each in MODES}
+        config = ModeConfig(self.controller, self.cores, costs, {each: NoWait() for each in MODES})
+        self.planner = RoundPlanner(
+            self.drafters, self.shared, NoWait(), DraftBounds(4096, None, 8), mode_config=config
         )
 
-
-def forecast_gain(mode: SpeculationMode, prefill_ms: float, prompt: int = 50) -> float:
-    modes = (mode, SpeculationMode.PLAIN)
-    controller = ModeController[SpeculationMode](modes)
-    shared_cores, whole = (
-        CostTable([Timing(rows, 0, seconds) for rows in (1, 64)]) for seconds in (0.020, 0.015)
-    )
-    mode_config = ModeConfig(
-        controller,
-        StillCores(),
-        {mode: shared_cores, SpeculationMode.PLAIN: whole},
-        dict.fromkeys(modes, NoWait()),
-        shared_cores,
-    )
-    drafters = joined(replace(HELLO, prefill_ms=prefill_ms), synchronous=mode is SpeculationMode.SYNC)
-    planner = governed(controller, shared_cores, mode_config, drafters)
-    request = make_request(0, [7] * prompt, 40)
-    planner.choose([request], [ScheduledChunk(request, tuple(range(prompt)), final=True)], lambda: None)
-    assert controller.forecast is not None
-    return controller.forecast(1)[mode]
+    def round(self, decoding: int, prompt: int = 0) -> SpeculationMode:
+        """Plan a round of some decoding requests and of a prompt; return the mode in which it computes."""
+        chunks = [chunk_of(number, [1, 2], (1,)) for number in range(decoding)]
+        if prompt:
+            chunks.append(chunk_of(99, list(range(prompt)), tuple(range(prompt))))
+        self.planner.choose([each.request for each in chunks], chunks, lambda: None)
+        return self.cores.entered[-1]
 
 
-@pytest.mark.parametrize("mode", [SpeculationMode.ASYNC, SpeculationMode.SYNC])
-def test_forecast_falls_with_the_drafters_prefill_time(
-    mode: SpeculationMode,
-) -> None:
-    assert forecast_gain(mode, 0.4) < forecast_gain(mode, 0.1) < forecast_gain(mode, 0.0)
-    assert forecast_gain(mode, 0.4, prompt=100) < forecast_gain(mode, 0.4, prompt=50)
+def chunk_of(number: int, prompt: list[int], slots: tuple[int, ...]) -> ScheduledChunk:
+    request = make_request(number, prompt, 8)
+    request.slots.extend(range(len(prompt) - len(slots)))
+    return ScheduledChunk(request, slots, final=True)
+
+
+def test_prefill_runs_on_all_cores_and_pauses_the_drafter() -> None:
+    harness = Harness(1.8)
+    assert harness.round(1) is ASYNC
+    assert harness.drafters.working
+    assert harness.round(1, prompt=63) is PLAIN
+    assert harness.planner.prefilling_alone
+    assert harness.planner.cost is harness.whole
+    assert not harness.drafters.working
+    assert harness.planner.mode is ASYNC
+    assert harness.round(1) is ASYNC
+    assert not harness.planner.prefilling_alone
+    assert harness.planner.cost is harness.shared
+    assert harness.drafters.working
+
+
+def test_rounds_without_gain_by_all_cores_keep_the_drafters_core() -> None:
+    assert Harness(1.8).round(32) is ASYNC
+    harness = Harness(1.05)
+    assert harness.round(0, prompt=64) is ASYNC
+    assert not harness.planner.prefilling_alone
+
+
+def test_controller_observes_decode_rounds_without_tokens_of_lookups() -> None:
+    harness = Harness()
+    harness.round(2)
+    harness.planner.observe(Round(2, 0, 0, 6, Reading(), 6, 1, 0.007, 0.001, 0.008))
+    harness.planner.observe(Round(2, 1, 30, 36, Reading(), 5, 0, 0.04, 0.01, 0.05))
+    assert harness.controller.observed == [(2, 5, 0.008)]
+
+
+def test_controller_is_told_about_the_running_texts() -> None:
+    harness = Harness(hello=replace(HELLO, prefill_ms=1.0, step_ms=2.0))
+    harness.round(2)
+    texts = harness.controller.texts[0]
+    assert (texts.load.requests, texts.remaining_tokens) == (2, 8)
+    assert 0 < texts.acceptance < texts.hopeful_acceptance < 1
+    assert {mode: step.seconds for mode, step in texts.steps.items()} == {ASYNC: 0.002}
+    assert texts.pending_prefill_s[SYNC] == 0.0
+
+
+def test_drafter_without_a_known_step_time_is_tried() -> None:
+    harness = Harness(hello=replace(HELLO, step_ms=0.0))
+    harness.round(1)
+    assert 0 < harness.controller.texts[0].steps[ASYNC].seconds < 0.01
+
+
+def test_fixed_shape_drafts_in_the_first_mode() -> None:
+    harness = Harness(mode=PLAIN)
+    assert harness.round(1) is PLAIN
+    harness.planner.bounds = DraftBounds(4096, None, 8, shape=FixedShape(3))
+    assert harness.round(1) is ASYNC

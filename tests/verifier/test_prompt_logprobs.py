@@ -7,7 +7,7 @@ import torch
 
 from ssd_serve.base.messages import Committed, SamplingParameters, Submit
 from ssd_serve.kernels.batch import RequestRows, build_batch
-from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.engine import Engine
 from tests.fakes import Case, FakeModel, make_engine, mixed_requests, run
 from tests.verifier.drafter_factory import connect_inline

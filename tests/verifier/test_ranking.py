@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
-from ssd_serve.verifier.control.ranking import Ranking, rank
+from ssd_serve.base.messages import FixedShape, RequestOptions, SamplingParameters, Submit
+from ssd_serve.verifier.control.budget import Ranking, rank
 from ssd_serve.verifier.scheduler import ScheduledChunk
 from tests.verifier.scheduler_factory import request_of
 
@@ -15,7 +15,9 @@ Expansion = tuple[Sequence[int], Sequence[int], Sequence[float], int]
 """Path, tokens, probabilities and source."""
 
 
-def ranked(*expansions: Expansion, instant: int = 0, most: int | None = None) -> Ranking:
+def ranked(
+    *expansions: Expansion, instant: int = 0, most: int | None = None, shape: FixedShape | None = None
+) -> Ranking:
     submit = Submit(1, (5, 6), SamplingParameters(max_tokens=40), 1, options=RequestOptions(max_nodes=most))
     request = request_of(submit)
     request.slots.extend([0])
@@ -27,7 +29,9 @@ def ranked(*expansions: Expansion, instant: int = 0, most: int | None = None) ->
             assert child is not None
             node = child
         tree.expand(node, tokens, [math.log(each) for each in shares], source)
-    return rank([ScheduledChunk(request, (1,), True)], 64, 64, 8, instant=instant)
+    shapes = {} if shape is None else {0: shape}
+    budget, least = (0, 0.99) if shape else (64, 0.0)
+    return rank([ScheduledChunk(request, (1,), True)], budget, 64, 8, least, instant, shapes)
 
 
 def test_nodes_are_ranked_by_reach_with_parents_first() -> None:
@@ -70,3 +74,31 @@ def test_node_proposed_by_lookup_only_is_no_leaf_for_models() -> None:
     found = ranked(*lookup, ((), [2], [0.8], MODEL), instant=LOOKUP)
     assert list(found.leaves) == pytest.approx([0.4])
     assert found.missed == 0
+
+
+GROWN: list[Expansion] = [
+    ((), [1, 2], [0.5, 0.4], MODEL),
+    ((1,), [3], [0.5], MODEL),
+    ((2,), [4], [0.1], MODEL),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "incomplete"),
+    [
+        (FixedShape(1), [1], False),
+        (FixedShape(2), [1, 3], False),
+        (FixedShape(3), [1, 3], True),
+        (FixedShape(3, chain=False), [1, 2, 3], False),
+        (FixedShape(9, chain=False), [1, 2, 3, 4], True),
+    ],
+)
+def test_fixed_shape_ignores_budget_and_reach(shape: FixedShape, tokens: list[int], incomplete: bool) -> None:
+    found = ranked(*GROWN, shape=shape)
+    assert [token for _, _, token, _ in found.nodes] == tokens
+    assert (found.forced, found.incomplete) == (len(tokens), incomplete)
+
+
+def test_fixed_shape_obeys_max_nodes_and_awaits_the_first_growth() -> None:
+    assert ranked(*GROWN, shape=FixedShape(3), most=1).forced == 1
+    assert ranked(shape=FixedShape(3)).incomplete

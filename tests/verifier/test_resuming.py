@@ -9,7 +9,7 @@ from ssd_serve.base.messages import (
     SamplingParameters,
     Submit,
 )
-from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.engine import Engine
 from tests.fakes import EOS, VOCABULARY, Case, make_engine, mixed_requests, run
 from tests.verifier.drafter_factory import connect_inline

@@ -16,7 +16,7 @@ from ssd_serve.base.messages import (
     Submit,
     SubmitChoices,
 )
-from ssd_serve.verifier.control.budget import FixedSteps
+from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.engine import Engine
 from tests.examples import examples
 from tests.fakes import Case, FakeModel, make_engine, run

@@ -32,7 +32,8 @@ _LOCAL_BLEND = 0.1
 _READ_BLEND = 0.1
 _LOCAL_DECAY = 0.998
 _MAX_OFF = 2.0
-_FIRST_ROUNDS = 8
+FIRST_ROUNDS = 8
+"""Live rounds from which a table of expected times takes its level."""
 _HOST_MEMORY = 0.995
 _HOST_SLACK_S = 0.5e-3
 _HOST_EVERY = 16
@@ -67,13 +68,14 @@ class CostTable:
     context that a request and a row read. Live rounds move the level of
     all points, and that of their own rows slightly more. So the shape stays consistent when rounds visit only
     some points, and outliers decay. The cost of context has its own level, updated by its share in a round:
-    measured at start on a busy machine, it can be ten times too high. A table that starts from a guess takes its
-    level from the average of the first rounds.
+    measured at start on a busy machine, it can be ten times too high.
     """
 
     def __init__(
-        self, timings: Sequence[Timing] = (), prior_s: float = 0.02, *, guessed: bool = False
+        self, timings: Sequence[Timing] = (), prior_s: float = 0.02, *, first_rounds: int | None = None
     ) -> None:
+        """`first_rounds`: the number of first live rounds whose average is the table's level, where `timings`
+        were not measured on this machine just now."""
         self._points = np.asarray(POINTS, dtype=np.float64)
         self._context_s, self._row_context_s = _context_costs(timings)
         self._shape = _shape(timings, self._context_s, self._row_context_s, prior_s)
@@ -82,22 +84,26 @@ class CostTable:
         self._read_level = 1.0
         self.rounds = 0
         """Live rounds observed."""
-        self.guessed = guessed
-        self._first_rounds = _FIRST_ROUNDS if guessed else 0 if timings else 1
+        self.same_source: Sequence[CostTable] = ()
+        """Tables whose timings come from the same source: they share an error of the level."""
+        self._first_rounds = (0 if timings else 1) if first_rounds is None else first_rounds
 
-    def span(self, first: int, last: int, reading: Reading | None = None, each: float = 0.0) -> FloatArray:
+    def span(
+        self, first: int, last: int, reading: Reading | None = None, each: float = 0.0, live: bool = True
+    ) -> FloatArray:
         """Seconds of forwards of `first` to `last` rows: [last - first + 1]; no rows take no time.
 
-        `reading` is that of the first; every further row reads `each` tokens.
+        `reading` is that of the first; every further row reads `each` tokens. Without `live`, later observations
+        do not count, as in `first_seconds`.
         """
         reading = reading or Reading()
         rows = np.arange(first, last + 1, dtype=np.float64)
-        values = np.maximum.accumulate(self._shape * self._local)
+        values = np.maximum.accumulate(self._shape * self._local) if live else self._shape
         seconds = np.interp(rows, self._points, values)
         if last > MAX_ROWS:
             seconds *= np.maximum(rows / MAX_ROWS, 1.0)
-        seconds += self._read_level * (self._read_s(reading) + self._row_context_s * each * (rows - first))
-        seconds *= self._level
+        read_s = self._read_s(reading) + self._row_context_s * each * (rows - first)
+        seconds = self._level * (seconds + self._read_level * read_s) if live else seconds + read_s
         if first <= 0:
             seconds[rows <= 0] = 0.0
         return seconds
@@ -130,9 +136,8 @@ class CostTable:
             self._level *= ratio ** (1 / self.rounds)
             if 1 < self.rounds == self._first_rounds:
                 # The level of the first rounds belongs to the table's start: `first_seconds` has it, too.
-                self._shape = self._level * self._shape
-                self._context_s *= self._level
-                self._row_context_s *= self._level
+                for table in (self, *(each for each in self.same_source if not each.rounds)):
+                    table.scale(self._level)
                 self._level = 1.0
             return
         # A descheduled process is not a slow device.
@@ -145,6 +150,12 @@ class CostTable:
         self._read_level *= ratio ** (_READ_BLEND * share)
         self._local = 1 + _LOCAL_DECAY * (self._local - 1)
         self._local[index] *= ratio**_LOCAL_BLEND
+
+    def scale(self, factor: float) -> None:
+        """Multiply the times of the table's start."""
+        self._shape = factor * self._shape
+        self._context_s *= factor
+        self._row_context_s *= factor
 
     def _read_s(self, reading: Reading) -> float:
         """The time measured at start."""

@@ -15,6 +15,7 @@ import msgspec
 from ssd_serve.base.attention_backends import AUTO
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.base.messages import FixedShape
 from ssd_serve.base.setting_values import LOOKUPS
 
 DEFAULT_MODEL = "smollm2"
@@ -64,6 +65,8 @@ class EngineConfig:
     max_waiting: int = 256
     prefill_chunk: int = 256
     budget: int | None = None
+    num_speculative_tokens: int | None = None
+    speculative_shape: Literal["chain", "tree"] = "chain"
     tree_nodes: int = 4096
     draft_width: int = 16
     eagle_layers: str | None = None
@@ -114,6 +117,12 @@ class EngineConfig:
         if self.eagle_layers is None:
             return None
         return tuple(FINAL if each == "final" else int(each) for each in self.eagle_layers.split(","))
+
+    @property
+    def shape(self) -> FixedShape | None:
+        """Fixed shape of the draft tokens of each request and round; None: as many as pay."""
+        count = self.num_speculative_tokens
+        return FixedShape(count, self.speculative_shape == "chain") if count else None
 
     @property
     def max_tpot_s(self) -> float:

@@ -128,6 +128,17 @@ class EngineSettings(BaseSettings):
         le=1024,
         description="most nodes verified in a round, over all requests; empty: the cost model decides",
     )
+    num_speculative_tokens: int | None = Field(
+        default=EngineConfig.num_speculative_tokens,
+        ge=1,
+        le=1024,
+        description="draft tokens that each round verifies for each request, whatever they cost; empty: as many as "
+        "pay",
+    )
+    speculative_shape: Literal["chain", "tree"] = Field(
+        default=EngineConfig.speculative_shape,
+        description="shape of these draft tokens: the most probable chain, or the most probable nodes of the tree",
+    )
     tree_nodes: int = Field(
         default=EngineConfig.tree_nodes, ge=1, le=65536, description="most candidates in one request's tree"
     )

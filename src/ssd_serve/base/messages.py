@@ -56,6 +56,13 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """`logprobs` for the prompt's tokens from the second on, under the model's own distribution."""
 
 
+class FixedShape(msgspec.Struct, frozen=True):
+    """A shape that a user forces, whatever it costs: a chain or a tree of `nodes` draft tokens a round."""
+
+    nodes: int
+    chain: bool = True
+
+
 class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Options of a request that do not change its tokens.
 
@@ -68,6 +75,8 @@ class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Lower values are scheduled first and preempted last."""
     max_nodes: int | None = None
     """Most draft tokens that a round verifies for the request; None: no limit but cost."""
+    shape: FixedShape | None = None
+    """Fixed shape of the draft tokens; None: the server's choice."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -233,11 +242,12 @@ class AcceptanceHealth(Enum):
 
 
 class DecisionReason(Enum):
-    """Why a round speculated or not: set by `verifier/control/round_planner.py` and by the engine. Only
-    the first two may have nodes."""
+    """Why a round speculated or not: set by `verifier/control/planner.py` and by the engine. Only
+    the first three may have nodes."""
 
     PAYS = "speculation pays"
     TRYING = "another layout is tried, to see what it gives"
+    FIXED = "a fixed number of draft tokens is set"
     OFF = "the settings allow no drafts"
     NO_DRAFTER = "no drafter answers"
     SLOWER = "drafting gives less than plain decoding at this load"
@@ -316,8 +326,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     layout: str = ""
     """The current speculation mode: `async`, `sync` or `off`; empty if it cannot change."""
     layout_gains: dict[int, dict[str, float]] = msgspec.field(default_factory=dict[int, dict[str, float]])
-    """Speed of each speculation mode relative to plain decoding, by requests at the middle of a load
-    bucket."""
+    """Speed of each speculation mode relative to plain decoding, by power of two of running requests."""
     decision: DecisionMessage | None = None
     """The last round's decision; None before the first round."""
     attention: str = ""

@@ -40,10 +40,10 @@ from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
 from ssd_serve.transport.listener import Listener
 from ssd_serve.verifier.assembly import EngineParts, build_engine
-from ssd_serve.verifier.control.budget import CostBasedWait, FixedSteps, NoWait, WaitPolicy
-from ssd_serve.verifier.control.execution import Cores, ModeConfig
 from ssd_serve.verifier.control.mode_controller import ModeController
+from ssd_serve.verifier.control.planner import Cores, ModeConfig
 from ssd_serve.verifier.control.timing import measure_cost
+from ssd_serve.verifier.control.wait import CostBasedWait, FixedSteps, NoWait, WaitPolicy
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
 

@@ -4,6 +4,7 @@ A source is a bit, and a node has a set of them: nodes are counted by set, and r
 replicas, but not which sources exist.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,24 +38,25 @@ class Acceptance:
         parents: Sequence[int],
         depths: Sequence[int],
         accepted: Sequence[int],
-    ) -> None:
-        """Add a round's nodes, before the replica's root moves. `parents` and `accepted` are indices of
-        nodes. A source that proposed a node only during its verification counts, too."""
+    ) -> Sequence[int]:
+        """Add a round's nodes, before the replica's root moves, and return the sources of each node. `parents` and
+        `accepted` are indices of nodes. A source that proposed a node only during its verification counts, too."""
         self.accepted_depths[len(accepted)] += 1
         if not tokens:
             self.verified_depths[0] += 1
-            return
+            return ()
         self.verified_depths[max(depths)] += 1
         sources = replica.sources
         if not sources & (sources - 1):  # only one has grown it: nothing to look for
             self.verified[sources] += len(tokens)
             self.accepted[sources] += len(accepted)
-            return
+            return [sources] * len(tokens)
         proposed_by, verified = replica.sources_of(tokens, parents), self.verified
         for sources in proposed_by:
             verified[sources] += 1
         for place in accepted:
             self.accepted[proposed_by[place]] += 1
+        return proposed_by
 
     def add(self, other: "Acceptance") -> None:
         """Add the counts of another request."""
@@ -91,6 +93,59 @@ class Acceptance:
 
 def _listed(counts: dict[int, int]) -> list[int]:
     return [counts.get(depth, 0) for depth in range(max(counts, default=-1) + 1)]
+
+
+_PRIOR = 0.5
+"""Prior of the share of accepted levels before any text was drafted."""
+_PRIOR_LEVELS = 16.0
+"""Levels that the prior of a text weighs: texts differ by about 0.15 around the share of all texts."""
+_TEXT_MEMORY, _ALL_MEMORY = 256, 1024
+"""Tokens of a request after which a level counts little, for its own text and for all texts: what could not be
+drafted is tried again later."""
+
+
+@dataclass(slots=True)
+class DraftedLevels:
+    """Share of the tree levels with nodes of draft models at which one of them was accepted. Levels of lookups do
+    not count: lookups work in every mode."""
+
+    memory: int = _ALL_MEMORY
+    prior: float = _PRIOR
+    accepted: float = 0.0
+    levels: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Expected share of accepted levels."""
+        return (self.accepted + _PRIOR_LEVELS * self.prior) / (self.levels + _PRIOR_LEVELS)
+
+    @property
+    def hopeful(self) -> float:
+        """Upper estimate of the share: by a standard deviation."""
+        share = self.share
+        return share + math.sqrt(share * (1 - share) / (self.levels + _PRIOR_LEVELS))
+
+    def observe(self, accepted: int, levels: int, tokens: float) -> None:
+        """Count the levels of a round that committed `tokens` tokens of a request."""
+        fading = (1 - 1 / self.memory) ** tokens
+        self.accepted = fading * self.accepted + accepted
+        self.levels = fading * self.levels + levels
+
+    def next_text(self) -> "DraftedLevels":
+        """Return the counts of a new text, which is expected to be like the others."""
+        return DraftedLevels(_TEXT_MEMORY, self.share)
+
+
+def drafted_levels(
+    sources: Sequence[int], parents: Sequence[int], accepted: Sequence[int], lookups: int
+) -> tuple[int, int]:
+    """Return how many levels of a round's nodes had an accepted node of a draft model, and how many levels that the
+    text reached had any. `sources` and `lookups` are bits."""
+    reached = {-1, *accepted}
+    levels = {
+        above for above, bits in zip(parents, sources, strict=True) if bits & ~lookups and above in reached
+    }
+    return sum([bool(sources[place] & ~lookups) for place in accepted]), len(levels)
 
 
 @dataclass(slots=True)

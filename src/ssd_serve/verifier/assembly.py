@@ -38,11 +38,10 @@ from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.sampling.validation import model_defaults
 from ssd_serve.transport.channel import Channel
 from ssd_serve.transport.rank_sockets import Leader
-from ssd_serve.verifier.control.budget import CostBasedWait, NoWait, WaitPolicy
-from ssd_serve.verifier.control.execution import Cores, ModeConfig
 from ssd_serve.verifier.control.mode_controller import ModeController
-from ssd_serve.verifier.control.round_planner import DraftBounds, RoundPlanner
-from ssd_serve.verifier.control.timing import GainFile, StepTimes, TimingFiles, identity
+from ssd_serve.verifier.control.planner import Cores, DraftBounds, ModeConfig, RoundPlanner
+from ssd_serve.verifier.control.timing import StepTimes, TimingFiles
+from ssd_serve.verifier.control.wait import CostBasedWait, NoWait, WaitPolicy
 from ssd_serve.verifier.drafters.admission import check_hello
 from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
@@ -95,7 +94,7 @@ def build_engine(parts: EngineParts) -> Engine:
         parts.drafters,
         parts.cost,
         parts.policy,
-        DraftBounds(context, budget, config.draft_width, config.max_tpot_s),
+        DraftBounds(context, budget, config.draft_width, config.max_tpot_s, config.shape),
         parts.host,
         parts.mode_config,
         parts.clock,
@@ -122,18 +121,10 @@ class AssembledVerifier:
     step_s: float
     step_s_guessed: bool
     """True if `step_s` follows from figures of the processor alone."""
-    gains: GainFile
     times: StepTimes
     differences: DifferenceLog
     sampling: Mapping[str, int | float]
     """Sampling values that requests take from the model's `generation_config.json` if they name none."""
-
-    def remember(self) -> None:
-        """Write the measured gains of all modes and the corrected step times for the next start."""
-        self.times.store()
-        gains = self.engine.planner.mode_gains()
-        if gains:
-            self.gains.write(gains)
 
 
 def assemble_verifier(
@@ -181,12 +172,9 @@ def assemble_verifier(
     folder = cache_folder(config.cache_dir, log.warning)
     alone = config.target_device_alone
     cores = Cores(parse_device(device), parse_device(alone) if alone else None)
-    modes = _modes(config.mode, cores)
-    draft = (config.drafts, config.drafters, config.draft_device, alone)
-    gains = GainFile(folder, {**identity(model, device), "draft": draft, "mode": config.mode.value}, log)
-    files = TimingFiles(folder, log)
-    times = StepTimes(model, files, folder)
-    mode_config = _mode_config(config, cores, modes, files, times, gains)
+    modes = _modes(config, cores)
+    times = StepTimes(model, TimingFiles(folder, log), folder)
+    mode_config = _mode_config(config, cores, modes, times)
     cost = mode_config.costs[modes[0]]
     tokenizer = Tokenizer(path)
     hello = Hello(
@@ -208,7 +196,7 @@ def assemble_verifier(
         slots=slots,
         config=config,
         policy=mode_config.policies[modes[0]],
-        mode_config=mode_config if config.speculation_may_stop and config.mode is not Mode.AR else None,
+        mode_config=mode_config if config.speculation_may_stop and len(modes) > 1 else None,
         native=native,
         features=FeatureStore(features, config.features_mb << 20, slots) if features else None,
         grammars=grammars,
@@ -229,8 +217,7 @@ def assemble_verifier(
         slots,
         sizes.resident_bytes,
         cost.seconds(1),
-        cost.guessed,
-        gains,
+        times.guessed,
         times,
         differences,
         sampling,
@@ -259,11 +246,12 @@ def ready_report(config: EngineConfig, verifier: AssembledVerifier) -> Ready:
     )
 
 
-def _modes(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
-    """Return the modes to choose from: that of the settings first, plain decoding last."""
-    if mode is Mode.SD:
+def _modes(config: EngineConfig, cores: Cores) -> tuple[SpeculationMode, ...]:
+    """Return the modes to choose from: that of the settings first, plain decoding last. Lookups work in all of
+    them."""
+    if config.mode is Mode.SD and config.draft_models:
         return SpeculationMode.SYNC, SpeculationMode.PLAIN
-    if mode is not Mode.SSD:
+    if config.mode is not Mode.SSD:
         return (SpeculationMode.PLAIN,)
     if cores.has_exclusive:
         return SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN
@@ -271,36 +259,19 @@ def _modes(mode: Mode, cores: Cores) -> tuple[SpeculationMode, ...]:
 
 
 def _mode_config(
-    config: EngineConfig,
-    cores: Cores,
-    modes: tuple[SpeculationMode, ...],
-    files: TimingFiles,
-    times: StepTimes,
-    gains: GainFile,
+    config: EngineConfig, cores: Cores, modes: tuple[SpeculationMode, ...], times: StepTimes
 ) -> ModeConfig:
-    """Return costs and policies of the modes on the cores of each. Gains of earlier sessions count only if
-    forwards still take the same time."""
+    """Return costs and policies of the modes on the cores of each."""
     tables: dict[Device, CostTable] = {}
     for mode in reversed(modes):
         cores.enter(mode)
         if cores.of(mode) not in tables:
             tables[cores.of(mode)] = times.table(cores.of(mode))
-    controller = ModeController(modes)
-    if not files.measured_otherwise:
-        known = {mode.value: mode for mode in modes}
-        controller.load_prior(
-            {
-                requests: {known[name]: gain for name, gain in each.items() if name in known}
-                for requests, each in gains.read().items()
-            }
-        )
-    concurrent = SpeculationMode.ASYNC in modes
     return ModeConfig(
-        controller,
+        ModeController(modes),
         cores,
         {mode: tables[cores.of(mode)] for mode in modes},
         {mode: _policy(config, mode) for mode in modes},
-        times.table(cores.of(SpeculationMode.ASYNC)) if concurrent else None,
     )
 
 

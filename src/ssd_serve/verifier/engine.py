@@ -29,9 +29,15 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.models.memory import release_memory
 from ssd_serve.sampling.grammar import Grammars
 from ssd_serve.sampling.thinking import output_state
-from ssd_serve.verifier.acceptance import AcceptanceMonitor, TimeTotals, Totals
-from ssd_serve.verifier.control.ranking import RankedNode
-from ssd_serve.verifier.control.round_planner import Round, RoundPlanner
+from ssd_serve.verifier.acceptance import (
+    AcceptanceMonitor,
+    DraftedLevels,
+    TimeTotals,
+    Totals,
+    drafted_levels,
+)
+from ssd_serve.verifier.control.budget import RankedNode
+from ssd_serve.verifier.control.planner import Round, RoundPlanner
 from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.request import Request, RequestLimits, SharedPromptState, create_request, shared_state
 from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeTokens, Walk
@@ -71,6 +77,9 @@ class Engine:
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._active: dict[int, Request] = {}
+        self._levels = DraftedLevels()
+        self._looked_up = 0
+        """Accepted nodes of the round that only lookups had proposed."""
 
     @property
     def busy(self) -> bool:
@@ -123,6 +132,7 @@ class Engine:
         ended = request.ended(request.tokens[-1], request.remaining_tokens) if request.generated else ""
         if ended:
             return self._finished(request, ended)
+        request.levels = self._levels.next_text()
         self._requests[request.number] = request
         self.scheduler.submit(request)
         self.totals.prompt_tokens += request.prompt_length
@@ -160,6 +170,7 @@ class Engine:
         self.totals.compare(self.decision, sum([len(walk.tokens) for walk in walks if walk.decoded]))
         if self.drafters.features is not None:
             self.drafters.features.take(flight, walks)
+        self._looked_up = 0
         reports = [report for walk in walks for report in self._commit(walk)]
         self.scheduler.pool.free([slot for walk in walks for slot in walk.rejected])
         self.drafters.flush()
@@ -299,7 +310,13 @@ class Engine:
             return
         rows = walk.work.tree
         if not first:
-            request.acceptance.count(replica, rows.tokens, rows.parents, rows.depths, walk.accepted)
+            sources = request.acceptance.count(replica, rows.tokens, rows.parents, rows.depths, walk.accepted)
+            accepted, levels = drafted_levels(
+                sources, rows.parents, walk.accepted, self.drafters.lookup_sources
+            )
+            request.levels.observe(accepted, levels, len(walk.tokens))
+            self._levels.observe(accepted, levels, len(walk.tokens) / max(1, len(self._active)))
+            self._looked_up += len(walk.accepted) - accepted
         hit = replica.advance(walk.tokens).hit
         self.totals.late_expansions += replica.take_late()
         if not walk.ended:
@@ -321,7 +338,7 @@ class Engine:
         self.times.add(flight.rows, forward_s, waited_s, total_s)
         decoding = [walk for walk in walks if walk.decoded]
         if decoding:
-            self.monitor.judge(self.drafters.working)
+            self.monitor.judge(self.drafters.drafting)
         if flight.result.includes_capture:
             return  # its time does not predict later rounds
         slots = sum(len(walk.work.chunk.slots) for walk in walks)
@@ -333,10 +350,10 @@ class Engine:
                 rows=flight.rows,
                 reading=flight.reading,
                 tokens=sum(len(walk.tokens) for walk in decoding),
+                looked_up=self._looked_up,
                 forward_s=forward_s,
                 host_s=total_s - forward_s - waited_s,
                 total_s=total_s,
-                levels=sum(walk.levels for walk in decoding),
             )
         )
 

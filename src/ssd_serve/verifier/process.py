@@ -62,7 +62,7 @@ def run(config: EngineConfig, servers: Listener, joining: Listener, files: RankF
     verifier = assemble_verifier(config, lambda text: _say(server, log, text), log=log, ranks=ranks)
     settle_memory()
     loop = VerifierLoop(
-        server, [joining, *others], verifier.engine, lambda: whole_status(verifier), verifier.remember, log
+        server, [joining, *others], verifier.engine, lambda: whole_status(verifier), verifier.times.store, log
     )
     if config.mode is Mode.SSD:
         _say(server, log, "waiting for the drafters")
@@ -84,18 +84,18 @@ class VerifierLoop:
         joining: Sequence[Listener],
         engine: Engine,
         status: Callable[[], Status],
-        remember: Callable[[], None],
+        store_times: Callable[[], None],
         log: Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The first of `joining` is for this server's own drafters. `remember` stores measurements for the
+        """The first of `joining` is for this server's own drafters. `store_times` stores measurements for the
         next start; it is called periodically, since a process may be killed."""
         self._server = server
         self._joining = joining
         self._engine = engine
         self._unsent: deque[Message] = deque()
         self._status_at = 0.0
-        self._remember = remember
+        self._store_times = store_times
         self._status = status
         self._reporter = EngineLogReporter(engine, log)
         self._held = GrammarQueue(engine.grammars)
@@ -172,7 +172,7 @@ class VerifierLoop:
             self._engine.drafters.heartbeat()
         if now - self._remembered_at >= _REMEMBER_S:
             self._remembered_at = now
-            self._remember()
+            self._store_times()
         while self._unsent and self._server.post(self._unsent[0]):
             self._unsent.popleft()
         self._server.flush()
@@ -315,7 +315,7 @@ def whole_status(verifier: AssembledVerifier) -> Status:
 def engine_status(engine: Engine) -> Status:
     scheduler, times = engine.scheduler, engine.times
     prefix = scheduler.prefix
-    mode, gains = engine.planner.execution.mode, engine.planner.mode_gains()
+    mode, gains = engine.planner.mode, engine.planner.mode_gains()
     return Status(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),

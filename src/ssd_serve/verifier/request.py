@@ -18,7 +18,7 @@ from ssd_serve.sampling.grammar import MatcherState
 from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.parameters import needs_counts, needs_overrides
 from ssd_serve.sampling.processors import TokenCounts
-from ssd_serve.verifier.acceptance import Acceptance
+from ssd_serve.verifier.acceptance import Acceptance, DraftedLevels
 
 
 class TokenSequence(Sequence[int]):
@@ -102,6 +102,7 @@ class Request:
     replica: Replica | None = None
     figures: Figures = field(default_factory=Figures)
     acceptance: Acceptance = field(default_factory=Acceptance)
+    levels: DraftedLevels = field(default_factory=DraftedLevels)
     scored: int = 0
     """Number of prompt tokens, from the second on, with reported log-probabilities."""
     _common: dict[int, int] = field(default_factory=dict[int, int])

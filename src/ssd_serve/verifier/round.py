@@ -121,12 +121,6 @@ class Walk(NamedTuple):
         return len(self.work.chunk.slots) == 1 and bool(self.tokens)
 
     @property
-    def levels(self) -> int:
-        """Number of tree levels with an accepted node, plus one if no node of the next level matched."""
-        last = self.accepted[-1] if self.accepted else -1
-        return len(self.accepted) + (not self.ended and last in self.work.tree.parents)
-
-    @property
     def kept(self) -> list[int]:
         """Slots of the accepted nodes."""
         return [self.work.node_slots[index] for index in self.accepted]

@@ -261,7 +261,7 @@ class InProcessEngine(EngineBackend):
         if not answers and self._verifier.engine.busy:
             answers += [each for each in self._verifier.engine.step() if isinstance(each, Report)]
             if not self._verifier.engine.busy:
-                self._verifier.remember()
+                self._verifier.times.store()
         return answers
 
 

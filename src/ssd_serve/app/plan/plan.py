@@ -12,7 +12,7 @@ from ssd_serve.app.plan.devices import Forward, ForwardParts, Platform, cost_tab
 from ssd_serve.app.plan.known_models import PlannedModel
 from ssd_serve.base.cost import HostCost
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.verifier.control.forecast import DecodingLoad, DraftStep, forecast
+from ssd_serve.verifier.control.mode_controller import DecodingLoad, DraftStep, forecast
 from ssd_serve.verifier.drafters.pool import SpeculationMode
 
 DRAFT_HOST_S = 1e-3

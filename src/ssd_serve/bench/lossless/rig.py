@@ -39,7 +39,7 @@ from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
 from ssd_serve.verifier.assembly import EngineParts, build_engine
-from ssd_serve.verifier.control.budget import FixedSteps, NoWait
+from ssd_serve.verifier.control.wait import FixedSteps, NoWait
 from ssd_serve.verifier.drafters.admission import check_hello
 from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.drafters.pool import DrafterPool

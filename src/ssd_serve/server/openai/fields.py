@@ -23,12 +23,14 @@ from pydantic import (
     Field,
     Tag,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic import Strict as Strictness
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from ssd_serve.base.messages import FixedShape
 from ssd_serve.sampling.parameters import range_of
 from ssd_serve.sampling.validation import range_field
 from ssd_serve.server.errors import ApiError, bad_request
@@ -268,6 +270,12 @@ class SpeculationOptions(Lenient):
     max_nodes: Annotated[int, Field(ge=0, le=1024)] | None = Field(
         None, description="most draft tokens that a round verifies"
     )
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="draft tokens that each round verifies, whatever they cost"
+    )
+    shape: Literal["chain", "tree"] | None = Field(
+        None, description="shape of num_speculative_tokens draft tokens; null: chain"
+    )
     trace: bool | None = Field(
         None, description="report the number of tokens of each round: all but a round's last one were drafted"
     )
@@ -276,6 +284,18 @@ class SpeculationOptions(Lenient):
     def most_nodes(self) -> int | None:
         """Most draft tokens of a round; None: no limit but cost."""
         return 0 if self.mode == "off" else self.max_nodes
+
+    @model_validator(mode="after")
+    def _shape_has_a_number(self) -> "SpeculationOptions":
+        if self.shape is not None and self.num_speculative_tokens is None:
+            raise ValueError("shape needs num_speculative_tokens")
+        return self
+
+    @property
+    def fixed_shape(self) -> FixedShape | None:
+        """Shape of the draft tokens of each round; None: the server's."""
+        count = self.num_speculative_tokens
+        return FixedShape(count, self.shape != "tree") if count else None
 
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag
 
-from ssd_serve.base.messages import RequestOptions
+from ssd_serve.base.messages import FixedShape, RequestOptions
 from ssd_serve.sampling.validation import Choices, Seed, Temperature, range_field, with_number_fields
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS, MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
 from ssd_serve.server.openai.fields import (
@@ -181,6 +181,11 @@ class GenerationRequest(Lenient):
     def max_nodes(self) -> int | None:
         """Most draft tokens of a round: the limit of `speculation`, 0 where its mode is off."""
         return None if self.speculation is None else self.speculation.most_nodes
+
+    @property
+    def shape(self) -> FixedShape | None:
+        """Fixed shape of the draft tokens: that of `speculation`."""
+        return None if self.speculation is None else self.speculation.fixed_shape
 
     def as_chat(self, **fields: Any) -> "ChatRequest":
         """Return a chat request with the fields of all generation requests, and these."""

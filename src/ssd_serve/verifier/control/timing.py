@@ -1,14 +1,16 @@
-"""Step times of a model at start: measured on GPUs, expected on CPUs; stored for the next start with the gains.
+"""Step times of a model at start: measured on GPUs, expected on CPUs; stored for the next start.
 
-A file is named by everything that the times depend on: the model's sizes and dtype, the device, the processor
-and the versions. On GPUs stored times are checked with a few forwards, and measured again if they are wrong. On
-CPUs nothing is measured at start. The times are those of the last session's rounds, else follow from what is known
-of the processor. Live rounds correct them.
+Only costs of the device are stored, nothing that depends on texts. A file is named by everything that the times
+depend on: the model's sizes and dtype, the device, the processor and the versions. On GPUs stored times are
+checked with a few forwards, and measured again if they are wrong. On CPUs nothing is measured at start. The times
+are those of the last session's rounds, else follow from what is known of the processor. The first rounds give their
+level. Live rounds correct all of them.
 """
 
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 import torch
 
-from ssd_serve.base.cost import CostTable, Timing
+from ssd_serve.base.cost import FIRST_ROUNDS, CostTable, Timing
 from ssd_serve.base.devices import Device, processor_name
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.stored import read_stored, stored_path, write_stored
@@ -36,11 +38,8 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 class _Timings(msgspec.Struct):
     timings: list[tuple[_Count, Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(gt=0)]]]
     """Rows, context and seconds."""
-    format: Literal[1] = 1
-
-
-class _Gains(msgspec.Struct):
-    gains: dict[_Count, dict[str, Annotated[float, msgspec.Meta(ge=0, lt=1000)]]]
+    date: str = ""
+    """Day of the measurement."""
     format: Literal[1] = 1
 
 
@@ -50,22 +49,17 @@ class TimingFiles:
     def __init__(self, folder: Path, log: Logger) -> None:
         self._folder = folder
         self._log = log
-        self.measured_otherwise = False
-        """True if a stored time has turned out to be different."""
 
-    def expected(self, identity: Mapping[str, object], guess: Callable[[], Sequence[Timing]]) -> CostTable:
-        """Return a table of stored timings, else of a guess. Runs no forward."""
+    def stored(self, identity: Mapping[str, object]) -> list[Timing]:
+        """Return the timings that an earlier session stored; empty if there are none."""
         stored = read_stored(self._path(identity), _Timings)
-        if stored is None:
-            return CostTable(guess(), guessed=True)
-        table = CostTable([Timing(*each) for each in stored.timings], guessed=True)
-        table.guessed = False  # timed, but perhaps while other work disturbed the machine
-        return table
+        return [Timing(*each) for each in stored.timings] if stored is not None else []
 
     def store(self, identity: Mapping[str, object], timings: Sequence[Timing]) -> None:
         """Store timings for the next start."""
         content = [(each.rows, each.context, each.seconds) for each in timings]
-        write_stored(self._path(identity), _Timings(content), self._log)
+        today = datetime.now(UTC).date().isoformat()
+        write_stored(self._path(identity), _Timings(content, today), self._log)
 
     def _path(self, identity: Mapping[str, object]) -> Path:
         return stored_path(self._folder, "cost", identity)
@@ -81,11 +75,9 @@ class TimingFiles:
         A measurement is stored if `probe` agrees with it afterwards. If it never does, other work disturbs the
         machine: the least of all times is returned, and the next start measures again.
         """
-        stored = read_stored(self._path(identity), _Timings)
-        known = [Timing(*each) for each in stored.timings] if stored is not None else []
+        known = self.stored(identity)
         if known and _agree(known, probe()):
             return known
-        self.measured_otherwise = self.measured_otherwise or bool(known)
         found: list[Timing] = []
         for _ in range(_TRIES):
             measured, probed = measure(), probe()
@@ -107,9 +99,12 @@ class StepTimes:
         self._measured: dict[Device, Sequence[Timing]] = {}
         self._live: list[tuple[dict[str, object], CostTable]] = []
         self._stored_at = 0
+        self.guessed = False
+        """True if times follow from figures of the processor alone: no round has been timed."""
 
     def table(self, device: Device) -> CostTable:
-        """Return a new table: of measured times on GPUs, of stored or expected ones on CPUs."""
+        """Return a new table: of measured times on GPUs, of stored or expected ones on CPUs, which take their level
+        from the first rounds."""
         if device.kind != "cpu":
             if device not in self._measured:
                 self._measured[device] = remembered_timings(self._model, str(device), self._files)
@@ -124,8 +119,15 @@ class StepTimes:
             cores=cores,
         )
         dtype = DTYPES.get(facts.dtype, torch.bfloat16)  # packed weights multiply rows in bf16
-        roof = stored_roof(self._folder, dtype, cores) or expected_roof(cores, dtype)
-        table = self._files.expected(name, lambda: expected_timings(facts, roof))
+        stored = self._files.stored(name)
+        self.guessed = self.guessed or not stored
+        if not stored:
+            roof = stored_roof(self._folder, dtype, cores) or expected_roof(cores, dtype)
+            stored = expected_timings(facts, roof)
+        table = CostTable(stored, first_rounds=FIRST_ROUNDS)
+        for _, other in self._live:
+            other.same_source = (*other.same_source, table)
+        table.same_source = [other for _, other in self._live]
         self._live.append((name, table))
         return table
 
@@ -138,27 +140,6 @@ class StepTimes:
         for name, table in sorted(self._live, key=lambda each: each[1].rounds):
             if table.rounds >= _FEWEST_ROUNDS:
                 self._files.store(name, table.timings())
-
-
-class GainFile:
-    """Measured gain of each mode by level of load, for one pair and its devices."""
-
-    def __init__(self, folder: Path, identity: Mapping[str, object], log: Logger) -> None:
-        self._path = stored_path(folder, "layouts", identity)
-        self._log = log
-        self._written: dict[int, dict[str, float]] = {}
-
-    def read(self) -> dict[int, dict[str, float]]:
-        """Return the stored gains; empty if there is no readable file."""
-        stored = read_stored(self._path, _Gains)
-        return stored.gains if stored is not None else {}
-
-    def write(self, gains: Mapping[int, Mapping[str, float]]) -> None:
-        """Store these gains unless they are the stored ones."""
-        content = {load: dict(each) for load, each in gains.items()}
-        if content != self._written:
-            self._written = content
-            write_stored(self._path, _Gains(content), self._log)
 
 
 def _least(timings: Iterable[Timing]) -> list[Timing]:

@@ -56,7 +56,7 @@ class SpeculationMode(Enum):
 
     ASYNC = "async"
     SYNC = "sync"
-    PLAIN = "off"  # its name in /load, /metrics and files of gains
+    PLAIN = "off"  # its name in /load and /metrics
 
 
 class DrafterPool:
@@ -121,11 +121,18 @@ class DrafterPool:
         return any(each.working for each in self._connections.values())
 
     @property
+    def drafting(self) -> bool:
+        """True if a drafter other than a lookup works."""
+        return any(each.working and not each.is_lookup for each in self._connections.values())
+
+    @property
     def mode(self) -> SpeculationMode:
         """The mode that `set_mode` has set, else the one that the joined drafters give."""
         if self._mode is not None:
             return self._mode
-        working = [each.synchronous for each in self._connections.values() if each.working]
+        working = [
+            each.synchronous for each in self._connections.values() if each.working and not each.is_lookup
+        ]
         if not working:
             return SpeculationMode.PLAIN
         return SpeculationMode.SYNC if all(working) else SpeculationMode.ASYNC
@@ -146,6 +153,10 @@ class DrafterPool:
         for each in self._connections.values():
             bits |= each.source_bit * each.is_lookup
         return bits
+
+    def has(self, mode: SpeculationMode) -> bool:
+        """Return whether a drafter of this mode has joined, working or paused; lookups belong to none."""
+        return any(not each.is_lookup for each in self._of(mode))
 
     def step_s_in(self, mode: SpeculationMode) -> float:
         """Seconds of the fastest step among the drafters of a mode, paused or not; 0: unknown."""
@@ -440,10 +451,11 @@ class DrafterPool:
 
     def _update_pause(self, drafter: DrafterConnection) -> None:
         """Let a drafter work or pause, as the mode asks."""
-        modes = {SpeculationMode.SYNC if drafter.synchronous else SpeculationMode.ASYNC}
-        if drafter.is_lookup:
-            modes = {SpeculationMode.SYNC, SpeculationMode.ASYNC}
-        self._guard(drafter, drafter.pause, self._mode is not None and self._mode not in modes)
+        mode = SpeculationMode.SYNC if drafter.synchronous else SpeculationMode.ASYNC
+        pauses = (
+            self._mode not in (None, mode) and not drafter.is_lookup
+        )  # a lookup costs nothing until it matches
+        self._guard(drafter, drafter.pause, pauses)
 
 
 def _drafts(drafter: DrafterConnection, request: int) -> bool:
