@@ -2,10 +2,12 @@
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from threading import Event
 
 import pytest
 
+from ssd_serve.base.contention import CoreContention
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.messages import (
     Abort,
@@ -82,6 +84,16 @@ def test_reason_is_logged_when_it_changes_at_most_once_a_second() -> None:
     assert 'does not speculate why="no drafter answers"' in line
     assert lines(30.5, DecisionReason.PAYS) == []
     assert len(lines(31.0, DecisionReason.PAYS)) == 1
+
+
+def test_a_busy_machine_is_logged_at_most_once_a_minute(tmp_path: Path) -> None:
+    log, contention = io.StringIO(), CoreContention(tmp_path)
+    reporter = EngineLogReporter(make_engine(Case(drafter="none"))[0], Logger("verifier", stream=log))
+    for now, busy in ((0, False), (1, True), (2, True), (3, False), (30, True), (62, True)):
+        contention.busy = busy
+        reporter.report_contention(contention, now)
+    lines = [line.partition("this machine ")[2].partition(":")[0] for line in log.getvalue().splitlines()]
+    assert lines == ["is busy", "is no longer busy", "is busy"]
 
 
 def test_final_status_precedes_last_tokens() -> None:

@@ -336,6 +336,8 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     health: AcceptanceHealth = AcceptanceHealth.GOOD
     memory_shortages: int = 0
     """Rounds in which a device was out of memory."""
+    machine_busy: bool = False
+    """True if other programs take cores that the verifier needs."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

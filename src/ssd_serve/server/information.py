@@ -115,6 +115,7 @@ class Load(TypedDict):
     """Requests in flight."""
 
     server_load: Annotated[int, Field(ge=0)]
+    machine_busy: Annotated[bool, Field(description="other programs take cores that the target needs")]
     speculation: NotRequired[Annotated[RoundDecision, Field(description="absent before the first round")]]
 
 
@@ -146,10 +147,10 @@ class InformationEndpoints:
 
     async def load(self) -> Response:
         """Return requests in flight, for load balancers, and the last decision about drafts."""
-        engine = self.service.engine
-        decided = engine.status.decision if engine.status is not None else None
+        engine, status = self.service.engine, self.service.engine.status
+        decided, busy = (status.decision, status.machine_busy) if status is not None else (None, False)
         more = {"speculation": _speculation(decided)} if decided is not None else {}
-        return JSONResponse({"server_load": engine.active, **more})
+        return JSONResponse({"server_load": engine.active, "machine_busy": busy, **more})
 
     async def server_info(self) -> Response:
         """Return the model, its devices, and non-default settings; the values of secrets and paths are hidden."""

@@ -1,5 +1,6 @@
 """The verifier process: receives requests, runs rounds, sends tokens and status, and accepts drafters."""
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from msgspec.structs import replace
 
+from ssd_serve.base.contention import CoreContention
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import EngineDeadError
@@ -46,6 +48,8 @@ _MAX_ACCEPTED = 16
 _REMEMBER_S = 5.0
 _WHY_S = 1.0
 """Least seconds between two log lines of the decision's reason."""
+_BUSY_S = 60.0
+"""Least seconds between two log lines that the machine is busy."""
 
 
 def run(config: EngineConfig, servers: Listener, joining: Listener, files: RankFiles) -> int:
@@ -97,6 +101,7 @@ class VerifierLoop:
         self._status_at = 0.0
         self._store_times = store_times
         self._status = status
+        self._contention = CoreContention()
         self._reporter = EngineLogReporter(engine, log)
         self._held = GrammarQueue(engine.grammars)
         self._remembered_at = time.monotonic()
@@ -133,7 +138,7 @@ class VerifierLoop:
             self._busy_at = self._clock()
             reports = self._engine.step()
             if not self._engine.busy:  # before the last tokens: a client with all tokens reads final counters
-                self._unsent.append(self._status())
+                self._unsent.append(self._current_status())
             self._unsent.extend(reports)
         else:
             self._sleep(_COMPILING_S if self._held else _STATUS_S / 2)
@@ -160,14 +165,19 @@ class VerifierLoop:
                     break
                 self._engine.drafters.admit(channel, channel.peer, remote=place > 0)
 
+    def _current_status(self) -> Status:
+        return replace(self._status(), machine_busy=self._contention.busy)
+
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
         now = time.monotonic()
         self._reporter.report(now)
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
+            self._contention.observe()
+            self._reporter.report_contention(self._contention, now)
             if len(self._unsent) < _MAX_UNSENT:
-                self._unsent.append(self._status())
+                self._unsent.append(self._current_status())
             self._reporter.report_health()
             self._engine.drafters.heartbeat()
         if now - self._remembered_at >= _REMEMBER_S:
@@ -261,6 +271,8 @@ class EngineLogReporter:
         self._why: DecisionReason | None = None
         self._why_logged_at = -_WHY_S
         self._shortages = 0
+        self._busy = False
+        self._busy_logged_at = -math.inf
 
     def report(self, now: float) -> None:
         """Log lack of memory, and changes of the reason why rounds speculate or not; `now`: seconds of any
@@ -299,6 +311,21 @@ class EngineLogReporter:
             self._log.info("speculation recovered")
         else:
             self._log.warning("speculation gives nothing", reason=health.value, advice="run `ssd doctor`")
+
+    def report_contention(self, contention: CoreContention, now: float) -> None:
+        """Log when the machine becomes busy, at most once a minute, and when it is no longer; `now`: seconds of
+        any clock."""
+        if contention.busy == self._busy or (contention.busy and now - self._busy_logged_at < _BUSY_S):
+            return
+        self._busy = contention.busy
+        if not self._busy:
+            self._log.info("this machine is no longer busy")
+            return
+        self._busy_logged_at = now
+        self._log.warning(
+            "this machine is busy: other programs take cores that the target needs, and answers are slower",
+            waited_percent=round(100 * contention.waited),
+        )
 
 
 def _price(price: CostEstimate | None) -> str:
