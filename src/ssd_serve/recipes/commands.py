@@ -23,12 +23,15 @@ def add_commands(recipe: argparse.ArgumentParser) -> None:
 
 def _add_eagle3(commands: Commands) -> None:
     parser = commands.add_parser("eagle3", help="train an EAGLE-3 head for a target, or resume a training")
-    parser.add_argument("target", type=Path, help="a model that the server can load")
+    parser.add_argument("target", help="a model that the server can load")
     parser.add_argument(
         "--work", type=Path, default=Path("training"), help="folder of corpus and checkpoints"
     )
     parser.add_argument(
         "--text", type=Path, nargs="+", help="files of text, or folders (default: Python's standard library)"
+    )
+    parser.add_argument(
+        "--chats", type=Path, nargs="+", help="JSON lines with the target's own answers, instead of texts"
     )
     parser.add_argument(
         "--layers", type=int, nargs="+", required=True, help="target layers whose outputs are read, from 0"
@@ -40,6 +43,7 @@ def _add_eagle3(commands: Commands) -> None:
     parser.add_argument("--tokens", type=positive, default=12_000_000, help="tokens to train on in all")
     parser.add_argument("--length", type=positive, default=384, help="tokens of a window (384)")
     parser.add_argument("--rows", type=positive, default=16, help="windows of a step (16)")
+    parser.add_argument("--rate", type=_above_zero, default=1.0, help="factor on the learning rates (1)")
     parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
     _add_training(parser)
     parser.set_defaults(run=run_eagle3)
@@ -107,10 +111,14 @@ def _above_zero(text: str) -> float:
 
 def run_eagle3(args: argparse.Namespace) -> int:
     """Train and export a head."""
+    from ssd_serve.models.hub import find_model
+    from ssd_serve.models.text.tokenizer import Tokenizer
     from ssd_serve.recipes import data
+    from ssd_serve.recipes.chats import prepare_chats, read_conversations
     from ssd_serve.recipes.eagle3 import HeadRecipe, export_head, train_head
 
-    _refuse_to_replace(args.head, "--head", args.target)
+    target = find_model(Settings().engine_config(), args.target, "target", _say)
+    _refuse_to_replace(args.head, "--head", target)
     recipe = HeadRecipe(
         layers=tuple(args.layers),
         proposed=args.proposed,
@@ -118,12 +126,18 @@ def run_eagle3(args: argparse.Namespace) -> int:
         tokens=args.tokens,
         rows=args.rows,
         length=args.length,
+        rate=args.rate,
+        chats=bool(args.chats),
         compiled=args.compile,
     )
     workspace = data.Workspace(args.work)
-    corpus = data.split_texts(data.read_texts(args.text)) if args.text else data.library_corpus()
-    workspace.prepare(corpus, data.load_tokenizer(args.target), recipe.min_tokens)
-    training = train_head(recipe, workspace, args.target, _say, args.device, _native(args.threads))
+    if args.chats:
+        conversations = read_conversations(args.chats, Tokenizer(target))
+        prepare_chats(workspace, conversations, target, recipe.min_tokens)
+    else:
+        corpus = data.split_texts(data.read_texts(args.text)) if args.text else data.library_corpus()
+        workspace.prepare(corpus, data.load_tokenizer(target), recipe.min_tokens)
+    training = train_head(recipe, workspace, target, _say, args.device, _native(args.threads))
     export_head(training.model, recipe, args.head, training.history)
     print(f"exported {args.head}")
     return 0

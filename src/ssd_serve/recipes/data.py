@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import UserError
 from ssd_serve.models.hub import resolve_model
+from ssd_serve.models.weights.formats import format_of
 from ssd_serve.recipes.checkpoint import write_json
 
 Ids = npt.NDArray[np.int64]
@@ -138,9 +139,11 @@ def _read_text(path: Path) -> str | None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load `tokenizer.json` of a folder, without truncation and padding."""
+    """Load `tokenizer.json` of a folder, or that of a GGUF file, without truncation and padding."""
     path = folder / "tokenizer.json"
     try:
+        if folder.is_file():
+            return format_of(folder).tokenizer(folder).backend
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no other type
         raise UserError(f"{path} is not a tokenizer: {error}") from error
@@ -164,9 +167,20 @@ class Workspace:
 
         Raises `UserError` for too little text, and for a folder of other texts or another tokenizer.
         """
-        if self._is_prepared(tokenizer, corpus):
+        if self.is_prepared(tokenizer, corpus.sha256):
             return
         train, held_out = _encode(corpus.train, tokenizer), _encode(corpus.held_out, tokenizer)
+        self.write(train, held_out, tokenizer, corpus.sha256, min_tokens)
+
+    def write(
+        self,
+        train: Sequence[Ids],
+        held_out: Sequence[Ids],
+        tokenizer: Tokenizer,
+        sha256: str,
+        min_tokens: int,
+    ) -> None:
+        """Write documents of tokens as streams. Raises `UserError` for too little text."""
         for documents, needed, use in (
             (train, min_tokens, "learn from"),
             (held_out, _MIN_HELD_OUT_TOKENS, "hold out"),
@@ -182,18 +196,19 @@ class Workspace:
             small = ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.uint32)
             np.save(self.folder / f"{name}.npy", small)
         lengths = [len(document) for document in held_out]
-        write_json(self._summary_file, {"texts_sha256": corpus.sha256, "held_out_lengths": lengths})
+        write_json(self._summary_file, {"texts_sha256": sha256, "held_out_lengths": lengths})
 
     @property
     def _summary_file(self) -> Path:
         return self.folder / "corpus.json"
 
-    def _is_prepared(self, tokenizer: Tokenizer, corpus: Corpus) -> bool:
+    def is_prepared(self, tokenizer: Tokenizer, sha256: str) -> bool:
+        """Return True if the streams are those of these texts. Raises `UserError` for streams of others."""
         if not self._summary_file.exists():
             return False
         if load_tokenizer(self.folder).to_str() != tokenizer.to_str():
             raise UserError(f"{self.folder} was made with another tokenizer: choose another folder.")
-        if self._summary().get("texts_sha256") != corpus.sha256:
+        if self._summary().get("texts_sha256") != sha256:
             raise UserError(f"{self.folder} was made of other texts: choose another folder.")
         return True
 

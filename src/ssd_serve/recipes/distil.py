@@ -4,7 +4,7 @@ The target is any model that the server can load. The draft keeps its sizes, tok
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -49,8 +49,7 @@ class DistilRecipe(Recipe):
     @property
     def rates(self) -> Rates:
         """Return the learning rates."""
-        names = ("matrix", "embedding", "head", "norm")
-        return replace(RATES, **{name: self.rate * getattr(RATES, name) for name in names})
+        return RATES.scaled(self.rate)
 
 
 @dataclass(frozen=True)

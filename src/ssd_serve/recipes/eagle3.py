@@ -6,7 +6,7 @@ engine's head, so that tests can compare the two.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.registry import load_description
-from ssd_serve.models.heads.load import target_embedding
+from ssd_serve.models.heads.load import target_embedding, target_head, target_norm
+from ssd_serve.recipes.chats import LONGEST, ChatLessons
 from ssd_serve.recipes.checkpoint import llama_config, replaced_folder, write_json, write_weights
-from ssd_serve.recipes.data import Workspace, evaluation_windows
+from ssd_serve.recipes.data import Ids, Workspace, evaluation_windows
 from ssd_serve.recipes.decoder import Mlp, Norm, Shape, rotary_tables, rotate
 from ssd_serve.recipes.training import Lesson, Rates, Recipe, Teacher, Training, run
 
@@ -133,28 +135,49 @@ def steps_of(
         embedded = functional.embedding(tokens, embedding)
         shifted = [embedded[:, 1 + step : 1 + step + rows] for step in range(steps)]
         outputs = head(shifted, lesson.features[:, :rows].float())
-        truth = [lesson.logits[:, 1 + step : 1 + step + rows] for step in range(steps)]
+        truth = [_at_step(lesson.logits, step, rows) for step in range(steps)]
         return [(head.logits(own), true) for own, true in zip(outputs, truth, strict=True)]
 
 
+def _at_step(places: Tensor, step: int, rows: int) -> Tensor:
+    """Return what [batch, length, ...] holds at the tokens that a step reads."""
+    return places[:, 1 + step : 1 + step + rows]
+
+
 def head_loss(head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Lesson, steps: int) -> Tensor:
-    """Return the cross entropy against the target over the proposed tokens and all steps, in nats a token."""
+    """Return the cross entropy against the target over the proposed tokens and all steps, in nats a token.
+
+    The lesson's logits are those of the proposed tokens.
+    """
     total, weight = torch.zeros((), device=tokens.device), 1.0
-    for guesses, truth in steps_of(head, embedding, tokens, lesson, steps):
-        wanted = functional.softmax(truth.float()[..., head.ids], dim=-1)
-        total = total - weight * (wanted * functional.log_softmax(guesses.float(), dim=-1)).sum(-1).mean()
+    shares = replace(lesson, logits=functional.softmax(lesson.logits.float(), dim=-1))
+    for step, (guesses, wanted) in enumerate(steps_of(head, embedding, tokens, shares, steps)):
+        guesses = guesses.float()
+        each = torch.logsumexp(guesses, dim=-1) - (wanted * guesses).sum(-1)
+        total = total + weight * _mean(each, lesson.counted, step)
         weight *= STEP_WEIGHT
     return total
+
+
+def _mean(values: Tensor, counted: Tensor | None, step: int) -> Tensor:
+    """Return the mean of a step's values [batch, rows] over the places that count."""
+    if counted is None:
+        return values.mean()
+    counts = _at_step(counted, step, values.shape[1]).float()
+    return (values * counts).sum() / counts.sum().clamp(min=1.0)
 
 
 @torch.no_grad()
 def agreement_by_step(
     head: TrainedHead, embedding: Tensor, tokens: Tensor, lesson: Lesson, steps: int
 ) -> list[float]:
-    """Return the share of places at which both choose the same token at temperature 0, for each step."""
+    """Return the share of places at which both choose the same token at temperature 0, for each step.
+
+    The lesson's logits are those of the whole vocabulary.
+    """
     return [
-        float((head.ids[guesses.argmax(-1)] == truth.argmax(-1)).float().mean())
-        for guesses, truth in steps_of(head, embedding, tokens, lesson, steps)
+        float(_mean((head.ids[guesses.argmax(-1)] == truth.argmax(-1)).float(), lesson.counted, step))
+        for step, (guesses, truth) in enumerate(steps_of(head, embedding, tokens, lesson, steps))
     ]
 
 
@@ -167,7 +190,8 @@ class HeadRecipe(Recipe):
     """The training of a head.
 
     `layers`: numbers of the target layers, from 0; the head reads their outputs. `proposed`: number of the most
-    frequent tokens that the head can propose. `steps`: steps of the training-time test.
+    frequent tokens that the head can propose. `steps`: steps of the training-time test. `rate` multiplies the learning
+    rates. `chats`: the workspace holds conversations.
     """
 
     layers: tuple[int, ...]
@@ -176,7 +200,28 @@ class HeadRecipe(Recipe):
     tokens: int = 12_000_000
     rows: int = 16
     length: int = 384
+    rate: float = 1.0
+    chats: bool = False
     seed: int = 2
+
+    @property
+    def rates(self) -> Rates:
+        """Return the learning rates."""
+        return Rates().scaled(self.rate)
+
+
+class TextLessons:
+    """Texts of tokens, which the target reads anew for each step."""
+
+    def __init__(self, workspace: Workspace, teacher: Teacher) -> None:
+        self.stream, self.held_out, self._teacher = workspace.stream, workspace.held_out, teacher
+
+    def counts(self, vocabulary: int) -> Ids:
+        return np.bincount(self.stream(), minlength=vocabulary)
+
+    def read(self, windows: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Lesson]:
+        lesson = self._teacher.read(windows)
+        return windows, lesson if ids is None else replace(lesson, logits=lesson.logits[..., ids])
 
 
 def train_head(
@@ -194,29 +239,36 @@ def train_head(
     shape = head_shape(target)
     _check(recipe, shape, load_description(target).config.layers)
     length = min(_LENGTH, shape.context)
-    places = max(recipe.rows * recipe.length, length)
-    teacher = Teacher(target, places, recipe.layers, device, native=native)
-    embedding = target_embedding(target, shape.vocabulary, shape.hidden).to(teacher.device, torch.float32)
+    places = LONGEST if recipe.chats else max(recipe.rows * recipe.length, length)
+    layers = (*recipe.layers, FINAL) if recipe.chats else recipe.layers
+    teacher = Teacher(target, places, layers, device, native=native)
+    place, sizes = teacher.device, (shape.vocabulary, shape.hidden)
+    embedding = target_embedding(target, *sizes).to(place, torch.float32)
+    output = target_head(target, *sizes).to(place, torch.bfloat16)
+    lessons = ChatLessons(workspace, teacher, output) if recipe.chats else TextLessons(workspace, teacher)
     torch.manual_seed(recipe.seed)
-    ids = frequent_tokens(workspace, recipe.proposed, shape.vocabulary)
-    head = TrainedHead(shape, ids, len(recipe.layers)).to(teacher.device)
+    ids = frequent_tokens(lessons.counts(shape.vocabulary), recipe.proposed).to(place)
+    head = TrainedHead(shape, ids, len(recipe.layers)).to(place)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(output[ids])
+        head.norm.weight.copy_(target_norm(target, shape.hidden))
     lesson_loss = torch.compile(head_loss, dynamic=False) if recipe.compiled else head_loss
 
     def loss(model: TrainedHead, inputs: Tensor) -> Tensor:
-        return lesson_loss(model, embedding, inputs, teacher.read(inputs), recipe.steps)
+        return lesson_loss(model, embedding, *lessons.read(inputs, ids), recipe.steps)
 
-    windows = torch.from_numpy(evaluation_windows(workspace.held_out(), length, _WINDOWS)).to(teacher.device)
+    windows = torch.from_numpy(evaluation_windows(lessons.held_out(), length, _WINDOWS)).to(place)
 
     def figures(model: TrainedHead) -> dict[str, float]:
-        texts = [each[None, :-1] for each in windows]
         shares = [
-            agreement_by_step(model, embedding, text, teacher.read(text), recipe.steps) for text in texts
+            agreement_by_step(model, embedding, *lessons.read(each[None, :-1]), recipe.steps)
+            for each in windows
         ]
         mean = np.mean(shares, axis=0)
         return {f"agreement_{step}": float(share) for step, share in enumerate(mean)}
 
     checkpoint = workspace.checkpoint("head")
-    training = Training(recipe, Rates(), head, workspace.stream(), checkpoint, loss)
+    training = Training(recipe, recipe.rates, head, lessons.stream(), checkpoint, loss)
     if checkpoint.exists():
         training.load()
     say(f"head: {training.tokens:,} of {recipe.tokens:,} tokens")
@@ -226,10 +278,9 @@ def train_head(
     return training
 
 
-def frequent_tokens(workspace: Workspace, count: int, vocabulary: int) -> Tensor:
-    """Return the ids of the most frequent tokens of the text, ascending: int64 [count]."""
-    counts = np.bincount(workspace.stream(), minlength=vocabulary)
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count])).to(torch.int64)
+def frequent_tokens(counts: Ids, proposed: int) -> Tensor:
+    """Return the ids of the most frequent tokens, ascending: int64 [proposed]."""
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:proposed])).to(torch.int64)
 
 
 def _check(recipe: HeadRecipe, shape: Shape, target_layers: int) -> None:

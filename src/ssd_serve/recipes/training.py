@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.models.architectures.registry import load_description
+from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.models.load import ModelOptions, load_model
-from ssd_serve.recipes.data import Sampler, Stream
+from ssd_serve.recipes.data import Ids, Sampler, Stream
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Lesson:
 
     logits: Tensor  # [texts, length, vocabulary]
     features: Tensor | None = None  # concatenated outputs of layers, [texts, length, layers * hidden]
+    counted: Tensor | None = None  # whether to learn the logits of a place, bool [texts, length]; None: all
 
 
 class Teacher:
@@ -43,33 +46,44 @@ class Teacher:
         native: NativeLibrary | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         wish = ModelOptions(
-            device=device, dtype=dtype, slots=places, context=None, native=native, features=self._layers
+            device=device, dtype=dtype, slots=places, context=None, native=native, features=self.layers
         )
         self._model = load_model(folder, wish)
+        self.width = len(self.layers) * load_description(folder).config.hidden
 
     def read(self, tokens: Tensor) -> Lesson:
         """Compute the lesson of tokens int64 [texts, length]."""
         texts, length = tokens.shape
-        places = torch.arange(texts * length).view(texts, length).tolist()
-        parts = [
-            RequestRows(
-                tokens=row,
-                positions=range(length),
-                write_slots=own,
-                prefix_slots=np.zeros(0, np.int32),
-                wanted=range(length),
-            )
-            for row, own in zip(tokens.tolist(), places, strict=True)
-        ]
-        result = self._model.forward(build_batch(parts))
+        result = self._model.forward(build_batch(_texts(tokens.tolist(), length)))
         # Copies, because a backward pass cannot keep what was made in inference mode.
         logits = result.logits.clone().view(texts, length, -1)
-        if not self._layers:
+        if not self.layers:
             return Lesson(logits)
-        features = torch.cat([result.features[f"layer.{layer}"] for layer in self._layers], dim=-1)
-        return Lesson(logits, features.clone().view(texts, length, -1))
+        return Lesson(logits, self._joined(result).view(texts, length, -1))
+
+    def outputs(self, text: Ids) -> Tensor:
+        """Compute the outputs of `layers` for a text of `places` tokens at most: [tokens, layers * hidden]."""
+        return self._joined(self._model.forward(build_batch(_texts([text.tolist()], 1))))
+
+    def _joined(self, result: ForwardResult) -> Tensor:
+        return torch.cat([result.features[feature_name(layer)] for layer in self.layers], dim=-1).clone()
+
+
+def _texts(texts: list[list[int]], wanted: int) -> list[RequestRows]:
+    """Return whole texts of one length as rows; logits are those of the last `wanted` tokens of each."""
+    length = len(texts[0])
+    return [
+        RequestRows(
+            tokens=text,
+            positions=range(length),
+            write_slots=range(index * length, (index + 1) * length),
+            prefix_slots=np.zeros(0, np.int32),
+            wanted=range(length - wanted, length),
+        )
+        for index, text in enumerate(texts)
+    ]
 
 
 def rate_factor(seen: int, tokens: int, warm_up: float = 0.015, decay: float = 0.35) -> float:
@@ -90,6 +104,11 @@ class Rates:
     head: float = 0.004
     norm: float = 0.004
     matrix_decay: float = 0.02
+
+    def scaled(self, factor: float) -> "Rates":
+        """Return these rates times a factor."""
+        names = ("matrix", "embedding", "head", "norm")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 class Optimiser:

@@ -125,6 +125,12 @@ def target_head(target: Path, vocabulary: int, hidden: int, *, allow_pickle: boo
         return weight
 
 
+def target_norm(target: Path, hidden: int) -> torch.Tensor:
+    """The norm before the head of a whole model, [hidden]."""
+    with Checkpoint(target, partly=True) as checkpoint:
+        return checkpoint.read("model.norm.weight", (hidden,))
+
+
 def _sizes(config: EagleConfig, parallel: Parallel) -> Sizes:
     usual = dense_sizes(config.layer, parallel)
     qkv, *rest = usual.matrices
