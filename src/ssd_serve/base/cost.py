@@ -6,6 +6,7 @@ It uses numpy only and depends on no models or trees.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ _READ_BLEND = 0.1
 _LOCAL_DECAY = 0.998
 _MAX_OFF = 2.0
 FIRST_ROUNDS = 8
-"""Live rounds from which a table of expected times takes its level."""
+"""Live rounds whose median is the level of a table of expected times."""
 _HOST_MEMORY = 0.995
 _HOST_SLACK_S = 0.5e-3
 _HOST_EVERY = 16
@@ -74,7 +75,7 @@ class CostTable:
     def __init__(
         self, timings: Sequence[Timing] = (), prior_s: float = 0.02, *, first_rounds: int | None = None
     ) -> None:
-        """`first_rounds`: the number of first live rounds whose average is the table's level, where `timings`
+        """`first_rounds`: the number of first live rounds whose median is the table's level, where `timings`
         were not measured on this machine just now."""
         self._points = np.asarray(POINTS, dtype=np.float64)
         self._context_s, self._row_context_s = _context_costs(timings)
@@ -87,6 +88,7 @@ class CostTable:
         self.same_source: Sequence[CostTable] = ()
         """Tables whose timings come from the same source: they share an error of the level."""
         self._first_rounds = (0 if timings else 1) if first_rounds is None else first_rounds
+        self._first_ratios: list[float] = []
 
     def span(
         self, first: int, last: int, reading: Reading | None = None, each: float = 0.0, live: bool = True
@@ -133,7 +135,8 @@ class CostTable:
         ratio = seconds / expected_s
         self.rounds += 1
         if self.rounds <= self._first_rounds:
-            self._level *= ratio ** (1 / self.rounds)
+            self._first_ratios.append(self._level * ratio)
+            self._level = median(self._first_ratios)  # the very first rounds are slow
             if 1 < self.rounds == self._first_rounds:
                 # The level of the first rounds belongs to the table's start: `first_seconds` has it, too.
                 for table in (self, *(each for each in self.same_source if not each.rounds)):
