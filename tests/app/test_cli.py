@@ -50,7 +50,6 @@ Captured = pytest.CaptureFixture[str]
         (["generate", "x", "--seed", "-1"], "--seed"),
         (["generate", "x", "--mode", "fast"], "the flag --mode: input should be 'ar'"),
         (["generate", "x", "--target-device", "tpu"], "device 'tpu' is unknown"),
-        (["worker", "verifier"], "required: arguments"),
     ],
 )
 def test_mistakes(arguments: list[str], sentence: str, capsys: Captured, tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_help_lists_settings_with_choices_types_and_defaults(command: str, capsy
         assert expected in text
 
 
-def test_help_needs_no_torch_and_hides_workers() -> None:
+def test_help_needs_no_torch() -> None:
     code = (
         "import sys; from ssd_serve.app.cli.main import main\n"
         "try: main(['--help'])\n"
@@ -117,7 +116,6 @@ def test_help_needs_no_torch_and_hides_workers() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "worker" not in done.stdout
     for number, _ in cli.EXIT_CODES:
         assert f" {number}  " in done.stdout
 

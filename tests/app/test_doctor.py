@@ -22,14 +22,16 @@ from ssd_serve.kernels.attention.backends import AttentionOptions, Candidate, Ch
 from ssd_serve.kernels.attention.contract import AttentionBackend, Maker
 from ssd_serve.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from ssd_serve.kernels.attention.self_test import RATIOS, SMALL
+from ssd_serve.models.roof import Roof
 
 CPU = Settings(dtype="fp32")
 
 
 @pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray is replaced because its start takes seconds."""
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray and the measurement of the cores are replaced because they take seconds."""
     monkeypatch.setattr(doctor, "ray_view", lambda: RayView(4, 0))
+    monkeypatch.setattr(doctor, "cpu_roofs", lambda *_: [Roof(2, "packed", {1: 1e-10}, 2e12)])
 
 
 def found(checks: list[Check], name: str) -> Check:
@@ -43,6 +45,7 @@ def test_doctor_of_this_machine_has_no_problem(capsys: pytest.CaptureFixture[str
     assert rows["would serve"]["state"] == "ok"
     assert "largest error by heads 4/4: " in rows["sdpa, float32"]["found"]
     assert rows["torch"]["found"].startswith(torch.__version__)
+    assert rows["speed of 2 core(s)"]["found"] == "10.0 GB/s of weights, 2 TFLOPS in packed"
     assert "GPU" in rows["triton, float32"]["advice"]
 
 

@@ -13,15 +13,17 @@ from ssd_serve.app.doctor import checks as doctor_checks
 from ssd_serve.app.doctor.checks import Check, State, examine
 from ssd_serve.base.settings import Settings
 from ssd_serve.cluster.ray.cluster import RayView
+from ssd_serve.models.roof import Roof
 
 CPU = Settings()
 GPU = (Settings(target_device="cuda:0"), Settings(target_device="cpu", draft_device="cuda:0"))
 
 
 @pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray is replaced because its start takes seconds."""
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray and the measurement of the cores are replaced because they take seconds."""
     monkeypatch.setattr(doctor_checks, "ray_view", lambda: RayView(4, 0))
+    monkeypatch.setattr(doctor_checks, "cpu_roofs", lambda *_: [Roof(2, "packed", {1: 1e-10}, 2e12)])
 
 
 def found(checks: list[Check], name: str) -> Check:

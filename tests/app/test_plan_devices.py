@@ -14,8 +14,12 @@ from ssd_serve.app.plan.known_models import Computing, known_model, planned_mode
 from ssd_serve.app.plan.plan import Plan, PlanOptions
 from ssd_serve.base.cost import Reading
 from ssd_serve.base.errors import CheckpointError
-from ssd_serve.models.roof import Roof
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.packed import can_multiply_packed
+from ssd_serve.models.roof import Effort, Roof, measure_roof
 from tests.app.plan_parts import PLAIN_SHEET, known, small_model
+
+KINDS = (("bfloat16", 1e-10), ("packed", 2e-10))
 
 
 @pytest.mark.parametrize(
@@ -151,12 +155,35 @@ def test_models_are_split_over_ranks_and_kv_heads_are_copied() -> None:
 
 
 def test_measured_roofs_interpolate_between_rows_and_grow_beyond() -> None:
-    roof = Roof(1, "bfloat16", {1: 1e-10, 4: 2.5e-10}, 1e15)
-    platform = MeasuredRoofs("CPU core", 1, {1: roof}, 1e10, True, 0, layer_s=0.0)
+    roof = Roof(1, "bfloat16", {1: 1e-10, 4: 2.5e-10}, 1e15, {1: 0.0})
+    platform = MeasuredRoofs("CPU core", 1, {1: roof}, 1e10, True, 0)
     seconds = [platform.step_s(small_model(), 1, Forward(rows)) for rows in (1, 2, 4, 8)]
     assert seconds == pytest.approx([0.1, 0.15, 0.25, 0.5])
     narrow = replace(small_model(), matrix_bytes=500_000_000)  # fp8: reading takes half, computing as long
     assert [platform.step_s(narrow, 1, Forward(rows)) for rows in (1, 4)] == pytest.approx([0.05, 0.2])
+
+
+def test_packed_weights_have_a_roof_of_their_own() -> None:
+    """Their bytes take the packed roof's time, and layers what was measured, not a share of the wide roof."""
+    wide, packed = (Roof(1, name, {1: speed}, 1e15, {1: 1e-3, 4: 2e-3}) for name, speed in KINDS)
+    platform = MeasuredRoofs("CPU core", 1, {1: wide}, 1e10, True, 0, packed={1: packed})
+    model = replace(small_model(), matrix_bytes=300_000_000, served_dtype="packed")
+    assert platform.step_s(model, 1, Forward(1)) == pytest.approx(0.06 + 0.01)
+    assert platform.step_s(model, 1, Forward(4)) == pytest.approx(0.24 + 0.02)
+    assert platform.step_s(replace(model, served_dtype="bf16"), 1, Forward(1)) == pytest.approx(0.03 + 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["packed", "bfloat16"])
+def test_roof_is_measured_with_the_kernels_of_serving(native: NativeLibrary, dtype: str) -> None:
+    if not can_multiply_packed(native):
+        pytest.skip("this processor has neither AVX-512 VNNI nor AVX2")
+    effort = Effort((1, 4), 1, 0.02, 1 << 20)
+    found = measure_roof("cpu", dtype, (), effort, native)
+    assert found.dtype == dtype
+    assert 1e8 < found.bandwidth < 1e12
+    assert all(0 <= each < 0.1 for each in found.layer_s.values())
+    assert found.layer_s.keys() == {1, 4}
 
 
 def test_drafter_slows_the_target_unless_it_fits_the_cache() -> None:

@@ -1,16 +1,20 @@
 """`ssd plan` and serving share one table: what served rounds took is what the plan says."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ssd_serve.app.cli import main
+from ssd_serve.app.plan.known_models import Computing, planned_model
 from ssd_serve.base.cost import Reading
 from ssd_serve.base.devices import Device, this_machine
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.settings import Settings
-from ssd_serve.models import roof
+from ssd_serve.models import hub, roof
 from ssd_serve.models.load import load_served
 from ssd_serve.models.roof import Roof, cpu_roofs
 from ssd_serve.verifier.control.timing import StepTimes, TimingFiles
@@ -56,9 +60,26 @@ def test_plan_of_a_served_model_is_what_its_rounds_took(
     assert planned(arguments, capsys)["target_step_s"] == pytest.approx(0.25, rel=0.05)
 
 
+def test_plan_of_a_cached_hub_model_is_that_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing, real bytes and the times of earlier sessions are known for it, too, without a network."""
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    place = tmp_path / "models--owner--name"
+    target, _ = write_pair(tmp_path)
+    shutil.copytree(target, place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    computing = Computing("cpu", torch.bfloat16)
+    named = planned_model("owner/name", "target", computing, None)
+    assert named == replace(planned_model(str(target), "target", computing, None), name="owner/name")
+    assert named.served_dtype
+
+
 def test_roofs_are_stored_by_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        roof, "measure_roof", lambda _d, dtype, cores, _e: Roof(len(cores), dtype, {1: 1e-9}, 1.0)
+        roof, "measure_roof", lambda _d, dtype, cores, *_: Roof(len(cores), dtype, {1: 1e-9}, 1.0)
     )
     found = cpu_roofs((0, 1, 2), "float32", tmp_path)
     assert [each.cores for each in found] == [1, 2, 3]

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from ssd_serve.base.errors import CheckpointError, HubError, MemoryShortError
-from ssd_serve.models import hub
+from ssd_serve.models import hub, hub_download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -68,8 +68,8 @@ class FakeHub:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """The hub is replaced and its cache is empty."""
     made = FakeHub(tmp_path)
-    monkeypatch.setattr(hub, "HfApi", lambda token: made)
-    monkeypatch.setattr(hub, "snapshot_download", made.snapshot_download)
+    monkeypatch.setattr(hub_download, "HfApi", lambda token: made)
+    monkeypatch.setattr(hub_download, "snapshot_download", made.snapshot_download)
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return made
 
@@ -284,7 +284,7 @@ def test_interrupted_download(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
     def fail(name: str, **options: Any) -> str:
         raise OSError("connection reset")
 
-    monkeypatch.setattr(hub, "snapshot_download", fail)
+    monkeypatch.setattr(hub_download, "snapshot_download", fail)
     with pytest.raises(HubError, match="start again to resume"):
         hub.resolve_model("owner/name", "target")
 

@@ -1,30 +1,22 @@
 """Validation of requests: over HTTP and in Python the same ranges, checks and messages."""
 
-import json
-import os
-import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from ssd_serve.app.llm.sampling_params import SamplingParams
-from ssd_serve.base.engine_config import DEFAULT_MODEL
-from ssd_serve.base.errors import CheckpointError, ContextLengthError, RequestError
+from ssd_serve.base.errors import ContextLengthError, RequestError
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.models.hub import resolve_model
-from ssd_serve.models.short_names import BUILT_IN, PackagedModel
 from ssd_serve.sampling.parameters import PARAMETERS, Parameter, Range, Stage, in_stages
 from ssd_serve.sampling.validation import (
     bad_word_sequences,
     check_prompt,
     encode,
     engine_parameters,
-    model_defaults,
     output_limit,
     with_number_fields,
 )
@@ -212,73 +204,3 @@ def test_number_fields_are_added_to_a_model() -> None:
     assert not accepted(whole, {"min_p": 1.01})
     assert not accepted(whole, {"top_k": 1.5})
     assert with_number_fields(whole) is whole
-
-
-def defaults(folder: Path, **keys: object) -> dict[str, int | float]:
-    (folder / "generation_config.json").write_text(json.dumps(keys), encoding="utf-8")
-    return model_defaults(folder)
-
-
-def test_generation_config_sets_defaults(tmp_path: Path) -> None:
-    """Keys of Qwen's and Llama's files; keys that are no parameters are ignored."""
-    known = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
-    others = {"bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "4.51.0", "do_sample": True}
-    found = defaults(tmp_path, **known, **others, max_new_tokens=2048)
-    assert found == {**known, "max_tokens": 2048}
-    assert isinstance(found["top_k"], int)
-
-
-def test_do_sample_false_means_temperature_zero(tmp_path: Path) -> None:
-    assert defaults(tmp_path, do_sample=False, temperature=0.6) == {"temperature": 0.0}
-    assert defaults(tmp_path, do_sample=None, temperature=1) == {"temperature": 1.0}
-
-
-def test_missing_generation_config_sets_nothing(tmp_path: Path) -> None:
-    assert model_defaults(tmp_path) == {}
-    assert defaults(tmp_path, temperature=None, top_k=None, max_new_tokens=None) == {}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", "0.6"),
-        ("temperature", 1e-9),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_k", 20.5),
-        ("top_k", -2),
-        ("min_p", True),
-        ("repetition_penalty", 0),
-        ("max_new_tokens", 0),
-        ("do_sample", "yes"),
-    ],
-)
-def test_invalid_generation_config_value_names_file_and_key(tmp_path: Path, key: str, value: object) -> None:
-    wanted = re.escape(str(tmp_path / "generation_config.json")) + f": {key}: input should be "
-    with pytest.raises(CheckpointError, match=f"^{wanted}.*SSD_GENERATION_CONFIG=none$"):
-        defaults(tmp_path, **{key: value})
-
-
-def test_generation_config_error_names_all_keys(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"top_k: .*; top_p: "):
-        defaults(tmp_path, top_k="many", top_p=7)
-
-
-def test_damaged_generation_config_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        model_defaults(tmp_path)
-
-
-def test_default_model_has_the_sampling_of_its_authors(tmp_path: Path) -> None:
-    file = Path(cast(PackagedModel, BUILT_IN[DEFAULT_MODEL]).file).name
-    assert model_defaults(tmp_path / file) == {"temperature": 0.2, "top_p": 0.9}
-    assert model_defaults(tmp_path / "other.gguf") == {}
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_embedded_models_have_a_valid_generation_config(role: str) -> None:
-    folder = resolve_model("embedded", "target" if role == "target" else "draft")
-    assert os.path.isfile(folder / "generation_config.json")
-    model_defaults(folder)

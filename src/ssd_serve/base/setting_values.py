@@ -7,12 +7,9 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from ssd_serve.base.attention_backends import AUTO, names
+from ssd_serve.base.cluster_key import STRONG_KEY, is_weak
+from ssd_serve.base.engine_config import NO_DRAFT
 
-NGRAM, SUFFIX, NO_DRAFT = "ngram", "suffix", "none"
-LOOKUPS = frozenset({NGRAM, SUFFIX})
-"""Drafts that need no model: they look the text up."""
-STRONG_KEY = "16 characters or more that cannot be guessed, such as `openssl rand -hex 32` prints"
-_SHORTEST_KEY, _MIN_SIGNS = 16, 8
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -50,11 +47,6 @@ def _key(value: str) -> str:
     if not key:
         raise PydanticCustomError("empty_key", "is empty; openssl rand -hex 32 makes a key")
     return key
-
-
-def is_weak(key: str) -> bool:
-    """True if a cluster key is too short or too regular to be random."""
-    return len(key) < _SHORTEST_KEY or len(set(key)) < _MIN_SIGNS
 
 
 def _cluster_key(value: str) -> str:

@@ -4,10 +4,9 @@ Only this module and the class of settings read the environment. It handles name
 their meaning.
 """
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
 from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.names import suggestion
 from ssd_serve.base.settings import (
     OTHER_VARIABLES,
     PREFIX,
@@ -66,12 +66,6 @@ def flag_name(field: str) -> str:
 def variable_name(field: str) -> str:
     """The variable of a setting: `SSD_DRAFT_WIDTH` for `draft_width`."""
     return PREFIX + field.upper()
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean X?`, or an empty string if no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def rename_hint(name: str, called: Callable[[str], str]) -> str:

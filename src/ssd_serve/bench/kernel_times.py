@@ -60,7 +60,7 @@ def run_kernels(
     """Time every backend on every shape and return the result file, with the reasons of skipped backends."""
     dtype = kv_dtype(plan.device, torch.bfloat16, native)
     say("measuring the device's roof")
-    roof = measure_roof(plan.device, dtype_name(dtype), effort=Effort((1, 4), 9))
+    roof = measure_roof(plan.device, dtype_name(dtype), effort=Effort((1, 4), 9), native=native)
     rows: list[dict[str, object]] = []
     skipped: list[dict[str, str]] = []
     for name, asked in SHAPES.items():

@@ -11,6 +11,11 @@ from pathlib import Path
 
 from ssd_serve.base.errors import DeviceHangError, EngineDeadError, MemoryShortError, ProtocolError
 
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that workers ignore: their parent decides when they exit."""
+
+ORPHANED = 75
+"""Exit code of a worker that has lost, or was released by, its parent or rank 0."""
 _EVERY_S = 0.5
 _LOADED = b" has loaded"
 LONGEST_SILENCE_S = 5.0

@@ -9,15 +9,14 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from ssd_serve.base.devices import Device, Machine, check_device, parse_device
-from ssd_serve.base.engine_config import EngineConfig, Mode
+from ssd_serve.base.engine_config import LOOKUPS, EngineConfig, Mode
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.names import pinned
-from ssd_serve.base.setting_values import LOOKUPS
 from ssd_serve.base.settings import Settings
 from ssd_serve.drafter.sources.registry import is_source, registered_source, self_draft_layers
 from ssd_serve.models.hub import Role, model_here, resolve_model
 from ssd_serve.models.short_names import ShortNames
-from ssd_serve.sampling.validation import model_defaults
+from ssd_serve.sampling.model_defaults import model_defaults
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SsdError
 from ssd_serve.base.names import hub_id
 from ssd_serve.base.settings import HUB_TOKEN_VARIABLE, OTHER_VARIABLES, PREFIX, SECRETS
+from ssd_serve.cluster.health import PARENTS_SIGNALS
 from ssd_serve.drafter.sources.registry import self_draft_layers
 
 _RAYS_OWN = "RAY_AUTH_TOKEN"
@@ -78,12 +79,6 @@ def blanked_secrets() -> dict[str, str]:
 def _blanked() -> list[str]:
     return sorted(_SECRET_VARIABLES - {_RAYS_OWN})
 
-
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that workers ignore: their parent decides when they exit."""
-
-ORPHANED = 75
-"""Exit code of a worker that has lost, or was released by, its parent or rank 0."""
 
 _STDERR = 2
 _KILL_S = 10.0
@@ -202,7 +197,7 @@ class WorkerProcess(StartedWorker):
 
 def worker_command(*arguments: str) -> tuple[str, ...]:
     """The command that runs a worker of this installation."""
-    return (sys.executable, "-m", "ssd_serve", "worker", *arguments)
+    return (sys.executable, "-m", "ssd_serve.cluster.worker", *arguments)
 
 
 def worker_environment() -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ssd_serve.base.errors import EngineDeadError, RankLostError, SsdError, in_a_line
 from ssd_serve.base.logs import Logger, RateLimitedLogger
 from ssd_serve.cluster.health import (
+    ORPHANED,
     USER_ERRORS,
     HangDetector,
     HeartbeatReceiver,
@@ -19,7 +20,7 @@ from ssd_serve.cluster.health import (
     WorkerDiedError,
     pause_before_restart,
 )
-from ssd_serve.cluster.process import ORPHANED, StartedWorker, Starter, WorkerPlan
+from ssd_serve.cluster.process import StartedWorker, Starter, WorkerPlan
 
 _LOOK_EVERY_S = 0.1
 _LONGEST_BUSY_SILENCE_S = 60.0

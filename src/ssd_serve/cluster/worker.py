@@ -1,4 +1,4 @@
-"""Body of a worker process: its name, configuration, lifeline, device, role and exit code."""
+"""Body of a worker process, and its program: its name, configuration, lifeline, device, role and exit code."""
 
 import contextlib
 import ctypes
@@ -15,8 +15,7 @@ import setproctitle
 from ssd_serve.base.devices import parse_device, pin
 from ssd_serve.base.engine_config import EngineConfig, config_from_json
 from ssd_serve.base.errors import DeviceHangError, ProtocolError, SsdError
-from ssd_serve.cluster.health import start_pulse
-from ssd_serve.cluster.process import ORPHANED, PARENTS_SIGNALS
+from ssd_serve.cluster.health import ORPHANED, PARENTS_SIGNALS, start_pulse
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import RankFiles
 
@@ -115,3 +114,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(sys.argv[1], sys.argv[2:]))

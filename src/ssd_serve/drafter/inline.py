@@ -25,9 +25,8 @@ from ssd_serve.base.draft_messages import (
     Pause,
     Resync,
 )
-from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.engine_config import SUFFIX, EngineConfig
 from ssd_serve.base.names import as_label
-from ssd_serve.base.setting_values import SUFFIX
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths

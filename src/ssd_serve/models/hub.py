@@ -1,42 +1,28 @@
-"""Finds a model's files: the embedded pair, a local path, or a download from the Hugging Face hub.
+"""Finds a model's files: the embedded pair, a local path, or what was downloaded from the Hugging Face hub.
 
-Before anything is downloaded its size is compared with the free disk and memory. Free of torch. Knows the
-names of files that matter; knows nothing of what is in them.
+Imports the hub's client only to download. Free of torch. Knows the names of files that matter; knows nothing of what
+is in them.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from ssd_serve.base.engine_config import EMBEDDED, EMBEDDED_HEAD, EngineConfig
-from ssd_serve.base.errors import CheckpointError, HubError, MemoryShortError, in_a_line
-from ssd_serve.base.names import HubId, hub_id
-from ssd_serve.base.settings_sources import suggestion
+from ssd_serve.base.errors import CheckpointError, HubError
+from ssd_serve.base.names import HubId, hub_id, suggestion
 from ssd_serve.models.short_names import BUILT_IN, ShortNames
 from ssd_serve.models.weights.formats import recognised
 from ssd_serve.models.weights.gguf.file import files_of
 
 Role = Literal["target", "draft"]
 
-_SMALL = re.compile(
-    r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|tokenizer\.model"
-    r"|special_tokens_map\.json|added_tokens\.json|chat_template\.(jinja|json)"
-    r"|additional_chat_templates/[\w.-]+\.jinja"
-)
-_SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 PICKLES = (
     "such files are pickles, which can run code of their author: take a revision with safetensors "
     "(owner/name@revision), or set SSD_ALLOW_PICKLE=1 if you trust where they come from"
@@ -44,18 +30,6 @@ PICKLES = (
 _GGUF = re.compile(r"(?!mmproj)([\w.+-]+?)(-\d{5}-of-(\d{5}))?\.gguf")
 """Names of GGUF files: the model's, and its parts where it is split."""
 _DEFAULT_VARIANT = "q4_k_m"
-_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Files that a download would fetch."""
-
-    revision: str
-    files: list[str]
-    download_bytes: int
-    min_memory: int
-    """Bytes that the weights need at least, once loaded: two for each number, or the size of GGUF files."""
 
 
 def resolve_model(
@@ -96,7 +70,9 @@ def resolve_model(
         )
     if wanted.commit and not ask_hub and (found := _complete(wanted)) is not None:
         return found
-    return _from_hub(wanted, token, allow_pickle, free_memory, report, warn)
+    from ssd_serve.models.hub_download import download  # which imports the hub's client: 10 MB, 0.2 s
+
+    return download(wanted, token, allow_pickle, free_memory, report, warn)
 
 
 def find_model(
@@ -147,66 +123,7 @@ def embedded_folder(role: Role | Literal["head"]) -> Path:
     return folder
 
 
-def _from_hub(
-    model: HubId,
-    token: str | None,
-    allow_pickle: bool,
-    free_memory: int | None,
-    report: Callable[[str], None],
-    warn: Callable[[str], None],
-) -> Path:
-    try:
-        plan = _look_up(model, token, allow_pickle)
-    except HfHubHTTPError as error:
-        raise HubError(_explain(model, error)) from error
-    except HubError:
-        raise
-    except Exception as error:  # no network: which class that is depends on the hub client's HTTP library
-        folder = _cached(model, error)
-        found = _downloaded(model, folder)
-        warn(f"the hub cannot be reached ({in_a_line(error)}): {model} is the cached revision {folder.name}")
-        return found
-    _check_space(model, plan, free_memory)
-    report(f"fetching {model} ({plan.download_bytes / 1e9:.2f} GB, unless cached)")
-    try:
-        folder = Path(
-            snapshot_download(model.name, revision=plan.revision, allow_patterns=plan.files, token=token)
-        )
-        return folder / plan.files[0] if plan.files[0].endswith(".gguf") else folder
-    except HfHubHTTPError as error:
-        raise HubError(_explain(model, error)) from error
-    except Exception as error:
-        raise HubError(f"the download of {model} failed: {error}; start again to resume it") from error
-
-
-def _look_up(model: HubId, token: str | None, allow_pickle: bool) -> _Plan:
-    """Ask the hub which files there are, and choose those that are needed."""
-    info = HfApi(token=token).model_info(model.name, revision=model.revision, files_metadata=True)
-    sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
-    weights = [] if model.variant else [file for file in sizes if _SAFETENSORS.fullmatch(file)]
-    if not weights and (parts := _choose_gguf(model, list(sizes))):
-        stored = sum(sizes[part] for part in parts)
-        return _Plan(info.sha or model.revision or "main", parts, stored, stored)
-    pickles = [] if weights else [file for file in sizes if _TORCH.fullmatch(file)]
-    if not (weights or pickles) or "config.json" not in sizes:
-        raise HubError(
-            f"{model} on the hub has neither a GGUF file nor a config.json with model.safetensors or "
-            "pytorch_model.bin beside it; other formats (original checkpoints, adapters) are not supported"
-        )
-    if pickles and not allow_pickle:
-        raise HubError(f"{model} on the hub has no safetensors, only .bin files; {PICKLES}")
-    weights = weights or pickles
-    stored = sum(sizes[file] for file in weights)
-    files = [file for file in sizes if _SMALL.fullmatch(file)] + weights
-    return _Plan(
-        revision=info.sha or model.revision or "main",
-        files=files,
-        download_bytes=sum(sizes[file] for file in files),
-        min_memory=2 * info.safetensors.total if info.safetensors else stored // 2,
-    )
-
-
-def _choose_gguf(model: HubId, files: list[str]) -> list[str]:
+def choose_gguf(model: HubId, files: list[str]) -> list[str]:
     """Return the parts of the wanted GGUF file among the files of a repository; none where it has none.
 
     Raises `HubError` where several files fit.
@@ -229,46 +146,37 @@ def _choose_gguf(model: HubId, files: list[str]) -> list[str]:
     return []
 
 
-def _check_space(model: HubId, plan: _Plan, free_memory: int | None) -> None:
-    if free_memory is not None and plan.min_memory > free_memory:
-        raise MemoryShortError(
-            f"{model} needs at least {plan.min_memory / 1e9:.1f} GB of memory and "
-            f"{free_memory / 1e9:.1f} GB are free; nothing was downloaded"
-        )
-    folder = Path(HF_HUB_CACHE)
-    cached = _snapshot(HubId(model.name, plan.revision))
-    missing = 0 if all((cached / file).exists() for file in plan.files) else plan.download_bytes
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if missing > free:
-        raise HubError(
-            f"{model} needs {missing / 1e9:.1f} GB on disk and {free / 1e9:.1f} GB are free at {folder}; "
-            "free some, or point HF_HOME to another disk"
-        )
-
-
-def _snapshot(model: HubId) -> Path:
+def snapshot(model: HubId) -> Path:
     return Path(HF_HUB_CACHE) / f"models--{model.name.replace('/', '--')}" / "snapshots" / f"{model.revision}"
+
+
+def cached_model(model: HubId) -> Path | None:
+    """Return the folder or first GGUF file of a model that is whole in the cache, else None. Does not ask the hub."""
+    commit = model.commit
+    if commit is None:
+        with suppress(OSError):
+            found = snapshot(model).parents[1] / "refs" / (model.revision or "main")
+            commit = found.read_text(encoding="utf-8").strip()
+    return None if not commit else _complete(HubId(model.name, commit, model.variant))
 
 
 def _complete(model: HubId) -> Path | None:
     """Return the folder or file of a commit in the cache that seems to be whole, None without one."""
-    folder = _snapshot(model)
+    folder = snapshot(model)
     if not folder.is_dir():
         return None
     try:
-        found = _downloaded(model, folder)
+        found = downloaded(model, folder)
         whole = found != folder and bool(files_of(found))
     except (CheckpointError, HubError):
         return None
     return found if whole or _is_whole(folder) else None
 
 
-def _downloaded(model: HubId, folder: Path) -> Path:
+def downloaded(model: HubId, folder: Path) -> Path:
     """Return a downloaded folder, or the first file of the wanted GGUF model in it."""
-    weights = not model.variant and any(_SAFETENSORS.fullmatch(file.name) for file in folder.iterdir())
-    parts = [] if weights else _choose_gguf(model, [file.name for file in folder.iterdir()])
+    weights = not model.variant and any(SAFETENSORS.fullmatch(file.name) for file in folder.iterdir())
+    parts = [] if weights else choose_gguf(model, [file.name for file in folder.iterdir()])
     return folder / parts[0] if parts else folder
 
 
@@ -287,30 +195,3 @@ def _listed(index: Path) -> list[str]:
         return [str(file) for file in json.loads(index.read_bytes())["weight_map"].values()]
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return ["a readable index"]
-
-
-def _cached(model: HubId, error: Exception) -> Path:
-    try:
-        return Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
-    except Exception:
-        raise HubError(
-            f"cannot reach the hub to fetch {model} ({error}), and it is not in the local cache; "
-            "check the network, or give a local folder"
-        ) from error
-
-
-def _explain(model: HubId, error: HfHubHTTPError) -> str:
-    status = error.response.status_code
-    if isinstance(error, GatedRepoError) or status == 403:
-        return (
-            f"the hub refuses access to {model} (403): it is gated. Accept its terms at "
-            f"https://huggingface.co/{model.name} with your account, and set HF_TOKEN to a token of it"
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return f"the hub's {model.name} has no revision {model.revision}: name a branch, a tag or a commit"
-    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        return (
-            f"the hub does not show {model} ({status or 404}): the name is wrong, or it is private and "
-            "HF_TOKEN is missing or has no right to it"
-        )
-    return f"the hub answered {status} for {model}: {error}"

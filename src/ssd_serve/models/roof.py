@@ -1,15 +1,15 @@
-"""Roofs of a device: bandwidth of reading weights, throughput of multiplying matrices.
+"""Roofs of a device: bandwidth of reading weights, throughput of multiplying matrices, and time of a layer beside them.
 
-Measured: matrices that no cache holds are streamed through products of few rows, as a decoding step does, and one
-is multiplied with many rows. Both use the engine's own products. The best repeat counts. Expected, without
-measuring: figures of a usual processor.
+Measured: matrices that no cache holds are streamed through products of few rows, as a decoding step does, one is
+multiplied with many rows, and a small model runs. All use the engine's own products, in bf16 or in packed blocks. The
+best repeat counts. Expected, without measuring: figures of a usual processor.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,14 +18,24 @@ import numpy as np
 import torch
 
 from ssd_serve.base.devices import processor_name
-from ssd_serve.base.settings import Settings
+from ssd_serve.base.errors import UserError
 from ssd_serve.base.stored import read_stored, stored_path, write_stored
 from ssd_serve.kernels.cpu_products import cpu_has_fast_bf16
-from ssd_serve.kernels.native.library import native_library
+from ssd_serve.kernels.device import dtype_name
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.packed import NativePackedLinear, StoredBlocks
+from ssd_serve.models.hub import embedded_folder
+from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.memory import available_memory
+from ssd_serve.models.sizes import DTYPES, INT8, PACKED
+from ssd_serve.models.warmup import measure_steps
 from ssd_serve.models.weights.linear import matrix_kind
 
 _SIDE = 4096
+_BLOCK, _BLOCK_BYTES = 32, 20
+"""Numbers and bytes of a block of Q4_1, which stands for the other packed types: they differ by their bytes."""
+_LAYER_S = 100e-6
+_FEW_BYTES = 64 << 20
 _CACHES = 4
 """The matrices are at least this many times as large as the last-level cache."""
 _MIN_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
@@ -47,7 +57,7 @@ class Effort:
     most_bytes: int = 1 << 62
 
 
-QUICK = Effort((1, 4, 16, 64), 3, 0.2, 256 << 20)
+QUICK = Effort((1, 4, 16, 64), 5, 0.12, 256 << 20)
 """All cores of a CPU within 5 s, where other work leaves them free."""
 THOROUGH = Effort((1, 2, 4, 8, 16, 32, 64), 15)
 
@@ -63,6 +73,12 @@ class Roof:
     seconds_per_byte: dict[int, float]
     flops: float
     """Floating-point operations a second of a large matrix product."""
+    layer_s: Mapping[int, float] = field(default_factory=lambda: {1: _LAYER_S})
+    """Seconds of a layer by number of rows, beside reading its matrices."""
+
+    def __str__(self) -> str:
+        """Describe bandwidth and products in a line."""
+        return f"{self.bandwidth / 1e9:.1f} GB/s of weights, {self.flops / 1e12:.2g} TFLOPS in {self.dtype}"
 
     @property
     def bandwidth(self) -> float:
@@ -71,25 +87,81 @@ class Roof:
 
     def product_s(self, weight_bytes: float, rows: int) -> float:
         """Seconds of the products of so many rows with matrices of so many bytes."""
-        known = sorted(self.seconds_per_byte)
-        per_byte = float(np.interp(rows, known, [self.seconds_per_byte[each] for each in known]))
-        return weight_bytes * per_byte * max(1.0, rows / known[-1])
+        return weight_bytes * _at(rows, self.seconds_per_byte) * max(1.0, rows / max(self.seconds_per_byte))
+
+    def layers_s(self, layers: int, rows: int) -> float:
+        """Seconds of so many layers beside their matrices."""
+        return layers * _at(rows, self.layer_s)
 
 
-def measure_roof(device: str, dtype: str, cores: Sequence[int] = (), effort: Effort = THOROUGH) -> Roof:
-    """Measure a GPU, or these cores. `device` and `dtype` are torch's names."""
-    kind = getattr(torch, dtype)
+def _at(rows: int, known: Mapping[int, float]) -> float:
+    counts = sorted(known)
+    return float(np.interp(rows, counts, [known[each] for each in counts]))
+
+
+def roof_dtype(served: str) -> str:
+    """Return the `Roof.dtype` for a model's `ModelFacts.dtype`: weights of few bits are multiplied packed."""
+    return PACKED if served in (PACKED, INT8) else dtype_name(DTYPES[served])
+
+
+def measure_roof(
+    device: str,
+    dtype: str,
+    cores: Sequence[int] = (),
+    effort: Effort = THOROUGH,
+    native: NativeLibrary | None = None,
+) -> Roof:
+    """Measure a GPU, or these cores. `device` and `dtype` are names of torch, or the dtype is `packed`."""
+    kind = torch.bfloat16 if dtype == PACKED else getattr(torch, dtype)
     with torch.inference_mode(), _bound_to(cores):
-        layers = _layers(device, kind, effort.most_bytes)
-        per_byte: dict[int, float] = {}
-        for rows in effort.rows:
-            # On cores many rows are bound by arithmetic: fewer matrices show it in less time.
-            some = layers[: max(2, len(layers) // rows)] if device == "cpu" else layers
-            seconds = min(_times(_pass(some, _operand(rows, device, kind)), device, effort))
-            per_byte[rows] = seconds / (len(some) * _SIDE * _SIDE * kind.itemsize)
+        layers = _layers(device, dtype, effort.most_bytes, native)
+        per_byte = _seconds_per_byte(layers, device, dtype, effort)
         many = _operand(_MANY_ROWS[_kind(device)], device, kind)
         product_s = min(_times(_pass(layers[:1], many), device, effort))
-    return Roof(len(cores), dtype, per_byte, 2 * len(many) * _SIDE**2 / product_s)
+        roof = Roof(len(cores), dtype, per_byte, 2 * len(many) * _SIDE**2 / product_s)
+        return replace(roof, layer_s=_layer_s(roof, effort, native)) if device == "cpu" else roof
+
+
+def _seconds_per_byte(
+    layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], device: str, dtype: str, effort: Effort
+) -> dict[int, float]:
+    per_byte: dict[int, float] = {}
+    kind = torch.bfloat16 if dtype == PACKED else getattr(torch, dtype)
+    for rows in effort.rows:
+        # On cores many rows are bound by arithmetic: fewer matrices show it in less time.
+        some = layers[: max(2, len(layers) // rows)] if device == "cpu" else layers
+        seconds = min(_times(_pass(some, _operand(rows, device, kind)), device, effort))
+        per_byte[rows] = seconds / (len(some) * _matrix_bytes(dtype))
+    return per_byte
+
+
+def _layer_s(roof: Roof, effort: Effort, native: NativeLibrary | None) -> dict[int, float]:
+    """Time the layers of the embedded target, without the bytes of their matrices."""
+    models = [
+        load_model(
+            embedded_folder("target"),
+            ModelOptions(device="cpu", dtype="auto", slots=256, context=None, native=native, layers=layers),
+        )
+        for layers in (1, None)
+    ]
+    dtype = roof_dtype(models[0].facts.dtype)
+    if dtype != roof.dtype:
+        layers = _layers("cpu", dtype, _FEW_BYTES, native)
+        roof = replace(roof, seconds_per_byte=_seconds_per_byte(layers, "cpu", dtype, effort))
+    first, whole = (
+        {
+            rows: min(times)
+            for (rows, _), times in measure_steps(each, effort.rows, (16,), effort.repeats).items()
+        }
+        for each in models
+    )
+    facts, fewer = models[1].facts, models[0].facts
+    matrix_bytes = facts.weight_bytes - fewer.weight_bytes
+    return {
+        rows: max(0.0, whole[rows] - first[rows] - roof.product_s(matrix_bytes, rows))
+        / (facts.layers - fewer.layers)
+        for rows in whole
+    }
 
 
 _CORE_BYTES_S, _MOST_BYTES_S = 12e9, 30e9
@@ -98,22 +170,25 @@ _CORE_FLOPS, _CORE_FLOPS_BF16 = 20e9, 80e9
 """Operations a second of one core, and of one with instructions for bf16 products."""
 
 
-def expected_roof(cores: int, dtype: torch.dtype) -> Roof:
+def expected_roof(cores: int, dtype: str) -> Roof:
     """Return the roof of so many cores of a usual processor with this one's instructions. Measures nothing."""
-    flops = cores * (_CORE_FLOPS_BF16 if dtype is torch.bfloat16 and cpu_has_fast_bf16() else _CORE_FLOPS)
+    fast = dtype in (PACKED, "bfloat16") and cpu_has_fast_bf16()
+    flops = cores * (_CORE_FLOPS_BF16 if fast else _CORE_FLOPS)
     bandwidth = min(cores * _CORE_BYTES_S, _MOST_BYTES_S)
-    per_byte = {rows: max(1 / bandwidth, 2 * rows / dtype.itemsize / flops) for rows in QUICK.rows}
-    return Roof(cores, str(dtype).removeprefix("torch."), per_byte, flops)
+    width = _matrix_bytes(dtype) / _SIDE**2
+    per_byte = {rows: max(1 / bandwidth, 2 * rows / width / flops) for rows in QUICK.rows}
+    return Roof(cores, dtype, per_byte, flops)
 
 
-def cpu_roofs(cores: Sequence[int], dtype: str, folder: Path) -> list[Roof]:
+def cpu_roofs(
+    cores: Sequence[int], dtype: str, folder: Path, native: NativeLibrary | None = None
+) -> list[Roof]:
     """Return the roofs of one core, all but one and all of them: stored ones, else measured within seconds."""
     found: list[Roof] = []
-    kind = getattr(torch, dtype)
     for count in sorted({1, max(1, len(cores) - 1), len(cores)}):
-        roof = stored_roof(folder, kind, count)
+        roof = stored_roof(folder, dtype, count)
         if roof is None:
-            roof = measure_roof("cpu", dtype, cores[:count], QUICK)
+            roof = measure_roof("cpu", dtype, cores[:count], QUICK, native)
             store_roof(folder, roof)
         found.append(roof)
     return found
@@ -122,19 +197,19 @@ def cpu_roofs(cores: Sequence[int], dtype: str, folder: Path) -> list[Roof]:
 class _StoredRoof(msgspec.Struct):
     seconds_per_byte: dict[int, float]
     flops: float
+    layer_s: dict[int, float]
 
 
-def stored_roof(folder: Path, dtype: torch.dtype, cores: int) -> Roof | None:
+def stored_roof(folder: Path, dtype: str, cores: int) -> Roof | None:
     """Return what `measure_roof` found on so many cores of this processor, if `store_roof` was called then."""
-    found = read_stored(_stored_at(folder, str(dtype), cores), _StoredRoof)
-    name = str(dtype).removeprefix("torch.")
-    return None if found is None else Roof(cores, name, found.seconds_per_byte, found.flops)
+    found = read_stored(_stored_at(folder, dtype, cores), _StoredRoof)
+    return None if found is None else Roof(cores, dtype, found.seconds_per_byte, found.flops, found.layer_s)
 
 
 def store_roof(folder: Path, roof: Roof) -> None:
     """Store a roof for `stored_roof`."""
-    content = _StoredRoof(dict(roof.seconds_per_byte), roof.flops)
-    write_stored(_stored_at(folder, f"torch.{roof.dtype}", roof.cores), content)
+    content = _StoredRoof(dict(roof.seconds_per_byte), roof.flops, dict(roof.layer_s))
+    write_stored(_stored_at(folder, roof.dtype, roof.cores), content)
 
 
 def _stored_at(folder: Path, dtype: str, cores: int) -> Path:
@@ -156,16 +231,30 @@ def _kind(device: str) -> str:
     return "cpu" if device == "cpu" else "cuda"
 
 
-def _layers(device: str, dtype: torch.dtype, most: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+def _matrix_bytes(dtype: str) -> int:
+    """Bytes of one of the matrices."""
+    if dtype == PACKED:
+        return _SIDE * _SIDE // _BLOCK * _BLOCK_BYTES
+    width: int = getattr(torch, dtype).itemsize
+    return _SIDE * _SIDE * width
+
+
+def _layers(
+    device: str, dtype: str, most: int, native: NativeLibrary | None
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """Square matrices in the format that models use on this device."""
     wanted = _MIN_BYTES[_kind(device)]
     if device == "cpu":
         wanted = max(wanted, _CACHES * last_level_cache())
     wanted = min(wanted, int(_MAX_MEMORY * available_memory(device)))
-    each = _SIDE * _SIDE * dtype.itemsize
-    count = max(2, min(wanted, most) // each)
-    wrap = matrix_kind(dtype, device, native_library(Settings().engine_config()) if device == "cpu" else None)
-    matrix = _operand(_SIDE, device, dtype)
+    count = max(2, min(wanted, most) // _matrix_bytes(dtype))
+    if dtype == PACKED:
+        if native is None:
+            raise UserError("packed products need the compiled kernels")
+        blocks = np.random.default_rng(0).integers(0, 60, (_SIDE, _SIDE // _BLOCK * _BLOCK_BYTES), np.uint8)
+        return [NativePackedLinear(native, [StoredBlocks("Q4_1", blocks)], _SIDE) for _ in range(count)]
+    kind = getattr(torch, dtype)
+    wrap, matrix = matrix_kind(kind, device, native), _operand(_SIDE, device, kind)
     return [wrap(matrix.clone(), None) for _ in range(count)]
 
 

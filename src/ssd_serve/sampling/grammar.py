@@ -148,6 +148,7 @@ class Grammars:
         too long for the first request."""
         if find_spec("llguidance") is not None:
             self._loaded()
+            self._tokenizer_json = str  # frees the tokenizer: nobody asks for its JSON again
 
     def start(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
         """Matcher state after `output`. Raises `GrammarError` if the grammar does not compile, does not

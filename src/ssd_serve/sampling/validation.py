@@ -1,21 +1,17 @@
 """Validation of sampling parameters, the same for HTTP requests and Python programs.
 
 Pydantic types hold the ranges of the table; the functions check what needs the model's vocabulary and
-context. The defaults of a model's `generation_config.json` are read here. Failures are `RequestError`s that
-name the field. No torch, no HTTP.
+context. Failures are `RequestError`s that name the field. No torch, no HTTP.
 """
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
-from ssd_serve.base.errors import CheckpointError, ContextLengthError, RequestError
+from ssd_serve.base.errors import ContextLengthError, RequestError
 from ssd_serve.base.messages import Ready, SamplingParameters, ThinkingBudget
-from ssd_serve.models.config import read_json
-from ssd_serve.models.short_names import RECOMMENDED_SAMPLING
 from ssd_serve.sampling.parameters import PARAMETERS, Stage, in_stages, range_of
 
 FILL_CONTEXT = -1
@@ -210,10 +206,7 @@ def with_number_fields(model: type[Model]) -> type[Model]:
     )
 
 
-_FILE = "generation_config.json"
-
-
-class _GenerationConfig(BaseModel):
+class GenerationConfig(BaseModel):
     """Keys of the file that are parameters here; null means that the file leaves them open."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
@@ -225,25 +218,3 @@ class _GenerationConfig(BaseModel):
     min_p: Annotated[float, range_field("min_p")] | None = None
     repetition_penalty: Annotated[float, range_field("repetition_penalty")] | None = None
     max_tokens: Annotated[int, range_field("max_tokens")] | None = Field(default=None, alias="max_new_tokens")
-
-
-def model_defaults(folder: Path) -> dict[str, int | float]:
-    """Defaults that a model's `generation_config.json` sets, by parameter, or a built-in model's.
-
-    Raises `CheckpointError` for a value out of range.
-    """
-    path = folder / _FILE
-    if not path.is_file():
-        return {**RECOMMENDED_SAMPLING.get(folder.name, {})}
-    try:
-        config = _GenerationConfig.model_validate(dict(read_json(path)))
-    except ValidationError as error:
-        raise CheckpointError(_explained(error, path)) from error
-    values = config.model_dump(exclude={"do_sample"}, exclude_none=True)
-    return values | ({"temperature": 0.0} if config.do_sample is False else {})
-
-
-def _explained(error: ValidationError, path: Path) -> str:
-    problems = error.errors(include_url=False)
-    reasons = "; ".join(f"{each['loc'][0]}: {each['msg'][:1].lower()}{each['msg'][1:]}" for each in problems)
-    return f"{path}: {reasons}; repair the file, or leave it unread with SSD_GENERATION_CONFIG=none"

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from ssd_serve.base.cluster_key import STRONG_KEY, is_weak
 from ssd_serve.base.errors import EngineDeadError, PermissionProblemError, SettingsError, SsdError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.resources import RETRY_PAUSE_S, is_exhausted
-from ssd_serve.base.setting_values import STRONG_KEY, is_weak
 from ssd_serve.transport.channel import DEFAULT_LIMITS, Channel, ReceiveLimits, SocketChannel
 from ssd_serve.transport.handshake import KeyGate, connect_tls, tune
 from ssd_serve.transport.tls import identity

@@ -34,8 +34,8 @@ from ssd_serve.models.sizes import ModelSizes, model_sizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.grammar import Grammars
+from ssd_serve.sampling.model_defaults import model_defaults
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.sampling.validation import model_defaults
 from ssd_serve.transport.channel import Channel
 from ssd_serve.transport.rank_sockets import Leader
 from ssd_serve.verifier.control.mode_controller import ModeController

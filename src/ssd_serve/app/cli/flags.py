@@ -14,8 +14,9 @@ from pydantic_settings import BaseSettings
 
 from ssd_serve.base.engine_settings import EngineSettings
 from ssd_serve.base.errors import SettingsError
+from ssd_serve.base.names import suggestion
 from ssd_serve.base.settings import FrontSettings, Settings
-from ssd_serve.base.settings_sources import flag_name, rename_hint, suggestion
+from ssd_serve.base.settings_sources import flag_name, rename_hint
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # pyright: ignore[reportPrivateUsage]
 """Type of argparse's subparsers, which has no public name."""

@@ -32,8 +32,9 @@ from ssd_serve.base.errors import (
     SettingsError,
     SsdError,
 )
+from ssd_serve.base.names import suggestion
 from ssd_serve.base.settings import Settings
-from ssd_serve.base.settings_sources import Origin, flag_name, origins, resolve, suggestion
+from ssd_serve.base.settings_sources import Origin, flag_name, origins, resolve
 from ssd_serve.base.version import __version__
 
 if TYPE_CHECKING:
@@ -135,14 +136,8 @@ def build_parser() -> Parser:
     _add_completion(commands)
     for name, (module, text) in _LAZY_COMMANDS.items():
         commands.add_parser(name, help=text, fill=partial(_fill, module))
-    _add_worker(commands)
-    parser.command_names = _shown(commands)
+    parser.command_names = list(commands.choices)
     return parser
-
-
-def _shown(commands: Commands) -> list[str]:
-    """Return the commands that are not hidden."""
-    return [name for name in commands.choices if name != "worker"]
 
 
 class _Root(Parser):
@@ -153,7 +148,7 @@ class _Root(Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Suggest the nearest command if the first word is unknown."""
         first: str = args[0] if args else "-"
-        if not first.startswith("-") and first not in (*self.command_names, "worker"):
+        if not first.startswith("-") and first not in self.command_names:
             hint = suggestion(first, self.command_names) or f"; there are {', '.join(self.command_names)}"
             raise SettingsError(f"the command '{first}' is unknown{hint}")
         return super().parse_known_args(args, namespace)
@@ -222,7 +217,7 @@ def _add_completion(commands: Commands) -> None:
     parser.add_argument("shell", choices=SHELLS, help='for bash: eval "$(ssd completion bash)"')
 
     def run(args: argparse.Namespace) -> int:
-        parsers = {name: commands.choices[name] for name in _shown(commands)}
+        parsers = {name: commands.choices[name] for name in commands.choices}
         print(
             completion(args.shell, {name: cast(Parser, each).words for name, each in parsers.items()}), end=""
         )
@@ -250,14 +245,6 @@ def _add_settings(commands: Commands) -> None:
     style.add_argument("--env", action="store_true", help="as a .env file, for containers")
     add_settings_flags(parser, others=True)
     parser.set_defaults(run=_run_settings)
-
-
-def _add_worker(commands: Commands) -> None:
-    """Add the hidden worker command, which only the launcher starts: without `help` it is not listed."""
-    parser = commands.add_parser("worker")
-    parser.add_argument("role", choices=("verifier", "rank", "drafter"))
-    parser.add_argument("arguments", nargs="+")
-    parser.set_defaults(run=_run_worker)
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -338,9 +325,3 @@ def _run_settings(args: argparse.Namespace) -> int:
     chosen = ((args.json, as_json), (args.markdown, as_markdown), (args.env, as_env), (True, as_table))
     print(next(style for wanted, style in chosen if wanted)(rows))
     return 0
-
-
-def _run_worker(args: argparse.Namespace) -> int:
-    from ssd_serve.cluster.worker import run_worker
-
-    return run_worker(args.role, args.arguments)

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
-from ssd_serve.base.settings_sources import suggestion
+from ssd_serve.base.names import suggestion
 
 COMMANDS = {
     "/help": "this list",

@@ -19,8 +19,10 @@ from ssd_serve.kernels.attention.backends import AttentionOptions, Candidate, at
 from ssd_serve.kernels.attention.self_test import RATIOS, self_test
 from ssd_serve.kernels.device import dtype_name, layout_order
 from ssd_serve.kernels.native.library import NativeError, NativeLibrary, build, load_native
+from ssd_serve.kernels.native.packed import can_multiply_packed
 from ssd_serve.models.parallel import MAX_RANKS
-from ssd_serve.models.sizes import kv_dtype, resolve_dtype
+from ssd_serve.models.roof import cpu_roofs, roof_dtype
+from ssd_serve.models.sizes import PACKED, kv_dtype, resolve_dtype
 
 _ARCHITECTURES = ("gfx942", "gfx950")
 _KFD = Path("/dev/kfd")
@@ -264,7 +266,20 @@ def _looks(settings: Settings) -> list[tuple[str, Callable[[], Iterator[Check]]]
         ("packages", packages),
         ("collectives", collectives),
         (_ATTENTION, lambda: _attention(settings)),
+        ("speed", lambda: _speed(settings)),
     ]
+
+
+def _speed(settings: Settings) -> Iterator[Check]:
+    """Report what the cores can do, from the table of `ssd plan` and serving; it is measured where it is empty."""
+    if _target_device(settings) != "cpu":
+        return
+    folder = cache_folder(settings)
+    native = load_native(folder) if settings.native_kernels else None
+    packed = native is not None and can_multiply_packed(native)
+    dtype = PACKED if packed else roof_dtype(resolve_dtype(settings.dtype, "cpu", native))
+    for roof in cpu_roofs(this_machine().cores, dtype, folder, native):
+        yield Check(f"speed of {roof.cores} core(s)", State.OK, str(roof))
 
 
 def _attention(settings: Settings) -> Iterator[Check]:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     from ssd_serve.app.plan.plan import Plan, PlanOptions, best_draft, page
     from ssd_serve.kernels.device import dtype_name
+    from ssd_serve.models.roof import roof_dtype
 
     settings = resolve({})
     wanted: str = args.target or settings.target
@@ -90,7 +92,8 @@ def _run(args: argparse.Namespace) -> int:
     target = planned(wanted, "target")
     others: list[PlannedModel | None] = [planned(name, "draft") for name in drafts]
     folder = cache_folder(settings.cache_dir, lambda _: None)
-    platform = _platform(device, args.devices, dtype_name(dtype), folder)
+    served = {roof_dtype(each.served_dtype) for each in (target, *others) if each and each.served_dtype}
+    platform = _platform(device, args.devices, sorted(served) or [dtype_name(dtype)], folder)
     if len(loads) == 1:
         loads *= max(1, len(others))
     pairs = zip(others or [None], loads, strict=True)
@@ -99,16 +102,17 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if best_draft(plans).best is not None else MemoryShortError.exit_code
 
 
-def _platform(device: str, count: int | None, dtype: str, folder: Path) -> "Platform":
+def _platform(device: str, count: int | None, dtypes: Sequence[str], folder: Path) -> "Platform":
     """Platform from the table of data sheets, or measured on this machine."""
     from ssd_serve.app.plan.devices import Sheets
 
     if device not in _HERE:
         sheet = device_sheet(device)
-        if dtype == "float32":
+        if "float32" in dtypes:
             raise SettingsError("the table's throughput is that of bf16; use --dtype bf16 or fp16")
         return Sheets(sheet, count or 1)
     from ssd_serve.app.plan.devices import this_cpu, this_gpu
+    from ssd_serve.kernels.native.library import native_library
 
     machine = this_machine()
     print("measuring this machine for some seconds", file=sys.stderr, flush=True)
@@ -116,4 +120,7 @@ def _platform(device: str, count: int | None, dtype: str, folder: Path) -> "Plat
     if (count or 1) > have:
         raise SettingsError(f"--devices is {count}, and this machine has {have}; name another --device")
     count = count or have
-    return this_cpu(machine.cores[:count], dtype, folder) if device == "cpu" else this_gpu(count, dtype)
+    if device != "cpu":
+        return this_gpu(count, dtypes[0])
+    native = native_library(resolve({}).engine_config())
+    return this_cpu(machine.cores[:count], dtypes, folder, native)

@@ -1,15 +1,17 @@
 """Seconds of a forward on devices: from a data sheet, or from roofs measured on this machine."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ssd_serve.app.plan.device_tables import DeviceSheet
 from ssd_serve.app.plan.known_models import PlannedModel
 from ssd_serve.base.cost import CostTable, Reading, Timing
 from ssd_serve.base.logs import get_logger
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.memory import available_memory
-from ssd_serve.models.roof import QUICK, Roof, cpu_roofs, last_level_cache, measure_roof
+from ssd_serve.models.roof import QUICK, Roof, cpu_roofs, last_level_cache, measure_roof, roof_dtype
+from ssd_serve.models.sizes import PACKED
 from ssd_serve.verifier.control.timing import TimingFiles, cpu_identity
 
 _GIB = float(1 << 30)
@@ -140,6 +142,11 @@ class Sheets:
         """Seconds of a forward."""
         return self.parts(model, devices, forward).seconds
 
+    def served(self, model: PlannedModel, devices: int) -> CostTable | None:
+        """Return the step times of earlier sessions: none here."""
+        del model, devices
+        return None
+
     def disturbance(self, target: int, draft: PlannedModel) -> float:
         """Return the factor by which a drafter on its own device slows the target: none here."""
         del target, draft
@@ -157,10 +164,11 @@ class MeasuredRoofs:
     """Memory of one GPU, or of all cores together."""
     shares_memory: bool
     cache_bytes: int
-    layer_s: float = 60e-6
     exchange_s: float = 50e-6
     folder: Path | None = None
     """Folder where serving stores the step times of models."""
+    packed: Mapping[int, Roof] = field(default_factory=dict[int, Roof])
+    """Roofs of packed weights, where a model has them."""
 
     def served(self, model: PlannedModel, devices: int) -> CostTable | None:
         """Return the step times of earlier sessions on so many cores; None: it was not served on them."""
@@ -185,20 +193,20 @@ class MeasuredRoofs:
     @property
     def origin(self) -> str:
         """The measured figures as text."""
+        kinds = {roof.dtype: roofs for roofs in (self.roofs, self.packed) for roof in roofs.values()}
         figures = "; ".join(
-            f"{cores if self.shares_memory else 'each'}: {roof.bandwidth / 1e9:.1f} GB/s, "
-            f"{roof.flops / 1e12:.2g} TFLOPS"
-            for cores, roof in sorted(self.roofs.items())
+            f"{cores if self.shares_memory else 'each'}: {roof}"
+            for roofs in kinds.values()
+            for cores, roof in sorted(roofs.items())
         )
-        dtype = next(iter(self.roofs.values())).dtype
-        how = f" in {dtype}, by cores" if self.shares_memory else ""
-        return f"measured on this machine{how}: {figures}"
+        return f"measured on this machine{', by cores' if self.shares_memory else ''}: {figures}"
 
     @property
     def assumed(self) -> str:
         """The constants that the measurement does not show, as text."""
         split = "" if self.shares_memory else f" and {1e6 * self.exchange_s:.0f} us where it is split"
-        return f"{1e6 * self.layer_s:.0f} us a layer beside its matrices{split}"
+        layer_s = self.roofs[max(self.roofs)].layers_s(1, 1)
+        return f"{1e6 * layer_s:.0f} us a layer beside its matrices{split}"
 
     def group(self, model: PlannedModel, most: int) -> int:
         """Number of devices that the model uses: all cores, or as many GPUs as ranks can share it."""
@@ -210,18 +218,20 @@ class MeasuredRoofs:
         if (table := self.served(model, devices)) is not None:
             seconds = table.seconds(forward.rows, Reading(forward.context, forward.row_context))
             return ForwardParts(0.0, seconds, 0.0, 0.0, 0.0, 0.0, 0.0)
-        roof = self.roofs[devices] if self.shares_memory else self.roofs[1]
+        packed = self.packed if roof_dtype(model.served_dtype or "bf16") == PACKED else {}
+        roof = (packed or self.roofs)[devices if self.shares_memory else 1]
         ranks = 1 if self.shares_memory else devices
-        saved_s = (model.wide_bytes - model.matrix_bytes) * min(roof.seconds_per_byte.values())
-        read_s = roof.product_s(model.wide_bytes, 1)
+        wide = model.matrix_bytes if packed else model.wide_bytes
+        saved_s = (wide - model.matrix_bytes) * min(roof.seconds_per_byte.values())
+        read_s = roof.product_s(wide, 1)
         cache_bytes = forward.context * model.kv_bytes_per_token * model.kv_share(ranks) * ranks
         attention_s = cache_bytes / roof.bandwidth + forward.row_context * model.attention_flops / roof.flops
         return ForwardParts(
             launch_s=0.0,
             weights_s=(read_s - saved_s) / ranks,
-            matmul_s=(roof.product_s(model.wide_bytes, forward.rows) - read_s) / ranks,
+            matmul_s=(roof.product_s(wide, forward.rows) - read_s) / ranks,
             attention_s=attention_s / ranks,
-            layers_s=model.layers * self.layer_s,
+            layers_s=roof.layers_s(model.layers, forward.rows),
             exchange_s=model.layers * self.exchange_s if ranks > 1 else 0.0,
             sampling_s=0.0,
         )
@@ -243,14 +253,19 @@ Platform = Sheets | MeasuredRoofs
 """Equal devices, of which a model takes one or several."""
 
 
-def this_cpu(cores: Sequence[int], dtype: str, folder: Path) -> MeasuredRoofs:
-    """Cores as devices: one, all but one (which a drafter would take), and all of them. Their roofs are measured
-    once and stored in `folder`, where serving reads them."""
-    memory = available_memory("cpu")
-    roofs = cpu_roofs(cores, dtype, folder)
-    by_cores = {roof.cores: roof for roof in never_slower(roofs)}
-    cache = last_level_cache()
-    return MeasuredRoofs("CPU core", len(cores), by_cores, memory, True, cache, folder=folder)
+def this_cpu(
+    cores: Sequence[int], dtypes: Collection[str], folder: Path, native: NativeLibrary | None
+) -> MeasuredRoofs:
+    """Cores as devices: one, all but one (which a drafter would take), and all of them. Their roofs in these dtypes
+    are measured once and stored in `folder`, where serving reads them."""
+    memory, cache = available_memory("cpu"), last_level_cache()
+    by_dtype = {
+        dtype: {roof.cores: roof for roof in never_slower(cpu_roofs(cores, dtype, folder, native))}
+        for dtype in dtypes
+    }
+    packed = by_dtype.get(PACKED, {})
+    wide = next((roofs for dtype, roofs in by_dtype.items() if dtype != PACKED), packed)
+    return MeasuredRoofs("CPU core", len(cores), wide, memory, True, cache, folder=folder, packed=packed)
 
 
 def never_slower(roofs: Sequence[Roof]) -> list[Roof]:

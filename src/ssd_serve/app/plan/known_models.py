@@ -22,7 +22,7 @@ from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name, read_json
-from ssd_serve.models.hub import Role, embedded_model, local_model
+from ssd_serve.models.hub import Role, cached_model, embedded_model, local_model
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import (
     bytes_saved,
@@ -225,6 +225,8 @@ def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[An
             f"{name} is no folder, no hub id such as owner/name, and no name that `ssd plan` knows; it knows "
             f"{', '.join(_SHAPES)}"
         )
+    if (cached := cached_model(found)) is not None:
+        return model_name(cached), load_description(cached), cached
     return name, _from_hub(found, token), None
 
 
@@ -235,7 +237,8 @@ def _from_hub(name: HubId, token: str | None) -> Description[Any]:
     except HfHubHTTPError as error:
         raise HubError(
             f"the hub answered {error.response.status_code} for config.json of {name}: the name is wrong, or "
-            "the model is gated and HF_TOKEN is missing or has no right to it"
+            "the model is gated and HF_TOKEN is missing or has no right to it, or it has GGUF files only: "
+            f"`ssd pull {name}` fetches them to be planned"
         ) from error
     except Exception as error:  # no network: which class that is depends on the hub client's HTTP library
         raise HubError(

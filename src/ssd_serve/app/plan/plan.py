@@ -21,6 +21,9 @@ shared cores. Alone on a core, the host's part of a step of 8 nodes took 0.4 ms.
 VERIFIER_HOST = HostCost(node_s=6e-6, request_s=59e-6, round_s=221e-6)
 """Host time of the verifier, measured on one core of an AMD EPYC. A round of one request with 8 nodes took 0.33 ms,
 of 32 such requests 3.64 ms. The share of a node, 6 of a request's 107 us, is assumed."""
+SHARED_CORES_HOST = HostCost(node_s=6e-6, request_s=1.06e-3, round_s=221e-6)
+"""The same where HTTP server and client run on the target's cores. On a Xeon a token took 0.7 ms of them for a client
+that only reads, 1.3 ms for `ssd bench serve`. Step times of served rounds hold this already."""
 PAYS = 1.05
 """Least speedup over plain decoding for which a drafter is worth its device."""
 _GIB = float(1 << 30)
@@ -245,7 +248,9 @@ class Plan:
         table = cost_table(self.platform, self.target, devices, context, self._slowdown(mode, devices))
         step = DraftStep(self._draft_s(mode, devices), self.options.width)
         load = DecodingLoad(requests, context)
-        return requests * forecast(load, 1.0, {mode: table}, {mode: step}, VERIFIER_HOST, acceptance)[mode]
+        shared = self.platform.shares_memory and self.platform.served(self.target, devices) is None
+        host = SHARED_CORES_HOST if shared else VERIFIER_HOST
+        return requests * forecast(load, 1.0, {mode: table}, {mode: step}, host, acceptance)[mode]
 
     def _share(self, model: PlannedModel, devices: int, inline: PlannedModel | None = None) -> MemoryShare:
         """Memory of a model split over `devices`, with a draft on one of them where it is inline."""

@@ -24,7 +24,7 @@ from ssd_serve.base.errors import DeviceHangError, PermissionProblemError, SsdEr
 from ssd_serve.base.logs import RateLimitedLogger, get_logger
 from ssd_serve.base.settings_sources import visible_gpus
 from ssd_serve.base.trusted_files import is_private
-from ssd_serve.cluster.process import ORPHANED
+from ssd_serve.cluster.health import ORPHANED
 from ssd_serve.cluster.ray.placement import actors_device
 from ssd_serve.transport.listener import Listener
 from ssd_serve.transport.rank_sockets import RankFiles

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
@@ -42,6 +41,8 @@ def convert(
 
     `named` has the folder's `bos_token` and `eos_token`. Raises `CheckpointError`.
     """
+    from sentencepiece import SentencePieceProcessor
+
     try:
         model = SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:

@@ -23,8 +23,7 @@ from ssd_serve.base.devices import Device, processor_name
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.stored import read_stored, stored_path, write_stored
 from ssd_serve.models.interface import Model, ModelFacts
-from ssd_serve.models.roof import Roof, expected_roof, stored_roof
-from ssd_serve.models.sizes import DTYPES
+from ssd_serve.models.roof import Roof, expected_roof, roof_dtype, stored_roof
 from ssd_serve.models.warmup import LONG_CONTEXT, SHORT_CONTEXT, measure_steps
 
 _TRIES = 3
@@ -118,10 +117,10 @@ class StepTimes:
             dtype=facts.dtype,
             cores=cores,
         )
-        dtype = DTYPES.get(facts.dtype, torch.bfloat16)  # packed weights multiply rows in bf16
         stored = self._files.stored(name)
         self.guessed = self.guessed or not stored
         if not stored:
+            dtype = roof_dtype(facts.dtype)
             roof = stored_roof(self._folder, dtype, cores) or expected_roof(cores, dtype)
             stored = expected_timings(facts, roof)
         table = CostTable(stored, first_rounds=FIRST_ROUNDS)
@@ -182,10 +181,6 @@ def remembered_timings(model: Model, device: str, files: TimingFiles) -> list[Ti
     return list(files.timings(identity(model, device), lambda: _measure(model), lambda: _probe(model)))
 
 
-_LAYER_S = 60e-6
-"""Seconds of a layer beside its matrices and its attention."""
-
-
 def cpu_identity(
     name: str, *, layers: int, hidden: int, vocabulary: int, dtype: str, cores: int
 ) -> dict[str, object]:
@@ -208,7 +203,7 @@ def expected_timings(facts: ModelFacts, roof: Roof) -> list[Timing]:
             rows,
             context,
             roof.product_s(facts.weight_bytes, rows)
-            + facts.layers * _LAYER_S
+            + roof.layers_s(facts.layers, rows)
             + context * facts.kv_bytes_per_slot / roof.bandwidth,
         )
         for rows in ROWS

@@ -59,6 +59,16 @@ def architecture_of(metadata: Json) -> str:
     return str(name)
 
 
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""Recommended sampling by its key in `generation_config.json`."""
+
+
 def config_of(
     metadata: Json, tensors: Mapping[str, StoredTensor], factors: tuple[float, ...] | None
 ) -> tuple[Json, Json]:
@@ -91,7 +101,11 @@ def config_of(
         raw["rope_scaling"] = {"rope_type": "factors", "factors": list(factors)}
     elif scaling := _rope_scaling(name, metadata):
         raw["rope_scaling"] = scaling
-    return raw, {"eos_token_id": list(end_tokens(metadata))}
+    sampling = {name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}
+    sampling = {
+        name: round(value, 6) if isinstance(value, float) else value for name, value in sampling.items()
+    }
+    return raw, {"eos_token_id": list(end_tokens(metadata)), **sampling}
 
 
 def end_tokens(metadata: Json) -> tuple[int, ...]:
