@@ -5,10 +5,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ssd_serve.base.cost import Reading, Timing
 from ssd_serve.base.devices import Device
+from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.logs import get_logger
+from ssd_serve.drafter.sources.loading import SourceConfig, draft_times
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, ModelFacts
 from ssd_serve.models.roof import Roof, store_roof
@@ -176,3 +179,16 @@ def test_expected_times_follow_a_stored_roof(tmp_path: Path) -> None:
     table = step_times(tmp_path).table(CORES)
     assert table.seconds(1) == pytest.approx(1.0, rel=0.01)
     assert table.seconds(64) == pytest.approx(4.0, rel=0.01)
+
+
+def test_drafts_on_cpus_are_not_measured_either(tmp_path: Path) -> None:
+    """Their step times follow from the same stored roof: no forward runs."""
+    store_roof(tmp_path, Roof(torch.get_num_threads(), "bfloat16", {1: 1e-9, 64: 4e-9}, 1e12, {1: 0.0}))
+    config = EngineConfig(cache_dir=tmp_path)
+    order = SourceConfig(
+        config=config, folder=None, device="cpu", native=None, log=get_logger("d0"), widths=[4, 64]
+    )
+    seconds, prefill_s = draft_times(Loaded(), order)
+    assert seconds[64] == pytest.approx(4.0)
+    assert 1.0 < seconds[4] < 1.2
+    assert prefill_s == pytest.approx(4.0 / 64)

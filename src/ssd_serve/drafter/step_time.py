@@ -1,7 +1,7 @@
 """Times of draft steps: the average sent to verifiers, and the width that they allow.
 
 A step expands as many nodes as the device computes for little more than the price of a few. Times are
-measured at start and updated live, since other work on the device changes what a wide step costs.
+measured at start, on CPUs expected, and updated live, since other work on the device changes what a wide step costs.
 """
 
 from collections.abc import Mapping

@@ -22,16 +22,14 @@ from rich.console import Console
 
 from ssd_serve.app.cli.chat_client import show_first_answer
 from ssd_serve.base.devices import pin_cores
-from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import ProgressLine, carry_library_logs, get_logger
 from ssd_serve.base.messages import Ready
 from ssd_serve.base.resources import raise_descriptor_limit, settle_memory
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import refuse_empty_keys
-from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.cluster.launch import RunningEngine, start_engine, usable_machine
 from ssd_serve.cluster.placement import find_models
-from ssd_serve.kernels.native.library import build
+from ssd_serve.kernels.native.library import compile_early
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.server.access.auth import allowed_hosts, exposure_warnings
 from ssd_serve.server.banner import show_banner
@@ -65,8 +63,7 @@ def run_serve(settings: Settings, chat: Callable[[str], None] | None = None) -> 
     line = ProgressLine()
     tls_context(settings)  # raises for wrong files before anything is started
     machine = usable_machine(settings)
-    # Compiled meanwhile, the kernels are there when the worker processes want them; these report errors.
-    threading.Thread(target=_compile_kernels, args=(settings,), name="kernels", daemon=True).start()
+    compile_early(settings.native_kernels, settings.cache_dir)
     client, tokenizer = EngineClient(), LoadedTokenizer()
 
     def show(text: str) -> None:
@@ -112,12 +109,6 @@ def run_serve(settings: Settings, chat: Callable[[str], None] | None = None) -> 
                     raise engine.supervisor.failure
     log.info("stopped")
     return 0
-
-
-def _compile_kernels(settings: Settings) -> None:
-    if settings.native_kernels:
-        with contextlib.suppress(SsdError):
-            build(cache_folder(settings.cache_dir, lambda _: None))
 
 
 def _watch(

@@ -27,6 +27,7 @@ from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve_arguments
 from ssd_serve.cluster.launch import usable_machine
 from ssd_serve.cluster.placement import find_models
+from ssd_serve.kernels.native.library import compile_early
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.sampling.thinking import make_thinking_budget, starts_in_thinking
 from ssd_serve.sampling.validation import (
@@ -88,6 +89,7 @@ class LLM:
             settings = settings.model_copy(update={"log_level": "warning"})
         log = get_logger("generate", settings.log_level, settings.log_format)
         machine = usable_machine(settings)
+        compile_early(settings.native_kernels, settings.cache_dir)
         found = find_models(settings, report, log.warning)
         self.tokenizer = Tokenizer(found.target)
         report("starting")

@@ -30,7 +30,7 @@ from ssd_serve.drafter.sources.loading import (
     LoadedSource,
     SourceConfig,
     draft_slots,
-    measure_draft,
+    draft_times,
     tokenizer_info,
 )
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
@@ -189,7 +189,7 @@ def load_eagle(source: SourceConfig) -> LoadedSource:
     options = replace(served_options(config, device, slots, source.native), graphs=False)
     head = load_head(folder, options, sizes, source.log)
     model: Model = wrap_model(head, "draft", config.model_wrapper)
-    seconds, prefill_s_per_token = measure_draft(_WithZeroFeatures(model), source.widths)
+    seconds, prefill_s_per_token = draft_times(_WithZeroFeatures(model), source)
     facts = head.facts
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, source.native)
     ranking = trusted_ranking(source.native) if facts.device == "cpu" else None

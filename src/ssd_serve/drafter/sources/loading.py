@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.logs import Logger
+from ssd_serve.base.trusted_files import cache_folder
 from ssd_serve.drafter.sources.contract import DraftSource
 from ssd_serve.drafter.sources.registry import (
     NODE_BY_NODE,
@@ -27,6 +29,7 @@ from ssd_serve.models.hub import find_model, model_here
 from ssd_serve.models.interface import Model
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.parallel import Parallel
+from ssd_serve.models.roof import expected_roof, roof_dtype, stored_roof
 from ssd_serve.models.sizes import ModelSizes, torch_device
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.models.warmup import measure_steps
@@ -104,8 +107,18 @@ def draft_features(config: EngineConfig, target: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def measure_draft(model: Model, widths: Sequence[int]) -> tuple[dict[int, float], float]:
-    """Measured step times by width, and the prefill time of a token, in seconds."""
+def draft_times(model: Model, source: SourceConfig) -> tuple[dict[int, float], float]:
+    """Return step times by width, and the prefill time of a token: measured on GPUs, expected on CPUs."""
+    facts, widths = model.facts, source.widths
+    if facts.device == "cpu":
+        folder = cache_folder(source.config.cache_dir, source.log.warning)
+        dtype, cores = roof_dtype(facts.dtype), torch.get_num_threads()
+        roof = stored_roof(folder, dtype, cores) or expected_roof(cores, dtype)
+        expected = {
+            rows: roof.product_s(facts.weight_bytes, rows) + roof.layers_s(facts.layers, rows)
+            for rows in (*widths, _ROWS)
+        }
+        return {rows: expected[rows] for rows in widths}, expected[_ROWS] / _ROWS
     seconds = {rows: min(each) for (rows, _), each in measure_steps(model, widths).items()}
     return seconds, measure_prefill(model, _widest_row_s(seconds))
 

@@ -11,7 +11,7 @@ from ssd_serve.drafter.sources.loading import (
     SourceConfig,
     TokenizerInfo,
     draft_slots,
-    measure_draft,
+    draft_times,
     tokenizer_info,
 )
 from ssd_serve.kernels.native.library import NativeLibrary
@@ -66,7 +66,7 @@ def load_draft_model(source: SourceConfig) -> LoadedSource:
     loaded = load_served(config, path, device, slots, source.native, source.log, layers=source.layers)
     model, info = _with_target_tokens(config, loaded, Tokenizer(path))
     model = wrap_model(model, "draft", config.model_wrapper)
-    seconds, prefill_s_per_token = measure_draft(model, source.widths)
+    seconds, prefill_s_per_token = draft_times(model, source)
     draft = DraftModel(model, slots, native=source.native, prefill_rows=prefill_rows_of(prefill_s_per_token))
     return LoadedSource(
         draft.source(config.draft_fan_out), info, seconds, prefill_s_per_token=prefill_s_per_token

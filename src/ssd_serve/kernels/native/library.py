@@ -8,8 +8,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,17 @@ def load_native(
         if log is not None:
             log.info("slower kernels are used", reason=str(error))
         return None
+
+
+def compile_early(wanted: bool, folder: Path) -> None:
+    """Compile in a thread what workers will load; they report errors."""
+
+    def compiled() -> None:
+        with suppress(SsdError):
+            build(cache_folder(folder, lambda _: None))
+
+    if wanted:
+        threading.Thread(target=compiled, name="kernels", daemon=True).start()
 
 
 def build(folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
