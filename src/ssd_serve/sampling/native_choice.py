@@ -4,7 +4,9 @@ Parameters outside `COMPILED`, those that change single tokens, are applied by t
 """
 
 import math
+from array import array
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import torch
@@ -111,27 +113,36 @@ class _Call:
 
     def run(self, kernel: Callable[..., int], walk: bool) -> list[int]:
         """Call the kernel. Raises `MemoryError`."""
-        integers, reals = np.array(self._integers, np.int64), np.array(self._reals, np.float64)
-        choices = np.full(self._rows, -1, np.int64)
-        lists = self._depths, self._path_ends, self._paths, self._tokens, self._parents
-        depths, ends, paths, tokens, parents = (np.array(each, np.int64) for each in lists)
+        lists = (
+            self._integers,
+            self._depths,
+            self._path_ends,
+            self._paths,
+            self._tokens,
+            self._parents,
+            [-1] * self._rows,
+        )
+        # One array of each kind: a round has some dozens of numbers, and NumPy would take longer than the search.
+        integers, reals = array("q", chain.from_iterable(lists)), array("d", self._reals)
+        ends = accumulate(8 * len(each) for each in lists)
+        at = integers.buffer_info()[0]
+        depths, ends_of_paths, paths, tokens, parents, choices = (at + end for end in islice(ends, 6))
         done = kernel(
-            integers.ctypes.data,
-            reals.ctypes.data,
+            at,
+            reals.buffer_info()[0],
             len(reals) // _NUM_REALS,
             self._vocabulary,
-            depths.ctypes.data,
-            ends.ctypes.data,
-            paths.ctypes.data,
-            tokens.ctypes.data if walk else None,
-            parents.ctypes.data if walk else None,
-            choices.ctypes.data,
+            depths,
+            ends_of_paths,
+            paths,
+            tokens if walk else None,
+            parents if walk else None,
+            choices,
             torch.get_num_threads(),
         )
         if not done:
             raise MemoryError("there is no memory left to choose tokens; run fewer requests at once")
-        found: list[int] = choices.tolist()
-        return found
+        return integers[len(integers) - self._rows :].tolist()
 
     def _changed(
         self, change: Callable[[torch.Tensor, Sequence[SamplingRows]], torch.Tensor], request: SamplingRows
