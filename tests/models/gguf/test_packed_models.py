@@ -11,8 +11,10 @@ from gguf import GGMLQuantizationType as Kind
 from ssd_serve.base.messages import SamplingParameters, Submit
 from ssd_serve.bench.lossless.rig import Case, LoadedPair, run_case
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.native.layers import NativeLayers
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.kernels.native.packed import TYPES, NativePackedLinear, can_multiply_packed
+from ssd_serve.models.architectures.dense import decoder
 from ssd_serve.models.interface import Model
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.models.parallel import Parallel
@@ -81,6 +83,54 @@ def test_layers_of_several_types_are_near_too(tmp_path: Path, case: str, library
     check(
         path, model, write_model(path, model, lambda name: mixed.get(name.split(".")[-2], Kind.Q5_0)), library
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "fused"), [("llama", True), ("qwen2-biases", True), ("qwen3-qk-norm", False)]
+)
+@pytest.mark.parametrize("features", [(), (0, 1)])
+def test_layers_in_one_call_give_the_bits_of_separate_calls(
+    tmp_path: Path,
+    case: str,
+    fused: bool,
+    features: tuple[int, ...],
+    library: NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    more: dict[str, Any] = {"intermediate_size": 128, "sliding_window": None, "num_hidden_layers": 4}
+    more.update(WIDE if case == "llama" else rope)
+    model, path = make(case, **more), tmp_path / "model.gguf"
+    kinds = {"v_proj": Kind.Q8_0, "down_proj": Kind.Q5_1}
+    write_model(path, model, lambda name: kinds.get(name.split(".")[-2], Kind.Q4_1))
+    options = ModelOptions(
+        device="cpu", dtype="auto", slots=128, context=None, native=library, features=features
+    )
+    calls: list[range] = []
+    run = NativeLayers.run
+
+    def counted(self: NativeLayers, span: range, *rest: Any) -> torch.Tensor:
+        calls.append(span)
+        return run(self, span, *rest)
+
+    monkeypatch.setattr(NativeLayers, "run", counted)
+    together = load_model(path, options)
+    monkeypatch.setattr(decoder, "fused_layers", lambda *_: None)
+    apart = load_model(path, options)
+    places = range(33)
+    prompt = RequestRows(tokens_of(33), places, places, np.zeros(0, np.int32), [32])
+    tree = RequestRows(
+        tokens_of(4), [33, 34, 34, 35], [40, 41, 60, 43], np.arange(33, dtype=np.int32), [0, 3], [1, 3, 5, 11]
+    )
+    threads = torch.get_num_threads()
+    for rows, number in ((prompt, 1), (tree, 1), (tree, 2)):
+        torch.set_num_threads(number)
+        found, expected = together.forward(build_batch([rows])), apart.forward(build_batch([rows]))
+        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+        torch.testing.assert_close(found.features, expected.features, rtol=0, atol=0)
+    torch.set_num_threads(threads)
+    spans = [range(1), range(1, 2), range(2, 3)] if features else [range(3)]
+    assert calls == (3 * spans if fused else [])
 
 
 def test_named_dtypes_and_machines_without_products_widen(tmp_path: Path, library: NativeLibrary) -> None:

@@ -71,9 +71,10 @@ class NativeAttention:
             "ssd_store_keys_values", POINTER, POINTER, SIZE, SIZE, POINTER, POINTER
         )
         self._scratch_size = library.function("ssd_attention_scratch", POINTER, result=SIZE)
+        self.library = library
         self._cache = cache
-        self._heads = heads
-        self._kv_heads, self._head_dim = cache.layout.layers[0].heads, cache.layout.layers[0].head_dim
+        self.heads = heads
+        self.kv_heads, self.head_dim = cache.layout.layers[0].heads, cache.layout.layers[0].head_dim
         self._windows = [layer.window or 0 for layer in cache.layout.layers]
         self._keys_at = [cache.keys(layer).data_ptr() for layer in range(len(self._windows))]
         self._values_at = [cache.values(layer).data_ptr() for layer in range(len(self._windows))]
@@ -83,15 +84,19 @@ class NativeAttention:
     def dtype(self) -> torch.dtype:
         return torch.float32
 
+    def places(self, layer: int) -> tuple[int, int, int]:
+        """Return the addresses of a layer's keys and values, and its window (0: none)."""
+        return self._keys_at[layer], self._values_at[layer], self._windows[layer]
+
     def plan(self, batch: Batch) -> NativePlan:
         """Hand the batch's arrays over; nothing is copied that has the right type already."""
         arrays = [np.ascontiguousarray(getattr(batch, name), kind) for name, kind in _ARRAYS.items()]
         threads = torch.get_num_threads()
         struct = _Batch(
             batch.requests,
-            self._heads,
-            self._kv_heads,
-            self._head_dim,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
             self._cache.slots,
             batch.ancestry.shape[1],
             threads,
@@ -125,7 +130,7 @@ class NativeAttention:
         self, layer: int, queries: torch.Tensor, plan: NativePlan, lse: torch.Tensor | None
     ) -> torch.Tensor:
         dtype, queries = queries.dtype, _rows(queries.float())
-        result = queries.new_empty((queries.shape[0], self._heads * self._head_dim))
+        result = queries.new_empty((queries.shape[0], self.heads * self.head_dim))
         self._attend(
             plan.at,
             self._windows[layer],

@@ -57,7 +57,9 @@ class WeightMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class PackedPart:
+    """Neighbouring outputs of one type."""
+
     kind: int
     outputs: int
     start: int
@@ -92,12 +94,12 @@ class NativePackedLinear:
         self._bytes = library.function("ssd_packed_bytes", INT, SIZE, SIZE, result=SIZE)
         self._pack = library.function("ssd_pack", INT, POINTER, SIZE, SIZE, POINTER, INT)
         self._settle = library.function("ssd_pool_settle")
-        self._inputs, self._way = inputs, way
-        self._parts: list[_Part] = []
+        self.inputs, self.way = inputs, way
+        self.parts: list[PackedPart] = []
         start = 0
         for same in _joined(matrices):
             stop = start + len(same.blocks)
-            self._parts.append(
+            self.parts.append(
                 self._part(memory, same, start, None if bias is None else bias[start:stop].float())
             )
             start = stop
@@ -117,53 +119,53 @@ class NativePackedLinear:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights in memory."""
-        return sum(part.weights.nbytes for part in self._parts)
+        return sum(part.weights.nbytes for part in self.parts)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """bf16 rows [..., inputs] -> [..., outputs]. Raises `MemoryError`."""
         rows = rows.contiguous()
-        count = rows.numel() // self._inputs
+        count = rows.numel() // self.inputs
         result = rows.new_empty((*rows.shape[:-1], self._outputs))
         rows_at, result_at = rows.data_ptr(), result.data_ptr()
-        for part in self._parts:
+        for part in self.parts:
             done = self._multiply(
                 rows_at,
                 count,
-                self._inputs,
+                self.inputs,
                 part.kind,
                 *part.places,
                 result_at + 2 * part.start,
                 self._outputs,
                 part.outputs,
-                self._way,
+                self.way,
                 torch.get_num_threads(),
             )
             if not done:
-                raise MemoryError(f"no memory to quantise {count} rows of {self._inputs} numbers")
+                raise MemoryError(f"no memory to quantise {count} rows of {self.inputs} numbers")
         return result
 
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
         """Rows of a single matrix by their numbers, rounded to bf16: [count, inputs]; `dim` is 0."""
-        (part,) = self._parts
+        (part,) = self.parts
         wanted = index.to(torch.int64).contiguous()
         if dim or (len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self._outputs):
             raise IndexError(f"rows are numbered from 0 to {self._outputs - 1}")
-        result = torch.empty((len(wanted), self._inputs), dtype=torch.bfloat16)
+        result = torch.empty((len(wanted), self.inputs), dtype=torch.bfloat16)
         where = (wanted.data_ptr(), len(wanted), result.data_ptr())
-        self._rows(part.kind, part.weights.data_ptr(), self._inputs, *where)
+        self._rows(part.kind, part.weights.data_ptr(), self.inputs, *where)
         return result
 
     def _part(
         self, memory: WeightMemory, stored: StoredBlocks, start: int, bias: torch.Tensor | None
-    ) -> _Part:
+    ) -> PackedPart:
         blocks = np.ascontiguousarray(stored.blocks)
         kind, outputs = TYPES.index(stored.kind), len(blocks)
-        weights = memory.take(self._bytes(kind, outputs, self._inputs))
+        weights = memory.take(self._bytes(kind, outputs, self.inputs))
         self._pack(
-            kind, blocks.ctypes.data, outputs, self._inputs, weights.data_ptr(), torch.get_num_threads()
+            kind, blocks.ctypes.data, outputs, self.inputs, weights.data_ptr(), torch.get_num_threads()
         )
         places = weights.data_ptr(), None if bias is None else bias.data_ptr()
-        return _Part(kind, outputs, start, weights, bias, places)
+        return PackedPart(kind, outputs, start, weights, bias, places)
 
 
 def _joined(matrices: Sequence[StoredBlocks]) -> list[StoredBlocks]:

@@ -29,6 +29,8 @@
 #define AGAIN_NS 8000  /* a piece that takes longer than the last ones is done again */
 #define YIELD_NS 20000 /* of waiting, then the core is offered to others */
 #define TURNS 8        /* of a spin between two looks at the clock */
+#define LEAST_PAUSE_NS 300000 /* between two calls that wake a thread; longer while it wakes on the caller's core */
+#define MOST_PAUSE_NS 20000000
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -36,6 +38,12 @@
 #define RELAX() __asm__ volatile("yield")
 #else
 #define RELAX() (void)0
+#endif
+
+#ifdef __linux__
+#define CORE() sched_getcpu()
+#else
+#define CORE() (-1)
 #endif
 
 typedef struct {
@@ -57,10 +65,13 @@ typedef struct {
   pthread_cond_t woken;
   int posted, number;
   pthread_t thread;
+  int64_t woken_at, pause; /* the calling thread's */
+  atomic_int crowded;      /* it went to sleep because it was on the calling thread's core */
 } helper;
 
 static struct {
   _Alignas(64) atomic_ulong turn;
+  atomic_int core; /* the calling thread's */
   _Alignas(64) atomic_int inside;
   _Alignas(64) atomic_flag used;
   int started, refused, threads;
@@ -102,11 +113,13 @@ static void take_pieces(const job *j, int thread) {
   }
 }
 
-/* Waits for another turn than `seen`; returns it. */
+/* Waits for another turn than `seen`; returns it. On the calling thread's core it would only keep that from running. */
 static unsigned long next_turn(helper *self, unsigned long seen) {
-  for (int64_t until = now_ns() + HELPER_SPIN_NS; now_ns() < until;)
+  int crowded = 0;
+  for (int64_t until = now_ns() + HELPER_SPIN_NS; now_ns() < until && !crowded; crowded = CORE() == pool.core)
     for (int i = 0; i < TURNS; i++, RELAX())
       if (atomic_load_explicit(&pool.turn, memory_order_relaxed) != seen) return atomic_load(&pool.turn);
+  atomic_store(&self->crowded, crowded);
   atomic_store(&self->asleep, 1);
   if (atomic_load(&pool.turn) != seen && atomic_exchange(&self->asleep, 0)) return atomic_load(&pool.turn);
   pthread_mutex_lock(&self->lock);
@@ -117,7 +130,11 @@ static unsigned long next_turn(helper *self, unsigned long seen) {
 }
 
 static void wake(helper *helper) {
-  if (!atomic_load(&helper->asleep) || !atomic_exchange(&helper->asleep, 0)) return;
+  if (!atomic_load(&helper->asleep)) return;
+  int64_t now = now_ns();
+  if (now - helper->woken_at < helper->pause || !atomic_exchange(&helper->asleep, 0)) return;
+  helper->woken_at = now;
+  helper->pause = atomic_load(&helper->crowded) ? smaller(2 * helper->pause + LEAST_PAUSE_NS, MOST_PAUSE_NS) : LEAST_PAUSE_NS;
   pthread_mutex_lock(&helper->lock);
   helper->posted = 1;
   pthread_cond_signal(&helper->woken);
@@ -173,6 +190,7 @@ static void open_job(const job *j, long pieces) {
     atomic_store_explicit(&pool.shares[i].next, pieces * i / j->threads, memory_order_relaxed);
     atomic_store_explicit(&pool.shares[i].end, pieces * (i + 1) / j->threads, memory_order_relaxed);
   }
+  atomic_store(&pool.core, CORE());
   atomic_store(&pool.turn, j->turn);
   for (int i = 1; i < j->threads; i++) wake(pool.helpers + i);
 }
