@@ -129,7 +129,8 @@ def sizes_of(
         with Checkpoint(folder, allow_pickle=allow_pickle) as checkpoint:
             kept = checkpoint.format.matrices(checkpoint, fp8, native if name == PACKED else None)
             saved = kept.saved(place, kind)
-        resident = own.resident * kind.itemsize - saved // ranks
+        everything = load_description(folder).sizes(Parallel()).resident  # `saved` counts all layers
+        resident = own.resident * kind.itemsize - saved * own.resident // everything
         if name == PACKED:  # a tied head is the embedding too
             embedding = 0 if own.tied else own.embedding * resident // own.resident
     return ModelSizes(

@@ -1,5 +1,6 @@
 """Models whose weights stay in the blocks of their GGUF file: near the widened ones, and the same in every batch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,14 @@ def test_logits_are_near_those_of_the_dequantised_model(
     model, path = make("llama", **WIDE), tmp_path / "model.gguf"
     served = check(path, model, write_model(path, model, lambda _name: Kind[kind]), library)
     assert served.facts.weight_bytes < path.stat().st_size
+
+
+def test_bytes_of_the_first_layers_are_their_share(tmp_path: Path, library: NativeLibrary) -> None:
+    model, path = make("llama", **WIDE), tmp_path / "model.gguf"
+    write_model(path, model, lambda _name: Kind.Q4_1)
+    options = ModelOptions(device="cpu", dtype="auto", slots=128, context=None, native=library)
+    whole, first = (load_model(path, replace(options, layers=layers)).facts for layers in (None, 1))
+    assert 0 < first.weight_bytes < whole.weight_bytes
 
 
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "qwen2-biases", "qwen3-qk-norm"])
