@@ -113,7 +113,8 @@ def by_transformers(path: Path, tokens: list[int]) -> torch.Tensor:
     oracle.load_state_dict(oracle.state_dict() | tensors)
     oracle.tie_weights()
     with torch.inference_mode():
-        return oracle(torch.tensor([tokens])).logits[0].double()
+        found: torch.Tensor = oracle(torch.tensor([tokens])).logits[0].double()
+    return found
 
 
 def test_tokens_are_those_of_transformers_with_the_same_noise(path: Path) -> None:
