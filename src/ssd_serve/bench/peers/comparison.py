@@ -44,8 +44,8 @@ from ssd_serve.bench.report import machine, provenance, usable_cores
 from ssd_serve.bench.statistics import interleave
 from ssd_serve.models.text.tokenizer import Tokenizer
 
-_GUESSED_S = 4.0
-"""Seconds of a request, before any was measured."""
+_GUESSED_S, _TUNED_S, _STARTED_S = 5.0, 4.0, 5.0
+"""Seconds of a request, of one that tunes, and of the start of an engine, before any was measured."""
 _WARM_UP_TOKENS = 32
 
 
@@ -117,8 +117,8 @@ class Sitting:
 
     def _estimate(self, requests: int, shapes: int) -> None:
         """Tell how long it will take, if users slow one another down by the square root of their number."""
-        tuning = shapes * len(self.plan.kinds) / 2
-        minutes = (requests + tuning) * _GUESSED_S * self.place.users**0.5 / 60
+        seconds = requests * _GUESSED_S + shapes * len(self.plan.kinds) * _TUNED_S
+        minutes = (seconds * self.place.users**0.5 + (shapes + 6) * _STARTED_S) / 60
         self.say(
             f"{requests} requests of {self.place.users} users to come, {shapes} shapes to try first: about "
             f"{minutes:.0f} minutes at {self.plan.tokens / _GUESSED_S:.0f} tokens/s"
