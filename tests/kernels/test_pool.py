@@ -66,6 +66,7 @@ def test_each_item_is_done_once(pool: ctypes.CDLL, name: str, threads: int) -> N
 
 def test_the_piece_of_a_late_thread_is_done_again(pool: ctypes.CDLL) -> None:
     _run(pool, "again", 64, 2)  # starts the thread
+    out = np.zeros(64)
     for _ in range(3):
         began = time.monotonic()
         out = _run(pool, "again", 64, 2, late_s=_LATE_S)

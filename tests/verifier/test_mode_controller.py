@@ -108,7 +108,9 @@ class Simulation:
     def __post_init__(self) -> None:
         one, two = table(1.3 * UNIT_S, 2e-4), table(UNIT_S, 1e-4)
         self.costs = {ASYNC: one, SYNC: two, PLAIN: two}
-        self.steps = {mode: DraftStep(self.draft_s, 16) for mode in (ASYNC, SYNC)}
+        self.steps: dict[SpeculationMode, DraftStep] = {
+            mode: DraftStep(self.draft_s, 16) for mode in (ASYNC, SYNC)
+        }
         self.controller = ModeController(tuple(self.costs), HostCost(0.0))
         self.controller.costs = self.costs
         self.texts = 0
@@ -130,7 +132,7 @@ class Simulation:
         all_tokens = all_s = 0.0
         numbers = tuple(range(self.texts, self.texts + self.requests))
         for _ in range(rounds):
-            mode = self.controller.choose(numbers, self._running)
+            mode = self.controller.choose(numbers, self.running)
             tokens, levels = 1, 0
             while mode is not PLAIN and levels < LEVELS:
                 levels += 1
@@ -147,8 +149,8 @@ class Simulation:
             all_s += seconds
         return all_tokens / all_s / max(speeds.values())
 
-    def _running(self) -> RunningTexts:
-        pending = dict.fromkeys((ASYNC, SYNC), self.prefill_s)
+    def running(self) -> RunningTexts:
+        pending = {mode: self.prefill_s for mode in self.steps}
         levels = self.levels
         return RunningTexts(
             DecodingLoad(self.requests), levels.share, levels.hopeful, self.steps, 200.0, pending
@@ -214,7 +216,7 @@ def test_prefill_of_drafters_must_pay_within_the_text() -> None:
     late = Simulation(RIGHT, prefill_s=10.0)
     late.text(0.7)
     assert {mode for mode, tokens in late.tokens.items() if tokens} <= {ASYNC, PLAIN}
-    assert late.controller.choose((99,), late._running) is PLAIN or not late.tokens[SYNC]
+    assert late.controller.choose((99,), late.running) is PLAIN or not late.tokens[SYNC]
 
 
 def test_decisions_are_made_every_few_rounds_or_when_other_requests_run() -> None:
@@ -222,7 +224,7 @@ def test_decisions_are_made_every_few_rounds_or_when_other_requests_run() -> Non
 
     def texts() -> RunningTexts:
         asked.append(len(asked))
-        return simulation._running()
+        return simulation.running()
 
     for numbers in [(1,)] * 4 + [(1, 2)] * 4:
         simulation.controller.choose(numbers, texts)

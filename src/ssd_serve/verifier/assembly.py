@@ -246,7 +246,7 @@ def ready_report(config: EngineConfig, verifier: AssembledVerifier) -> Ready:
     )
 
 
-def _modes(config: EngineConfig, cores: Cores) -> tuple[SpeculationMode, ...]:
+def _modes(config: EngineConfig, cores: Cores) -> Sequence[SpeculationMode]:
     """Return the modes to choose from: that of the settings first, plain decoding last. Lookups work in all of
     them."""
     if config.mode is Mode.SD and config.draft_models:
@@ -259,7 +259,7 @@ def _modes(config: EngineConfig, cores: Cores) -> tuple[SpeculationMode, ...]:
 
 
 def _mode_config(
-    config: EngineConfig, cores: Cores, modes: tuple[SpeculationMode, ...], times: StepTimes
+    config: EngineConfig, cores: Cores, modes: Sequence[SpeculationMode], times: StepTimes
 ) -> ModeConfig:
     """Return costs and policies of the modes on the cores of each."""
     tables: dict[Device, CostTable] = {}

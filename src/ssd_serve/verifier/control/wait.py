@@ -12,8 +12,8 @@ import numpy.typing as npt
 from ssd_serve.verifier.control.budget import NodeChoice
 
 _GAIN, _GAIN_DRIFT, _GAIN_BLEND = 0.6, 0.02, 0.1
-"""Tokens that a draft step adds, as a share of the reach of the leaves: the prior, its weight for each round without
-a wait, and the weight of a step. Without the drift one bad estimate would end waiting for ever."""
+"""Tokens that a draft step adds, as a share of the reach of the leaves. Its prior, the weight of the prior for
+each round without a wait, and the weight of a step. Without the drift one bad estimate would last."""
 _ASYNC_STEP_COST = 1.2
 """Cost of a wait for an asynchronous drafter as a multiple of its time. In simulated time, waiting after hits lost
 a tenth at temperature 0 and gained nothing at 1."""
