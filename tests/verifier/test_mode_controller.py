@@ -150,7 +150,7 @@ class Simulation:
         return all_tokens / all_s / max(speeds.values())
 
     def running(self) -> RunningTexts:
-        pending = {mode: self.prefill_s for mode in self.steps}
+        pending = dict.fromkeys(self.steps, self.prefill_s)
         levels = self.levels
         return RunningTexts(
             DecodingLoad(self.requests), levels.share, levels.hopeful, self.steps, 200.0, pending
