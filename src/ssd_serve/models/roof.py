@@ -279,9 +279,11 @@ def _times(run: Callable[[], object], device: str, effort: Effort) -> list[float
         run()
         if device != "cpu":
             torch.cuda.synchronize(device)
-        if repeat or time.perf_counter() - begin > effort.most_s:
-            times.append(time.perf_counter() - started)
-        if time.perf_counter() - begin > effort.most_s:
+        ended = time.perf_counter()
+        too_long = ended - begin > effort.most_s
+        if repeat or too_long:
+            times.append(ended - started)
+        if too_long:
             break
     return times
 
