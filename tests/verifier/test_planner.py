@@ -158,3 +158,5 @@ def test_fixed_shape_drafts_in_the_first_mode() -> None:
     assert harness.round(1) is PLAIN
     harness.planner.bounds = DraftBounds(4096, None, 8, shape=FixedShape(3))
     assert harness.round(1) is ASYNC
+    harness.planner.observe(Round(1, 0, 0, 4, Reading(), 2, 0, 0.01, 0.001, 0.011))
+    assert not harness.controller.observed, "the round is not one of the controller's mode"

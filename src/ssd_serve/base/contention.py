@@ -1,6 +1,6 @@
-"""Whether other programs take the cores of this machine, by what the threads of this process wait for them.
+"""Detects other programs on the cores of this machine, by the time that threads of this process wait for a core.
 
-Linux counts how long each thread was ready to run and did not. Elsewhere nothing is found. Knows no work.
+Linux counts how long each thread was ready to run and did not. Elsewhere nothing is detected.
 """
 
 import time
@@ -16,7 +16,7 @@ _LEAST_S = 0.05
 
 
 class CoreContention:
-    """Tells from call to call of `observe` whether other programs take cores that this process needs."""
+    """Detects between calls of `observe` whether other programs take cores that this process needs."""
 
     def __init__(
         self, threads: Path = Path("/proc/self/task"), clock: Callable[[], float] = time.monotonic

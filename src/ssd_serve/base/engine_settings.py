@@ -132,7 +132,7 @@ class EngineSettings(BaseSettings):
         default=EngineConfig.num_speculative_tokens,
         ge=1,
         le=1024,
-        description="draft tokens that each round verifies for each request, whatever they cost; empty: as many as "
+        description="draft tokens that each round verifies for each request, regardless of cost; empty: as many as "
         "pay",
     )
     speculative_shape: Literal["chain", "tree"] = Field(

@@ -57,7 +57,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FixedShape(msgspec.Struct, frozen=True):
-    """A shape that a user forces, whatever it costs: a chain or a tree of `nodes` draft tokens a round."""
+    """A shape that a user forces, regardless of cost: a chain or a tree of `nodes` draft tokens a round."""
 
     nodes: int
     chain: bool = True

@@ -58,7 +58,7 @@ class Effort:
 
 
 QUICK = Effort((1, 4, 16, 64), 5, 0.12, 256 << 20)
-"""All cores of a CPU within 5 s, where other work leaves them free."""
+"""Measures all cores of an idle CPU within 5 s."""
 THOROUGH = Effort((1, 2, 4, 8, 16, 32, 64), 15)
 
 

@@ -79,7 +79,7 @@ class Group:
 
 @dataclass(slots=True)
 class Sitting:
-    """One run of the command: it tunes what is not tuned yet, and asks what is not answered yet."""
+    """One run of the command tunes what is not tuned yet, and asks what is not answered yet."""
 
     place: Place
     plan: PeersPlan

@@ -90,7 +90,7 @@ def shapes_to_try(mode: str, cores: int) -> list[PeerMode]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What every engine serves and uses: the model as the user names it, its file, and the users at a time."""
+    """Describes the load of all engines: the model as the user names it, its file, and the concurrent users."""
 
     model: str
     file: Path

@@ -22,7 +22,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """All that was measured. `setup` is the same in all sittings; a sitting is one run of the command."""
+    """Holds all measurements. `setup` is the same in all sittings; a sitting is one run of the command."""
 
     benchmark: str = "peers"
     setup: dict[str, object]

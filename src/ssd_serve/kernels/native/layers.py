@@ -48,7 +48,7 @@ class _Layer(ctypes.Structure):
 
 
 class NativeLayers:
-    """All layers of a model. The queries of a row must fill whole vectors: see `can_narrow`."""
+    """Runs all layers of a model. The queries of a row must fill whole vectors: see `can_narrow`."""
 
     def __init__(self, layers: Sequence[LayerPlaces], attention: NativeAttention) -> None:
         self._run = attention.library.function(

@@ -271,7 +271,7 @@ class SpeculationOptions(Lenient):
         None, description="most draft tokens that a round verifies"
     )
     num_speculative_tokens: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None, description="draft tokens that each round verifies, whatever they cost"
+        None, description="draft tokens that each round verifies, regardless of cost"
     )
     shape: Literal["chain", "tree"] | None = Field(
         None, description="shape of num_speculative_tokens draft tokens; null: chain"

@@ -114,7 +114,7 @@ def _tokens(depth: float, acceptance: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RunningTexts:
-    """What the running requests say about the modes. `pending_prefill_s`: seconds that a mode's drafters must
+    """Describes the running requests for a forecast. `pending_prefill_s`: seconds that a mode's drafters must
     prefill before they can draft; modes without such work are left out."""
 
     load: DecodingLoad

@@ -162,6 +162,8 @@ class RoundPlanner:
         self._clock = clock
         self._entered: SpeculationMode | None = None
         """Mode in which the round computes."""
+        self._shape_is_fixed = False
+        """True if a fixed shape, not the controller, has chosen the mode of the round."""
         if mode_config is not None:
             mode_config.controller.costs, mode_config.controller.host = mode_config.costs, self.host
 
@@ -228,7 +230,7 @@ class RoundPlanner:
             return
         self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
         self._rate.observe(round_.requests, round_.tokens, round_.total_s)
-        if self.mode_config is not None:
+        if self.mode_config is not None and not self._shape_is_fixed:
             self.mode_config.controller.observe(
                 round_.requests, round_.tokens - round_.looked_up, round_.total_s
             )
@@ -253,7 +255,8 @@ class RoundPlanner:
         """Choose the mode of the next rounds, and the cores of this one: prompts are read on all cores if that
         saves more than a round without drafts costs."""
         numbers = tuple([request.number for request in running])
-        if pending.shapes:  # these drafts are wanted whatever they cost
+        self._shape_is_fixed = bool(pending.shapes)
+        if self._shape_is_fixed:
             self.mode = next(iter(modes.costs))
         else:
             self.mode = modes.controller.choose(numbers, lambda: self._texts(running, pending, modes))
