@@ -288,7 +288,7 @@ class SpeculationOptions(Lenient):
     @model_validator(mode="after")
     def _shape_has_a_number(self) -> "SpeculationOptions":
         if self.shape is not None and self.num_speculative_tokens is None:
-            raise ValueError("shape needs num_speculative_tokens")
+            raise PydanticCustomError("shape", "shape needs num_speculative_tokens: give a number")
         return self
 
     @property
