@@ -25,12 +25,15 @@ from ssd_serve.base.messages import (
     Ready,
     Refused,
     RequestOptions,
+    RoundTrace,
     SamplingParameters,
     SourceFigures,
     Status,
     Submit,
     SubmitChoices,
     TokenLogprobs,
+    TraceGrowth,
+    TraceNode,
 )
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.engine.inflight import Deliver, InflightRequest
@@ -185,6 +188,25 @@ class _Play:
     tokens: int = 0
 
 
+def _trace_of(play: _Play, kept: Sequence[int]) -> RoundTrace:
+    """A round that accepted a chain and rejected one more node of a source that reads other requests."""
+    chain = tuple(TraceNode(token, n - 1, n + 1, ("tiny",), -0.1, 0) for n, token in enumerate(kept[:-1]))
+    wrong = TraceNode(ord("#"), len(chain) - 1, len(chain) + 1, ("suffix",), -2.0, 1)
+    at_s = 0.05 * play.played
+    return RoundTrace(
+        start_s=at_s,
+        end_s=at_s + 0.04,
+        forward_at_s=at_s + 0.01,
+        forward_s=0.02,
+        waited_s=0.005,
+        context=len(play.submit.prompt) + play.tokens - len(kept),
+        nodes=(*chain, wrong),
+        accepted=tuple(range(len(chain))),
+        bonus=kept[-1],
+        growth=(TraceGrowth(at_s + 0.015, "tiny", 2),),
+    )
+
+
 @dataclass
 class FakeEngine:
     channel: SocketChannel
@@ -290,7 +312,8 @@ class FakeEngine:
         while len(of_prompt) > size:  # a prompt is read in chunks; the last one brings the first token
             self.channel.send(Committed(request, (), prompt_logprobs=of_prompt[:size]))
             of_prompt = of_prompt[size:]
-        self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept), of_prompt))
+        trace = _trace_of(play, kept) if play.submit.options.trace else None
+        self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept), of_prompt, trace))
         self._end_if_over(play, kept)
 
     @staticmethod

@@ -76,6 +76,41 @@ async def test_speculation_trace_reports_tokens_of_each_round(path: str) -> None
     assert "rounds" not in untold["choices"][0]
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_trace_of_the_first_choice_comes_with_its_tokens(path: str) -> None:
+    asked = {**BODIES[path], "n": 2, "speculation": {"trace": True}, "return_token_ids": True}
+    async with running_server(lambda _: say("abcdefg", group=3)) as server:
+        whole = await post(server, path, **asked)
+        chunks = [each for chunk in await events(server, path, **asked) for each in chunk["choices"]]
+        traced = [submit.options.trace for submit in server.engine.submits()]
+        untraced = await post(server, path, **BODIES[path])
+    assert traced == [True, False, True, False]
+    first, second = whole["choices"]
+    assert "trace" not in second
+    assert "trace" not in untraced["choices"][0]
+    assert [len(each["nodes"]) for each in first["trace"]] == [3, 3, 1]
+    assert [each for chunk in chunks for each in chunk.get("trace", ())] == first["trace"]
+    for entry in [first, *(chunk for chunk in chunks if chunk.get("trace"))]:
+        told = [
+            token
+            for each in entry["trace"]
+            for token in (*(each["nodes"][at]["token"] for at in each["accepted"]), each["bonus"]["token"])
+        ]
+        assert told == entry["token_ids"]
+    node = first["trace"][0]["nodes"][1]
+    assert (node["text"], node["parent"], node["depth"], node["sources"]) == ("b", 0, 2, ["tiny"])
+
+
+@pytest.mark.parametrize(("salt", "text"), [({}, None), ({"cache_salt": "mine"}, "#")])
+async def test_rejected_tokens_from_other_texts_are_told_with_a_salt_only(
+    salt: dict[str, str], text: str | None
+) -> None:
+    async with running_server(lambda _: say("abc")) as server:
+        answer = await post(server, "/v1/completions", prompt="a", speculation={"trace": True}, **salt)
+    rejected = answer["choices"][0]["trace"][0]["nodes"][-1]
+    assert (rejected["text"], rejected["sources"]) == (text, ["suffix"])
+
+
 async def test_timings_of_response_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FIGURES, "prompt_s", 0.001)
     async with running_server(lambda _: say("abcdef")) as server:

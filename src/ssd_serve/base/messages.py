@@ -77,6 +77,8 @@ class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Most draft tokens that a round verifies for the request; None: no limit but cost."""
     shape: FixedShape | None = None
     """Fixed shape of the draft tokens; None: the server's choice."""
+    trace: bool = False
+    """Reports have a `RoundTrace` for each round."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -178,7 +180,52 @@ class Figures(msgspec.Struct, kw_only=True):
     preemptions: int = 0
 
 
-class Committed(msgspec.Struct, frozen=True, tag=True):
+class TraceNode(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A verified node. `parent` is the index of a node, -1: the root; `rank` counts from 0 among its siblings.
+
+    `logprob` is the draft's estimate that the target chooses the token; None: the replica has dropped it.
+    """
+
+    token: int
+    parent: int
+    depth: int
+    sources: tuple[str, ...]
+    logprob: float | None
+    rank: int | None
+
+
+class TraceGrowth(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Expansions of a draft source that arrived `at_s` seconds after the request."""
+
+    at_s: float
+    source: str
+    expansions: int
+
+
+class RoundTrace(msgspec.Struct, frozen=True, array_like=True):
+    """A round of a traced request. Times are seconds since the verifier received the request."""
+
+    start_s: float
+    end_s: float
+    forward_at_s: float
+    forward_s: float
+    waited_s: float
+    context: int
+    """Tokens before those of the round."""
+    nodes: tuple[TraceNode, ...] = ()
+    left_out: int = 0
+    """Verified nodes that are not in `nodes`."""
+    accepted: tuple[int, ...] = ()
+    """Indices of the accepted nodes, in order."""
+    bonus: int = -1
+    """The token of the target after the accepted nodes."""
+    growth: tuple[TraceGrowth, ...] = ()
+    """Growth since the round before."""
+    cut: bool = False
+    """True for the round after the last one with details: later rounds have no trace."""
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Tokens that one round committed for a request, in order; `logprobs` is empty or has one for each."""
 
     request: int
@@ -187,6 +234,8 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of the prompt's next tokens, from its second token on."""
+    trace: RoundTrace | None = None
+    """Details of the round, where traced."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

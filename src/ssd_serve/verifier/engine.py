@@ -42,6 +42,7 @@ from ssd_serve.verifier.drafters.pool import DrafterPool
 from ssd_serve.verifier.request import Request, RequestLimits, SharedPromptState, create_request, shared_state
 from ssd_serve.verifier.round import InFlight, RequestStep, Rounds, TreeTokens, Walk
 from ssd_serve.verifier.scheduler import OomBackoff, ScheduledChunk, Scheduler
+from ssd_serve.verifier.tracing import RequestTrace, RoundTimes
 
 _WAKING_S = 0.0015
 """Listening ends this long before the forward should, because a poll may oversleep by a millisecond."""
@@ -63,6 +64,7 @@ class Engine:
         """`grammars`: None where no output can be constrained."""
         self.grammars = grammars
         self._round_began = 0.0
+        self._times = RoundTimes()
         self.scheduler = scheduler
         self.drafters = drafters
         self.planner = planner
@@ -133,6 +135,7 @@ class Engine:
         if ended:
             return self._finished(request, ended)
         request.levels = self._levels.next_text()
+        request.trace = RequestTrace(self._clock) if request.options.trace else None
         self._requests[request.number] = request
         self.scheduler.submit(request)
         self.totals.prompt_tokens += request.prompt_length
@@ -171,6 +174,7 @@ class Engine:
         if self.drafters.features is not None:
             self.drafters.features.take(flight, walks)
         self._looked_up = 0
+        self._times = RoundTimes(started, flight.started, forward_s, decision.waited_s)
         reports = [report for walk in walks for report in self._commit(walk)]
         self.scheduler.pool.free([slot for walk in walks for slot in walk.rejected])
         self.drafters.flush()
@@ -276,7 +280,9 @@ class Engine:
         work, request = walk.work, walk.work.chunk.request
         request.slots.extend([*work.chunk.slots, *walk.kept])
         request.scored += len(walk.prompt_logprobs)
-        committed = Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs)
+        recorder, sources = request.trace, self.drafters.sources
+        trace = None if recorder is None else recorder.round(walk, self._times, sources.names)
+        committed = Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs, trace)
         if not walk.tokens:
             self.drafters.send_features(request)
             return [committed] if walk.prompt_logprobs else []

@@ -19,6 +19,7 @@ from ssd_serve.sampling.overrides import LogitOverrides
 from ssd_serve.sampling.parameters import needs_counts, needs_overrides
 from ssd_serve.sampling.processors import TokenCounts
 from ssd_serve.verifier.acceptance import Acceptance, DraftedLevels
+from ssd_serve.verifier.tracing import RequestTrace
 
 
 class TokenSequence(Sequence[int]):
@@ -103,6 +104,8 @@ class Request:
     figures: Figures = field(default_factory=Figures)
     acceptance: Acceptance = field(default_factory=Acceptance)
     levels: DraftedLevels = field(default_factory=DraftedLevels)
+    trace: RequestTrace | None = None
+    """Recorder of its rounds, where traced."""
     scored: int = 0
     """Number of prompt tokens, from the second on, with reported log-probabilities."""
     _common: dict[int, int] = field(default_factory=dict[int, int])

@@ -6,7 +6,14 @@ Turns the engine's reports into text. Knows no channel and no protocol.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ssd_serve.base.messages import Committed, Figures, Finished, SamplingParameters, TokenLogprobs
+from ssd_serve.base.messages import (
+    Committed,
+    Figures,
+    Finished,
+    RoundTrace,
+    SamplingParameters,
+    TokenLogprobs,
+)
 from ssd_serve.server.observability.timing import ChoiceTimer, ChoiceTiming
 from ssd_serve.server.service import Service
 from ssd_serve.server.text import TextAssembler, TextRules
@@ -52,6 +59,8 @@ class ChoiceOutput:
     """Start of each token in the choice's text."""
     rounds: list[int] = field(default_factory=list[int])
     """Number of tokens of each round; the first round ended the prompt."""
+    traces: list[RoundTrace] = field(default_factory=list[RoundTrace])
+    """Details of the rounds, where traced."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     """Log-probabilities of the prompt's tokens from the second on, where requested."""
     resumed_text: str = ""
@@ -66,6 +75,7 @@ class ChoiceOutput:
         self.texts += delta.texts
         self.tokens += delta.tokens
         self.rounds += delta.rounds
+        self.traces += delta.traces
         self.logprobs += delta.logprobs
         self.offsets += delta.offsets
         self.prompt_logprobs += delta.prompt_logprobs
@@ -125,6 +135,8 @@ class RunningChoice:
             output.tokens += report.tokens[:count]
             output.logprobs += report.logprobs[:count]
             output.rounds += [count] * bool(count)
+            if report.trace is not None:
+                output.traces.append(report.trace)
             self._watch.tokens(count)
         return output
 

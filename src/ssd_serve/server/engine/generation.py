@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from types import TracebackType
 
+import msgspec
+
 from ssd_serve.base.errors import EngineDeadError, OverloadedError, RequestError
 from ssd_serve.base.messages import Committed, Finished, Refused, RequestOptions, Submit
 from ssd_serve.server.engine.choice import ChoiceOutput, ChoicePlan, RunningChoice
@@ -89,8 +91,13 @@ class GenerationStream:
         for choice, plan in zip(choices, self._plans, strict=True):
             if not choice.stopped:  # output of the earlier response may end with a stop string
                 choice.request = self._engine.next_number()
+                options = (
+                    self._options
+                    if choice.index == 0
+                    else msgspec.structs.replace(self._options, trace=False)
+                )
                 submit = Submit(
-                    choice.request, plan.prompt, plan.parameters, plan.seed, plan.generated, 0, self._options
+                    choice.request, plan.prompt, plan.parameters, plan.seed, plan.generated, 0, options
                 )
                 requests.append(InflightRequest(submit, partial(self._deliver, choice)))
         self._engine.submit(requests)
@@ -181,7 +188,9 @@ def _weight(report: Report) -> int:
         return 1
     scored = report.logprobs or report.prompt_logprobs
     alternatives = len(scored[0].top) if scored else 0
-    return 1 + len(report.tokens) + (1 + alternatives) * (len(report.logprobs) + len(report.prompt_logprobs))
+    nodes = 0 if report.trace is None else len(report.trace.nodes) + len(report.trace.growth)
+    logprobs = (1 + alternatives) * (len(report.logprobs) + len(report.prompt_logprobs))
+    return 1 + 6 * nodes + len(report.tokens) + logprobs
 
 
 def _failure(report: Finished | Refused | EngineDeadError) -> Exception:

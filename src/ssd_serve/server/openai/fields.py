@@ -277,7 +277,9 @@ class SpeculationOptions(Lenient):
         None, description="shape of num_speculative_tokens draft tokens; null: chain"
     )
     trace: bool | None = Field(
-        None, description="report the number of tokens of each round: all but a round's last one were drafted"
+        None,
+        description="report the number of tokens of each round, of which all but the last were drafted, and "
+        "details of the first choice's rounds",
     )
 
     @property

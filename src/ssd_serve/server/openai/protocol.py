@@ -187,6 +187,11 @@ class GenerationRequest(Lenient):
         """Fixed shape of the draft tokens: that of `speculation`."""
         return None if self.speculation is None else self.speculation.fixed_shape
 
+    @property
+    def trace(self) -> bool:
+        """True if details of each round are reported."""
+        return self.speculation is not None and bool(self.speculation.trace)
+
     def as_chat(self, **fields: Any) -> "ChatRequest":
         """Return a chat request with the fields of all generation requests, and these."""
         common = {name: getattr(self, name) for name in GenerationRequest.model_fields}

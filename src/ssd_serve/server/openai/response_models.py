@@ -111,6 +111,50 @@ class RequestTimings(TypedDict):
     draft_n_accepted: int
 
 
+class TraceNode(TypedDict):
+    """A verified draft token."""
+
+    token: Annotated[int | None, Field(description="null: it may come from other users' texts")]
+    text: str | None
+    parent: Annotated[int, Field(description="index of the node above; -1: the last token of the text")]
+    depth: int
+    sources: Annotated[list[str], Field(description="draft sources that proposed it")]
+    logprob: Annotated[
+        float | None, Field(description="the draft's estimate that the target chooses it; null: unknown")
+    ]
+    rank: Annotated[int | None, Field(description="0: the likeliest of its siblings; null: unknown")]
+
+
+class TraceToken(TypedDict):
+    token: int
+    text: str
+
+
+class TraceGrowth(TypedDict):
+    """Expanded nodes of a draft source that arrived at the target."""
+
+    at_ms: float
+    source: str
+    expansions: int
+
+
+class TraceRound(TypedDict):
+    """A round of the target; times count from the request's arrival at the target."""
+
+    start_ms: float
+    end_ms: float
+    forward_start_ms: float
+    forward_ms: float
+    waited_ms: Annotated[float, Field(description="waiting for draft tokens")]
+    context: Annotated[int, Field(description="tokens before those of the round")]
+    nodes: list[TraceNode]
+    nodes_left_out: int
+    accepted: Annotated[list[int], Field(description="indices of the accepted nodes, in order")]
+    bonus: Annotated[TraceToken, Field(description="the target's token after the accepted ones")]
+    growth: list[TraceGrowth]
+    cut: Annotated[bool, Field(description="later rounds are not traced, and this one without nodes")]
+
+
 class Ended(TypedDict):
     """The end of a choice; null before it."""
 
@@ -118,6 +162,9 @@ class Ended(TypedDict):
     stop_reason: Annotated[str | int | None, Field(description="the stop string or the stop token id")]
     rounds: NotRequired[
         Annotated[list[int], Field(description="number of tokens of each round, where traced")]
+    ]
+    trace: NotRequired[
+        Annotated[list[TraceRound], Field(description="rounds of the first choice, where traced")]
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 from fastapi import Request, Response
 
-from ssd_serve.base.messages import Ready
+from ssd_serve.base.messages import Ready, RoundTrace
 from ssd_serve.server.engine.choice import ChoiceEnd, ChoiceOutput
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.middleware import REQUEST_ID_HEADER, log_as_request
@@ -31,6 +31,7 @@ from ssd_serve.server.openai.fields import ignored_header
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.openai.serialize import ResponseHead, speculation
 from ssd_serve.server.openai.tasks import GenerationTask
+from ssd_serve.server.openai.traces import trace_in_steps, trace_object
 from ssd_serve.server.service import Service
 
 _SCORED_TOKEN_UNITS = 32
@@ -160,12 +161,16 @@ async def _whole_choices(task: GenerationTask) -> Mapping[str, object]:
             task.tenant.output(len(delta.tokens))
     ends = {output.choice: output.end for output in outputs if output.end is not None}
 
+    texts = task.service.texts
+
     def write() -> Steps[list[msgspec.Raw]]:
         written: list[msgspec.Raw] = []
         for output in outputs:
             entry = yield from task.serializer.whole(output)
             if task.traced:
                 entry["rounds"] = output.rounds
+            if output.traces:
+                entry["trace"] = yield from trace_in_steps(output.traces, texts, task.reveals_cache)
             written.append(msgspec.Raw(msgspec.json.encode(entry)))
             yield
         return written
@@ -191,6 +196,8 @@ async def _choice_events(task: GenerationTask) -> AsyncGenerator[bytes, None]:
     ends: dict[int, ChoiceEnd] = {}
     rounds: dict[int, list[int]] = {}
     """Rounds that are not reported yet, by choice."""
+    traces: list[RoundTrace] = []
+    texts = task.service.texts
     base = task.head.object(task.serializer.chunk_kind)
     if task.final_usage:
         base["usage"] = task.usage(0, {}) if task.continuous_usage else None
@@ -211,8 +218,12 @@ async def _choice_events(task: GenerationTask) -> AsyncGenerator[bytes, None]:
             entry = task.serializer.delta(delta)
             if task.traced:
                 rounds.setdefault(delta.choice, []).extend(delta.rounds)
+                traces += delta.traces
                 if entry is not None:
                     entry["rounds"] = rounds.pop(delta.choice)
+                    if delta.choice == 0:
+                        entry["trace"] = [trace_object(each, texts, task.reveals_cache) for each in traces]
+                        traces.clear()
             if delta.end is not None:
                 ends[delta.choice] = delta.end
             if entry is not None:

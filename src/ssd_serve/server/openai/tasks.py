@@ -164,8 +164,8 @@ class GenerationTask:
         self.serializer = serializer
         self.tenant = tenant_of(request)
         self.streamed = bool(body.stream)
-        self.traced = body.speculation is not None and bool(body.speculation.trace)
-        """The response has the number of tokens of each round."""
+        self.traced = body.trace
+        """The response has the number of tokens of each round, and details of the first choice's rounds."""
         options = body.stream_options
         self.final_usage = options is not None and bool(options.include_usage)
         self.continuous_usage = self.final_usage and bool(options and options.continuous_usage_stats)
@@ -201,7 +201,7 @@ class GenerationTask:
                 log_finished(FinishedRequest(*of, stream.courses, stream.request_numbers), trace)
 
     @property
-    def _reveals_cache(self) -> bool:
+    def reveals_cache(self) -> bool:
         """True where cache hits may be reported: only the client's own prompts can have been cached, or the
         operator allows it."""
         return bool(self._options.salt) or self.service.settings.tell_cached_tokens
@@ -216,7 +216,7 @@ class GenerationTask:
         prompt_s = max((each.prompt_s for each in figures), default=0.0)
         first_s = max(firsts, default=0.0)
         decoding_s = max((end.decoding_s for end in ends.values()), default=0.0)
-        known = self._reveals_cache and bool(firsts) and prompt_s > 0
+        known = self.reveals_cache and bool(firsts) and prompt_s > 0
         return {
             "queue_ms": _ms(max(0.0, first_s - prompt_s)) if known else None,
             "prompt_n": self.prompt_tokens,
@@ -242,7 +242,7 @@ class GenerationTask:
 
     def cached_tokens(self, ends: Mapping[int, ChoiceEnd]) -> int | None:
         """Return prompt tokens found in the prefix cache; None where that is not reported."""
-        if not self._reveals_cache:
+        if not self.reveals_cache:
             return None
         firsts = [first for first in range(0, len(self.plans), self._choices) if first in ends]
         # A resumed choice may have found some of its output in the cache too.

@@ -334,9 +334,11 @@ class DrafterPool:
         drafter.credit -= expansions + len(growth.tokens) // (4 * _CANDIDATES_PER_WORK)
         request = requests.get(growth.request)
         replica = request.replica if request is not None else None
-        if replica is None or not _drafts(drafter, growth.request):
+        if request is None or replica is None or not _drafts(drafter, growth.request):
             drafter.liveness.on_ignored()
             return
+        if request.trace is not None:
+            request.trace.on_growth(drafter.source_bit, expansions)
         if not expansions or growth.epoch != replica.epoch:
             drafter.liveness.on_ignored()
         if replica.apply(growth, drafter.number, drafter.source_bit):
