@@ -202,7 +202,7 @@ def test_closed_stdout_is_no_error() -> None:
 
 def test_progress_without_a_terminal_is_plain_lines(capsys: Captured) -> None:
     line = ProgressLine()
-    for text in ("loading", "loading", "", "measuring"):
+    for text in ("loading", "loading: 1 MB", "loading: 2 MB", "", "measuring"):
         line.show(text)
     line.clear()
     assert capsys.readouterr().err == "loading\nmeasuring\n"
@@ -212,11 +212,11 @@ def test_progress_on_a_terminal_shows_the_time_of_each_step(monkeypatch: pytest.
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     line = ProgressLine(stream)
-    for text in ("loading [a]", "measuring"):
+    for text in ("loading [a]", "measuring", "measuring: 2 MB/s"):
         line.show(text)
-        time.sleep(0.15)
+        time.sleep(0.3)
     line.clear()
-    assert all(text in stream.getvalue() for text in ("loading [a]", "measuring", "0:00:00"))
+    assert all(text in stream.getvalue() for text in ("loading [a]", "measuring: 2 MB/s", "0:00:00"))
 
 
 def test_broken_bench_package_leaves_other_commands_alone(monkeypatch: pytest.MonkeyPatch) -> None:

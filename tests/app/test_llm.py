@@ -105,7 +105,7 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
 @pytest.mark.slow
 def test_self_draft_gives_the_same_text(llm: LLM, cache_dir: Path) -> None:
     expected = llm.generate(TEXT, SAMPLED)[0].token_ids
-    with LLM(cache_dir=cache_dir, draft="self:3,ngram", **SETTINGS) as own:
+    with LLM(cache_dir=cache_dir, draft=["self:3", "ngram"], **SETTINGS) as own:
         assert own.ready.draft == "self:3, ngram"
         assert own.generate(TEXT, SAMPLED)[0].token_ids == expected
 

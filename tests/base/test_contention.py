@@ -1,8 +1,9 @@
 """Whether a machine is busy follows from what threads waited for their cores."""
 
+import os
 from pathlib import Path
 
-from ssd_serve.base.contention import CoreContention
+from ssd_serve.base.contention import CoreContention, core_seconds
 
 
 class Threads:
@@ -43,6 +44,26 @@ def test_a_process_with_little_work_says_nothing(tmp_path: Path) -> None:
     assert not contention.observe()
     threads.pass_second(10, 60)
     assert contention.observe()
+
+
+def test_cores_of_other_processes_are_those_that_work_for_no_thread_of_this_one(tmp_path: Path) -> None:
+    threads, worked = Threads(tmp_path), iter((10.0, 11.9, 12.5))
+    contention = CoreContention(tmp_path, lambda: threads.now, lambda: next(worked))
+    threads.pass_second(900, 400)
+    contention.observe()
+    assert abs(contention.others - 1.0) < 1e-9
+    threads.pass_second(700, 0)
+    contention.observe()
+    assert contention.others == 0.0
+
+
+def test_core_seconds_are_those_in_which_these_cores_worked(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 9 9\ncpu0 100 20 30 999 99 1 2 47 5 5\ncpu1 7 0 0 0 0 0 0 0 0 0\nintr 5\n")
+    second = 1 / os.sysconf("SC_CLK_TCK")
+    assert core_seconds((0,), stat) == 200 * second
+    assert core_seconds((0, 1), stat) == 207 * second
+    assert core_seconds((0,), tmp_path / "none") == 0.0
 
 
 def test_threads_that_begin_and_systems_without_counters_count_nothing(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_processes_of_several_gpus_share_the_cores(
     cores: int, gpus: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[object] = []
-    monkeypatch.setattr(devices, "_available_cores", lambda: tuple(range(cores)))
+    monkeypatch.setattr(devices, "available_cores", lambda: tuple(range(cores)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", told.append)
     monkeypatch.setattr(torch, "set_num_threads", told.append)

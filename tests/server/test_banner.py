@@ -10,15 +10,15 @@ from rich.console import Console
 
 from ssd_serve.base.messages import Ready
 from ssd_serve.base.settings import Settings
-from ssd_serve.server.banner import QUESTION, commands, estimate, show_banner
+from ssd_serve.server.banner import QUESTION, busy_line, commands, estimate, show_banner
 from tests.server.fakes import READY
 
 URL = "http://127.0.0.1:8000"
 
 
-def screen(ready: Ready, settings: Settings | None = None) -> str:
+def screen(ready: Ready, settings: Settings | None = None, others: float = 0.0) -> str:
     out = io.StringIO()
-    show_banner(Console(file=out, width=400), ready, settings or Settings(), URL)
+    show_banner(Console(file=out, width=400), ready, settings or Settings(), URL, others=others, cores=2)
     return out.getvalue()
 
 
@@ -48,9 +48,20 @@ def test_banner_of_plain_decoding_has_no_speed_up() -> None:
 def test_banner_without_draft_step_time_has_no_speed_up() -> None:
     text = screen(changed(mode="sd", draft="ngram", draft_device="", draft_step_ms=0.0))
     assert "ngram on cpu:0 " in text
+    assert "sd: a lookup in the text so far drafts, then the target verifies" in text
+    assert "draft model" not in text
     assert " 0.0 ms" not in text
     assert "The gain of drafts is not known yet" in " ".join(text.split())
     assert "tokens a round" not in text
+
+
+def test_banner_says_that_other_programs_use_the_cores() -> None:
+    told = (
+        "other programs use 1.0 of the 2 cores: while they do, expect 75 % of the speeds on an idle machine"
+    )
+    assert told in screen(READY, others=1.0)
+    assert "other programs" not in screen(READY, others=0.1)
+    assert "2.0 of the 2 cores: while they do, expect 50 %" in busy_line(2.04, 2)
 
 
 def test_banner_marks_wrapped_models() -> None:

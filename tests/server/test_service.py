@@ -121,7 +121,7 @@ async def test_models_version_and_load() -> None:
     assert one.json() == models["data"][0]
     assert other.status_code == 404
     assert version["version"]
-    assert load == {"server_load": 0, "machine_busy": False}
+    assert load == {"server_load": 0, "machine_busy": False, "other_cores": 0.0}
 
 
 async def test_model_card_has_the_commit_of_the_engine() -> None:
@@ -151,11 +151,12 @@ async def test_load_has_the_last_decision() -> None:
         "off", DecisionReason.SLOWER, 0, 0.0, CostEstimate(0, 3.0, 0.02), CostEstimate(None, 3.0, 0.024)
     )
     async with running_server(lambda _: say("x")) as server:
-        await until_told(server, replace(STATUS, decision=decided, machine_busy=True))
+        await until_told(server, replace(STATUS, decision=decided, machine_busy=True, other_cores=0.9))
         load = (await server.http.get("/load")).json()
     assert load == {
         "server_load": 0,
         "machine_busy": True,
+        "other_cores": 0.9,
         "speculation": {
             "layout": "off",
             "why": "drafting gives less than plain decoding at this load",

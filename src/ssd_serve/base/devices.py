@@ -94,7 +94,7 @@ def this_machine(nvidia: Path = _NVIDIA, amd: Path = _AMD, python: str = sys.exe
     drivers = {"NVIDIA": nvidia, "AMD": amd}
     loaded = {vendor: path for vendor, path in drivers.items() if path.exists()}
     gpus, trouble = _ask_torch(loaded, python) if loaded else (0, "")
-    return Machine(_available_cores(), gpus, trouble)
+    return Machine(available_cores(), gpus, trouble)
 
 
 _SPINS = 3000
@@ -142,14 +142,14 @@ def pin(device: Device) -> None:
     if device.kind == "cuda":
         torch.cuda.set_device(device.torch_name)
         _sleep_finely()
-        torch.set_num_threads(max(1, len(_available_cores()) // torch.cuda.device_count()))
+        torch.set_num_threads(max(1, len(available_cores()) // torch.cuda.device_count()))
         return
     if device.indices and hasattr(os, "sched_setaffinity"):
         try:
             os.sched_setaffinity(0, device.indices)
         except OSError as error:
             raise SettingsError(f"this process cannot be bound to {device}: {error.strerror}") from error
-    torch.set_num_threads(len(device.indices) or len(_available_cores()))
+    torch.set_num_threads(len(device.indices) or len(available_cores()))
 
 
 def pin_cores(device: Device) -> None:
@@ -166,7 +166,8 @@ def _sleep_finely() -> None:
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
 
 
-def _available_cores() -> tuple[int, ...]:
+def available_cores() -> tuple[int, ...]:
+    """Return the cores that the calling thread may use."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))

@@ -163,8 +163,15 @@ def _as_json(moment: str, level: str, process: str, event: str, fields: Mapping[
     return json.dumps(record, ensure_ascii=False, default=str)
 
 
+DETAIL = ": "
+"""Separates a step from what changes within it, in a text of progress."""
+
+
 class ProgressLine:
-    """Shows the current step on stderr: on a terminal as a bar with its elapsed seconds, else as plain lines."""
+    """Shows the current step on stderr: on a terminal as a bar with its elapsed seconds, else as plain lines.
+
+    What follows `DETAIL` in a text changes within a step, such as a rate: only terminals show it.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -175,14 +182,18 @@ class ProgressLine:
         """Replace the text; the same text twice is shown once."""
         if text == self._shown or not text:
             return
+        step, same = text.partition(DETAIL)[0], self._shown.partition(DETAIL)[0]
         self._shown = text
         if not self._stream.isatty():
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
+            if step != same:
+                self._stream.write(f"{step}\n")
+                self._stream.flush()
         elif self._bar is None:
             self._bar = _bar(self._stream)
             self._bar.add_task(text, total=None)
             self._bar.start()
+        elif step == same:
+            self._bar.update(self._bar.task_ids[0], description=text)
         else:
             self._bar.reset(self._bar.task_ids[0], description=text)
 

@@ -387,6 +387,8 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Rounds in which a device was out of memory."""
     machine_busy: bool = False
     """True if other programs take cores that the verifier needs."""
+    other_cores: float = 0.0
+    """Cores that they use on average, of those that the verifier may use; 0 if the machine is not busy."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

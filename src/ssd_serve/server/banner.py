@@ -22,11 +22,15 @@ ASSUMED_ACCEPTANCE = 0.7
 _DEEPEST_INLINE = 32
 _SHORT_STEP_MS = 5.0
 
+_BUSY_CORES = 0.3
+"""Cores that others must use, for a line about it: less disturbs no speed."""
+
 MODES = {
     "ar": "plain decoding, no draft model",
-    "sd": "the draft model drafts, then the target verifies, in turns on one device",
-    "ssd": "the draft model drafts on its own device while the target verifies",
+    "sd": "{} drafts, then the target verifies, in turns on one device",
+    "ssd": "{} drafts on its own device while the target verifies",
 }
+_LOOKUPS = {"ngram", "suffix"}
 
 EMBEDDED_NOTE = (
     "The embedded pair is for tests: a small model of Python code, trained on the standard library. "
@@ -78,10 +82,17 @@ def _tokens_of_chain(length: float, acceptance: float) -> float:
 
 
 def show_banner(
-    console: Console, ready: Ready, settings: Settings, url: str, program: str = "ssd", chats: bool = False
+    console: Console,
+    ready: Ready,
+    settings: Settings,
+    url: str,
+    program: str = "ssd",
+    chats: bool = False,
+    others: float = 0.0,
+    cores: int = 1,
 ) -> None:
     """Print the screen. `url` is the server's address, `program` the name of its command; `chats`: the model has a
-    chat template."""
+    chat template; `others`: how many of the `cores` other programs use."""
     console.print()
     console.print(Text.assemble(("ssd-serve", "bold"), f" {__version__} is ready at ", (url, "bold cyan")))
     console.print()
@@ -90,6 +101,8 @@ def show_banner(
     table.add_column()
     for label, text in facts(ready, settings):
         table.add_row(label, text)
+    if others >= _BUSY_CORES:
+        table.add_row("busy", busy_line(others, cores))
     console.print(Padding(table, (0, 2)))
     console.print()
     console.print("Try it:", style="bold")
@@ -111,7 +124,8 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     if ready.mode == "ssd" and settings.joining_drafters > 1:
         draft = f"{settings.joining_drafters} drafters: {draft}"
     context = f"{ready.context} tokens a request (prompt and output), {ready.slots} tokens cached in all"
-    rows = [("mode", f"{ready.mode}: {MODES.get(ready.mode, '')}"), ("target", target)]
+    drafts = "a lookup in the text so far" if set(ready.draft.split(",")) <= _LOOKUPS else "the draft model"
+    rows = [("mode", f"{ready.mode}: {MODES.get(ready.mode, '').format(drafts)}"), ("target", target)]
     if ready.mode != "ar":
         rows.append(("draft", draft))
     rows.append(("context", context))
@@ -126,6 +140,14 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
     if settings.target == EMBEDDED:
         rows.append(("model", EMBEDDED_NOTE))
     return rows
+
+
+def busy_line(others: float, cores: int) -> str:
+    """Say what other programs use, and what is left if they get their cores' time in equal parts with this one."""
+    return (
+        f"other programs use {min(others, cores):.1f} of the {cores} cores: while they do, expect "
+        f"{100 * (1 - min(others, cores) / (2 * cores)):.0f} % of the speeds on an idle machine, or less"
+    )
 
 
 def _speed_line(ready: Ready, settings: Settings) -> str:

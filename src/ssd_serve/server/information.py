@@ -116,6 +116,9 @@ class Load(TypedDict):
 
     server_load: Annotated[int, Field(ge=0)]
     machine_busy: Annotated[bool, Field(description="other programs take cores that the target needs")]
+    other_cores: Annotated[
+        float, Field(ge=0, description="cores that they use; 0 if the machine is not busy")
+    ]
     speculation: NotRequired[Annotated[RoundDecision, Field(description="absent before the first round")]]
 
 
@@ -148,9 +151,12 @@ class InformationEndpoints:
     async def load(self) -> Response:
         """Return requests in flight, for load balancers, and the last decision about drafts."""
         engine, status = self.service.engine, self.service.engine.status
-        decided, busy = (status.decision, status.machine_busy) if status is not None else (None, False)
+        machine: dict[str, object] = {"machine_busy": False, "other_cores": 0.0}
+        if status is not None:
+            machine = {"machine_busy": status.machine_busy, "other_cores": status.other_cores}
+        decided = status.decision if status is not None else None
         more = {"speculation": _speculation(decided)} if decided is not None else {}
-        return JSONResponse({"server_load": engine.active, "machine_busy": busy, **more})
+        return JSONResponse({"server_load": engine.active, **machine, **more})
 
     async def server_info(self) -> Response:
         """Return the model, its devices, and non-default settings; the values of secrets and paths are hidden."""

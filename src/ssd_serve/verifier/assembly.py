@@ -149,7 +149,7 @@ def assemble_verifier(
     )
     leader = None if ranks is None else ranks.meet()
     slots = _slots(config, sizes, device, leader)
-    say(f"loading the target {model_name(path)} on {device}")
+    say(f"loading the target {model_name(path)} ({sizes.resident_bytes / 1e9:.2f} GB) on {device}")
     features = draft_features(config, path) if config.mode is not Mode.AR else ()
     share = partial(
         load_served,

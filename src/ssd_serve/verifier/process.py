@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from msgspec.structs import replace
 
-from ssd_serve.base.contention import CoreContention
+from ssd_serve.base.contention import CoreContention, core_seconds
+from ssd_serve.base.devices import available_cores
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import EngineDeadError
@@ -101,7 +102,7 @@ class VerifierLoop:
         self._status_at = 0.0
         self._store_times = store_times
         self._status = status
-        self._contention = CoreContention()
+        self._contention = CoreContention(worked=lambda: core_seconds(available_cores()))
         self._reporter = EngineLogReporter(engine, log)
         self._held = GrammarQueue(engine.grammars)
         self._remembered_at = time.monotonic()
@@ -166,7 +167,8 @@ class VerifierLoop:
                 self._engine.drafters.admit(channel, channel.peer, remote=place > 0)
 
     def _current_status(self) -> Status:
-        return replace(self._status(), machine_busy=self._contention.busy)
+        busy, others = self._contention.busy, round(self._contention.others, 1)
+        return replace(self._status(), machine_busy=busy, other_cores=others if busy else 0.0)
 
     def _report(self) -> None:
         """Send what the server will take; a slow server never stops a forward, only the next round."""
@@ -324,6 +326,7 @@ class EngineLogReporter:
         self._busy_logged_at = now
         self._log.warning(
             "this machine is busy: other programs take cores that the target needs, and answers are slower",
+            other_cores=round(contention.others, 1),
             waited_percent=round(100 * contention.waited),
         )
 

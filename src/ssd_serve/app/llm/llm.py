@@ -59,15 +59,16 @@ class LLM:
         self,
         target: str | Path | None = None,
         *,
-        draft: str | Path | None = None,
+        draft: str | Path | Sequence[str | Path] | None = None,
         report: Callable[[str], None] | None = None,
         **settings: object,
     ) -> None:
-        """`target` None: that of SSD_TARGET, else the default. `report` receives messages of progress while models
-        load; without it a terminal shows them. Every error is an `SsdError`."""
-        models = {
-            name: str(each) for name, each in (("target", target), ("draft", draft)) if each is not None
-        }
+        """`target` None: that of SSD_TARGET, else the default; `draft`: one or several. `report` receives messages of
+        progress while models load; without it a terminal shows them. Every error is an `SsdError`."""
+        drafts = [draft] if isinstance(draft, str | Path) else draft
+        models = {} if target is None else {"target": str(target)}
+        if drafts is not None:
+            models["draft"] = ",".join(map(str, drafts)) or "none"
         named = {**models, **settings}
         chosen, line = _usual_here(resolve_arguments(named)), ProgressLine()
         shown = line.show if sys.stderr.isatty() else lambda _text: None
