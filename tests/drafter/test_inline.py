@@ -1,7 +1,9 @@
 """Drafters in the verifier's process: a draft step whenever the verifier waits, and lookup on receive."""
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -9,8 +11,11 @@ from ssd_serve.base.draft_messages import Close, Growth, Heartbeat, Hello, Messa
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.messages import RequestOptions, SamplingParameters, Submit
 from ssd_serve.base.seeds import mix
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.replica import Replica
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.inline import InlineChannel, LookupChannel
+from ssd_serve.drafter.sources.lookup import TokenIndex, branches
 from ssd_serve.drafter.sources.whole_model import DraftModel
 from ssd_serve.sampling.noise_rows import NoiseRows
 from ssd_serve.verifier.drafters.pool import SpeculationMode
@@ -110,9 +115,18 @@ def lookup() -> LookupChannel:
     return channel
 
 
+def growths(channel: LookupChannel) -> list[Growth]:
+    return [each for each in channel.receive() if isinstance(each, Growth)]
+
+
 def grown(channel: LookupChannel) -> list[int]:
-    messages = channel.receive()
-    return [len(each.parents) // 8 for each in messages if isinstance(each, Growth)]
+    return [len(each.parents) // 8 for each in growths(channel)]
+
+
+def first_share(channel: LookupChannel) -> float:
+    """Probability of the best token below the root."""
+    (growth,) = growths(channel)
+    return math.exp(float(np.frombuffer(growth.log_probabilities, np.float32)[0]))
 
 
 def test_the_lookup_channel_replies_once_on_receive() -> None:
@@ -128,7 +142,7 @@ def test_the_lookup_channel_replies_once_on_receive() -> None:
 
 def test_no_match_sends_no_growth() -> None:
     channel = lookup()
-    channel.send(opening((5, 6, 7, 8)))
+    channel.send(opening((5, 6, 7, 8, 6)))
     assert channel.receive() == []
 
 
@@ -142,12 +156,74 @@ def test_lookup_continues_below_the_new_root() -> None:
     assert channel.receive() == [Resync(1, 1)]
 
 
+def test_replica_of_a_lookup_has_the_matches_below_its_root() -> None:
+    """The expansions that are sent complete those that are there, whatever is committed."""
+    channel, replica, text = lookup(), Replica(1, 1, 1, 1000, VOCABULARY), list(PROMPT)
+    channel.send(opening())
+    for sent, committed in enumerate([(7, 8), (5,), (9,), (5, 6), (9,), (5, 6), (7,)]):
+        for growth in growths(channel):
+            assert growth.sequence <= sent
+            assert replica.apply(growth)
+        match = TokenIndex(text).match(4)
+        expected = branches(match, lambda _length: 0.9, 2, 4) if match else []
+        assert bool(replica.tree.root.tokens) >= bool(expected)
+        for branch in expected:
+            node: Node | None = replica.tree.root
+            for token in branch.path:
+                node = node and replica.tree.child(node, token)
+            assert node is None or set(branch.tokens) <= set(node.tokens) or not node.tokens
+        replica.advance(committed)
+        channel.send(Outcome(1, 1, len(text), committed, replica.tree.root.name))
+        text += committed
+        assert replica.take_late() == 0
+
+
+def test_accuracy_is_learnt_from_outcomes_by_temperature() -> None:
+    parameters = SamplingParameters(temperature=1.0, max_tokens=100)
+    for commit, surer in ((7, True), (9, False)):
+        channel = lookup()
+        channel.send(opening())
+        before = first_share(channel)
+        for _ in range(20):
+            channel.send(Outcome(1, 1, 6, (commit,), 0))
+            channel.send(opening())
+            after = first_share(channel)
+        assert (after > before) is surer
+        channel.send(replace(opening(), request=2, parameters=parameters))
+        assert first_share(channel) == pytest.approx(before)
+
+
+def test_draft_tokens_below_an_accepted_path_are_observed_later() -> None:
+    channel = LookupChannel("ngram", EngineConfig(draft_fan_out=2), HELLO, (EOS,))
+    channel.receive()
+    prompt = (11, 12, 13, 14, 15, 16, 11, 12)
+    channel.send(opening(prompt))
+    (before,) = growths(channel)
+    for position, tokens in ((8, (13, 14)), (10, (15, 16))):
+        channel.send(Outcome(1, 1, position, tokens, 0))  # without another search
+    channel.send(opening(prompt))
+    (after,) = growths(channel)
+    old, new = (np.frombuffer(each.log_probabilities, np.float32)[:4] for each in (before, after))
+    assert (new > old).all()
+
+
 def test_lookup_stops_at_max_tokens() -> None:
     channel = lookup()
     channel.send(opening(max_tokens=3))
     assert grown(channel) == [2]
     channel.send(opening((5, 6, EOS, 8, 5, 6)))
     assert grown(channel) == [1]
+
+
+def test_own_tokens_win_ties_against_history() -> None:
+    channel = LookupChannel("suffix", EngineConfig(draft_depth=1, suffix_shared=100), HELLO, (EOS,))
+    channel.receive()
+    channel.send(opening((11, 13, 14, 15)))
+    channel.send(Close(1, 1))
+    for prompt, token in (((13, 14, 18, 13, 14), 18), ((13, 14, 18, 11, 13, 14), 15)):
+        channel.send(opening(prompt))
+        (growth,) = growths(channel)
+        assert np.frombuffer(growth.tokens, np.int32)[0] == token
 
 
 def test_suffix_searches_finished_requests_and_ngram_does_not() -> None:

@@ -244,7 +244,7 @@ class DrafterCore:
             if isinstance(result, Subtree):
                 branches = result.branches
                 if allowed is not None and self._paths is not None:
-                    branches = self._paths.branches(request, node, branches)
+                    branches = self._paths.branches(request, picked[index].tokens, branches)
                 attached = draft.attach(node, branches)
                 if attached:
                     made.setdefault(request, []).extend(attached)

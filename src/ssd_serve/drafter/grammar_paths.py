@@ -10,7 +10,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from ssd_serve.base.errors import GrammarError
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.cache.node import Node
 from ssd_serve.drafter.sources.contract import Branch, NodeRequest
 from ssd_serve.sampling.grammar import Grammars, Mask, MatcherState
 from ssd_serve.sampling.thinking import output_state
@@ -79,12 +78,11 @@ class GrammarPaths:
                 found[place] = requests[place]._replace(allowed=masks[row])
         return found
 
-    def branches(self, request: int, top: Node, branches: Sequence[Branch]) -> Sequence[Branch]:
-        """The branches of a subtree below a node without forbidden candidates."""
+    def branches(self, request: int, above: Sequence[int], branches: Sequence[Branch]) -> Sequence[Branch]:
+        """The branches of a subtree without forbidden candidates; `above`: the path from the root to its top."""
         state = self._state(request)
         if state is None:
             return branches
-        above = NodeRequest(request, top).tokens
         paths = _Paths()
         rows = [paths.row([*above, *branch.path]) for branch in branches]
         masks = state.masks(paths.tokens, paths.parents, set(rows))

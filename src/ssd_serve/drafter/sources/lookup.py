@@ -1,45 +1,29 @@
-"""Lookup as a draft source: continues the text as it continued where its last tokens occurred before.
+"""Lookup: continues a text as it continued where its last tokens occurred before.
 
-Needs no model: one search with plain numpy, of some tens of microseconds, gives a whole subtree. The matches
-are in the request's own tokens and in the history of its salt.
+Needs no model. An index of neighbouring tokens finds the places of the last two at once, so that a text without a
+match costs nothing. The matches are in a request's own tokens and in the history of its salt. Knows no messages.
 """
 
-# ruff: noqa: ARG002 (this source ignores some arguments of the contract)
-
+import heapq
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.drafter.calibration import temperature_band
-from ssd_serve.drafter.sources.contract import Branch, NodeRequest, Scales, Subtree
-from ssd_serve.drafter.sources.registry import SourceDescription
+from ssd_serve.drafter.sources.contract import Branch
 
 LONGEST = 32
 """Maximum length of a match."""
-_SHORTEST_ELSEWHERE = 2
-"""Minimum length of a match in other requests: single tokens match too often."""
 MAX_MATCHES = 32
-"""Maximum matches of one search; the latest ones are used."""
-
-Tokens = npt.NDArray[np.int32]
+"""Maximum places that one search compares: the latest ones."""
 NOTHING = -1
-"""Stands in place of a token after the end of a text."""
-_BACK = np.arange(LONGEST)
-_DEPTH = 24
-"""Maximum levels of a subtree."""
+"""Stands between the texts of a history."""
 _NODES = 32
 """Maximum expanded nodes of a subtree."""
-_LEAST = math.log(0.02)
-"""Minimum log reach below the node of the search."""
-LOOKUP = SourceDescription(calibrated=False)
-
-Path = tuple[int, ...]
+_LEAST = math.log(0.05)
+"""Minimum log reach of a node that is expanded: a row of a forward costs more than such a node is worth."""
 
 
 class Match(NamedTuple):
@@ -49,88 +33,75 @@ class Match(NamedTuple):
     following: list[list[int]]
 
 
-class TokenHistory:
-    """A growing int32 array of tokens."""
+class TokenIndex:
+    """Tokens that only grow, with the places of each pair of neighbours. Single tokens are not looked up: hardly
+    any continuation of theirs is right."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens: Tokens = np.array(tokens, dtype=np.int32)
-        self._length = len(tokens)
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self._latest: dict[int, int] = {}
+        """Place of the second token of each pair, the latest one."""
+        self._earlier: list[int] = []
+        """For each place the one before it with the same pair; -1: there is none."""
+        self.extend(tokens)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.tokens)
 
     @property
-    def tokens(self) -> Tokens:
-        """The tokens, int32 [length]; valid until the next change."""
-        return self._tokens[: self._length]
+    def repeats(self) -> bool:
+        """True if the last two tokens occurred before."""
+        return bool(self._earlier) and self._earlier[-1] >= 0
 
-    def extend(self, tokens: Sequence[int] | Tokens) -> None:
-        self._length = self._write(tokens)
+    def extend(self, tokens: Sequence[int]) -> None:
+        known, latest, earlier = self.tokens, self._latest, self._earlier
+        last = known[-1] if known else NOTHING
+        for token in tokens:
+            pair = last << 32 | token
+            earlier.append(latest.get(pair, -1))
+            latest[pair] = len(known)
+            known.append(token)
+            last = token
 
-    def keep_last(self, count: int) -> None:
-        if self._length > count:
-            self._tokens = self.tokens[-count:].copy()
-            self._length = count
-
-    def with_path(self, path: Sequence[int]) -> Tokens:
-        """The tokens followed by `path`, int32 [length + path]; valid until the next call."""
-        end = self._write(path)  # it may reallocate
-        return self._tokens[:end]
-
-    def match(self, path: Sequence[int], most: int) -> Match | None:
-        """Earlier occurrences of the end of the tokens followed by `path`, with `most` following tokens.
-
-        None if the last token has not occurred before. A continuation that reaches the end repeats
-        cyclically.
-        """
-        whole = self.with_path(path)
-        if len(whole) < 2:
+    def match(self, most: int) -> Match | None:
+        """Earlier occurrences of the end of the tokens, with `most` following tokens. A continuation that reaches
+        the end repeats cyclically."""
+        if not self.repeats:
             return None
-        found = _places(whole[:-1], whole)
-        if found is None:
+        length, places = self._longest(self.tokens, self._earlier[-1])
+        return Match(length, [self._cyclic(place + 1, most) for place in places])
+
+    def match_elsewhere(self, text: Sequence[int], most: int) -> Match | None:
+        """Occurrences of the end of another text; nothing follows `NOTHING`."""
+        if len(text) < 2:
             return None
-        length, first = found
-        return Match(length, whole[first[:, None] + np.arange(most) % (len(whole) - first)[:, None]].tolist())
+        length, places = self._longest(text, self._latest.get(text[-2] << 32 | text[-1], -1))
+        following = [self.tokens[place + 1 : place + 1 + most] for place in places]
+        parts = [each[: each.index(NOTHING)] if NOTHING in each else each for each in following]
+        return Match(length, parts) if any(parts) else None
 
-    def _write(self, tokens: Sequence[int] | Tokens) -> int:
-        """Write tokens after the end without moving it; returns the new end."""
-        end = self._length + len(tokens)
-        if end > len(self._tokens):
-            self._tokens = np.resize(self._tokens, 2 * end)
-        self._tokens[self._length : end] = tokens
-        return end
+    def _longest(self, text: Sequence[int], place: int) -> tuple[int, list[int]]:
+        """Return the length of the longest matches of the end of `text`, and their last places, among the chain of
+        places that begins at `place`."""
+        tokens, end = self.tokens, len(text) - 1
+        longest, found = 1, list[int]()
+        for _ in range(MAX_MATCHES):
+            if place < 0:
+                break
+            most = min(LONGEST, place + 1, end + 1)
+            length = 2
+            while length < most and tokens[place - length] == text[end - length]:
+                length += 1
+            if length > longest:
+                longest, found = length, []
+            if length == longest:
+                found.append(place)
+            place = self._earlier[place]
+        return longest, found
 
-
-def match_elsewhere(text: Tokens, suffix: Tokens, most: int) -> Match | None:
-    """Occurrences of the end of `suffix` in other tokens; `NOTHING` follows after their end."""
-    found = _places(text, suffix) if len(text) and len(suffix) else None
-    if found is None or found[0] < _SHORTEST_ELSEWHERE:
-        return None
-    length, first = found
-    wanted = first[:, None] + np.arange(most)
-    following = np.where(wanted < len(text), text[np.minimum(wanted, len(text) - 1)], NOTHING)
-    return Match(length, following.tolist())
-
-
-def _places(text: Tokens, suffix: Tokens) -> tuple[int, npt.NDArray[np.int64]] | None:
-    """The length of the longest matches of the end of `suffix` in `text`, and their ends, the latest
-    first."""
-    same = text == suffix[-1]
-    places = np.empty(0, dtype=np.int64)
-    if len(suffix) > 1:
-        places = np.flatnonzero(same[1:] & (text[:-1] == suffix[-2])) + 1
-    if not len(places):  # only for want of longer ones: they would crowd out older, longer matches
-        places = np.flatnonzero(same)
-    if not len(places):
-        return None
-    last = places[: -MAX_MATCHES - 1 : -1]
-    before = last[:, None] - _BACK  # [places, LONGEST]
-    wanted = len(suffix) - 1 - _BACK
-    equal = text[np.maximum(before, 0)] == suffix[np.maximum(wanted, 0)]
-    equal &= (before >= 0) & (wanted >= 0)
-    lengths = np.where(equal.all(axis=1), LONGEST, equal.argmin(axis=1))
-    longest = int(lengths.max())
-    return longest, last[lengths == longest] + 1
+    def _cyclic(self, start: int, most: int) -> list[int]:
+        following = self.tokens[start : start + most]
+        return (following * (most // len(following) + 1))[:most]
 
 
 class SharedHistory:
@@ -141,129 +112,57 @@ class SharedHistory:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._texts: OrderedDict[bytes, TokenHistory] = OrderedDict()
+        self._texts: OrderedDict[bytes, TokenIndex] = OrderedDict()
         self._kept = 0
 
     def __len__(self) -> int:
         return self._kept
 
-    def add(self, salt: bytes, tokens: Tokens) -> None:
+    def add(self, salt: bytes, tokens: Sequence[int]) -> None:
         """Add the tokens of a finished request."""
-        text = self._texts.setdefault(salt, TokenHistory(()))
+        text = self._texts.setdefault(salt, TokenIndex())
         self._texts.move_to_end(salt)
         self._kept -= len(text)
-        text.extend([NOTHING])
-        text.extend(tokens[-self._limit :])
+        text.extend((NOTHING, *tokens[-self._limit :]))
         self._kept += len(text)
         while self._kept > 2 * self._limit and len(self._texts) > 1:
             _, oldest = self._texts.popitem(last=False)
             self._kept -= len(oldest)
         if self._kept > 2 * self._limit:  # rarely, since it copies what is kept
-            text.keep_last(self._limit)
+            self._texts[salt] = text = TokenIndex(text.tokens[-self._limit :])
             self._kept = len(text)
 
-    def match(self, salt: bytes, suffix: Tokens, most: int) -> Match | None:
-        """Occurrences of the end of `suffix` in the history of a salt."""
-        text = self._texts.get(salt)
-        if text is None:
+    def match(self, salt: bytes, text: Sequence[int], most: int) -> Match | None:
+        """Occurrences of the end of a text in the history of a salt."""
+        index = self._texts.get(salt)
+        if index is None:
             return None
         self._texts.move_to_end(salt)
-        return match_elsewhere(text.tokens, suffix, most)
+        return index.match_elsewhere(text, most)
 
 
-@dataclass(slots=True)
-class _Request:
-    text: TokenHistory
-    temperature: float
-    salt: bytes = b""
-    drafted: dict[Path, tuple[int, frozenset[int]]] = field(
-        default_factory=dict[Path, tuple[int, frozenset[int]]]
-    )
-    """The length of the match and the drafted tokens, by path from the root."""
-
-
-class LookupSource:
-    """A `DraftSource` over the requests' own tokens and the `shared` history, with up to `fan_out`
-    candidates."""
-
-    is_warmup_step = False
-
-    def __init__(self, fan_out: int, shared: SharedHistory | None = None) -> None:
-        self._fan_out = fan_out
-        self._shared = shared
-        self._accuracy = MatchAccuracy()
-        self._requests: dict[int, _Request] = {}
-
-    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        self._requests[request] = _Request(TokenHistory(tokens), parameters.temperature)
-
-    def salt(self, request: int, salt: bytes) -> None:
-        """Allow an open request to use the history of this salt."""
-        self._requests[request].salt = salt
-
-    def share(self, request: int) -> None:
-        """Add a finished request to the history of its salt."""
-        held = self._requests.get(request)
-        if held is not None and self._shared is not None:
-            self._shared.add(held.salt, held.text.tokens)
-
-    def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        held = self._requests[request]
-        held.text.extend(tokens)
-        committed = tuple(tokens)
-        for length, token in enumerate(committed):
-            shared, followers = held.drafted.get(committed[:length], (0, frozenset[int]()))
-            if not followers:
-                break
-            self._accuracy.observe(held.temperature, shared, token in followers)
-        past = len(committed)
-        held.drafted = {
-            found[past:]: guess for found, guess in held.drafted.items() if found[:past] == committed
-        }
-
-    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> list[Subtree | None]:
-        return [self._subtree(self._requests[each.request], each.tokens) for each in requests]
-
-    def close(self, request: int) -> None:
-        self._requests.pop(request, None)
-
-    def _subtree(self, held: _Request, path: Path) -> Subtree | None:
-        """The continuations of the longest matches, best first; own tokens win ties against the history."""
-        match = held.text.match(path, _DEPTH)
-        if self._shared is not None:
-            found = self._shared.match(held.salt, held.text.with_path(path)[-LONGEST:], _DEPTH)
-            if found is not None and (match is None or found.length > match.length):
-                match = found
-        if match is None:
-            return None
-        return Subtree(tuple(self._branches(held, path, match)))
-
-    def _branches(self, held: _Request, path: Path, match: Match) -> list[Branch]:
-        """The subtree level by level. A match grows by one token with each level that follows it."""
-        branches: list[Branch] = []
-        level: list[tuple[Path, float, list[list[int]]]] = [((), 0.0, match.following)]
-        for depth in range(_DEPTH):
-            shared = match.length + depth
-            share = self._accuracy.share(held.temperature, shared)
-            deeper: list[tuple[Path, float, list[list[int]]]] = []
-            for below, reach, places in level:
-                counts = Counter(
-                    [token for place in places if (token := place[depth]) != NOTHING]
-                ).most_common(self._fan_out)
-                if not counts:
-                    continue
-                values = [math.log(share * count / len(places)) for _, count in counts]
-                branches.append(Branch(below, [token for token, _ in counts], values))
-                held.drafted[path + below] = shared, frozenset(branches[-1].tokens)
-                if len(branches) == _NODES:
-                    return branches
-                deeper += [
-                    ((*below, token), reach + value, [place for place in places if place[depth] == token])
-                    for (token, _), value in zip(counts, values, strict=True)
-                    if reach + value >= _LEAST
-                ]
-            level = sorted(deeper, key=lambda each: -each[1])
-        return branches
+def branches(match: Match, share: Callable[[int], float], fan_out: int, depth: int) -> list[Branch]:
+    """Return the subtree of a match to `depth` levels, likeliest nodes first. `share`: probability that one of the
+    continuations of a match of this length is right; a match grows by one token with each level."""
+    found: list[Branch] = []
+    waiting: list[tuple[float, tuple[int, ...], list[list[int]]]] = [(0.0, (), match.following)]
+    while waiting and len(found) < _NODES:
+        cost, path, texts = heapq.heappop(waiting)
+        level = len(path)
+        texts = [text for text in texts if len(text) > level]
+        if level == depth or not texts:
+            continue
+        tokens = [text[level] for text in texts]
+        alike = tokens.count(tokens[0]) == len(tokens)
+        counts = [(tokens[0], len(tokens))] if alike else Counter(tokens).most_common(fan_out)
+        right = share(match.length + level)
+        values = [math.log(right * count / len(tokens)) for _, count in counts]
+        found.append(Branch(path, [token for token, _ in counts], values))
+        for (token, _), value in zip(counts, values, strict=True):
+            if value - cost >= _LEAST:
+                below = texts if alike else [text for text in texts if text[level] == token]
+                heapq.heappush(waiting, (cost - value, (*path, token), below))
+    return found
 
 
 _MEMORY = 256.0
