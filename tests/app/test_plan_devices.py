@@ -183,7 +183,7 @@ def test_roof_is_measured_with_the_kernels_of_serving(native: NativeLibrary, dty
     assert found.dtype == dtype
     assert 1e8 < found.bandwidth < 1e12
     assert all(0 <= each < 0.1 for each in found.layer_s.values())
-    assert found.layer_s.keys() == {1, 4}
+    assert found.layer_s.keys() == ({1, 4} if dtype == "packed" else {1})
 
 
 def test_drafter_slows_the_target_unless_it_fits_the_cache() -> None:

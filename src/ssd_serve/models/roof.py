@@ -1,8 +1,8 @@
 """Roofs of a device: bandwidth of reading weights, throughput of multiplying matrices, and time of a layer beside them.
 
 Measured: matrices that no cache holds are streamed through products of few rows, as a decoding step does, one is
-multiplied with many rows, and a small model runs. All use the engine's own products, in bf16 or in packed blocks. The
-best repeat counts. Expected, without measuring: figures of a usual processor.
+multiplied with many rows, and packed layers of a small model run. All use the engine's own products, in bf16 or in
+packed blocks. The best repeat counts. Expected, without measuring: figures of a usual processor.
 """
 
 import contextlib
@@ -20,22 +20,24 @@ import torch
 from ssd_serve.base.devices import processor_name
 from ssd_serve.base.errors import UserError
 from ssd_serve.base.stored import read_stored, stored_path, write_stored
+from ssd_serve.cache.kv import KVCache, KVLayout, LayerKV
 from ssd_serve.kernels.cpu_products import cpu_has_fast_bf16
 from ssd_serve.kernels.device import dtype_name
+from ssd_serve.kernels.native.attention import NativeAttention
+from ssd_serve.kernels.native.layers import LayerPlaces, NativeLayers
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.packed import NativePackedLinear, StoredBlocks
-from ssd_serve.models.hub import embedded_folder
-from ssd_serve.models.load import ModelOptions, load_model
+from ssd_serve.kernels.native.packed import NativePackedLinear, StoredBlocks, WeightMemory
+from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.memory import available_memory
 from ssd_serve.models.sizes import DTYPES, INT8, PACKED
-from ssd_serve.models.warmup import measure_steps
+from ssd_serve.models.warmup import one_tree
 from ssd_serve.models.weights.linear import matrix_kind
 
 _SIDE = 4096
 _BLOCK, _BLOCK_BYTES = 32, 20
 """Numbers and bytes of a block of Q4_1, which stands for the other packed types: they differ by their bytes."""
 _LAYER_S = 100e-6
-_FEW_BYTES = 64 << 20
+"""Seconds of a layer that is not packed, beside its matrices: its operators are called one by one."""
 _CACHES = 4
 """The matrices are at least this many times as large as the last-level cache."""
 _MIN_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
@@ -119,7 +121,7 @@ def measure_roof(
         many = _operand(_MANY_ROWS[_kind(device)], device, kind)
         product_s = min(_times(_pass(layers[:1], many), device, effort))
         roof = Roof(len(cores), dtype, per_byte, 2 * len(many) * _SIDE**2 / product_s)
-        return replace(roof, layer_s=_layer_s(roof, effort, native)) if device == "cpu" else roof
+        return replace(roof, layer_s=_layer_s(roof, effort, native)) if native and dtype == PACKED else roof
 
 
 def _seconds_per_byte(
@@ -135,33 +137,51 @@ def _seconds_per_byte(
     return per_byte
 
 
-def _layer_s(roof: Roof, effort: Effort, native: NativeLibrary | None) -> dict[int, float]:
-    """Time the layers of the embedded target, without the bytes of their matrices."""
-    models = [
-        load_model(
-            embedded_folder("target"),
-            ModelOptions(device="cpu", dtype="auto", slots=256, context=None, native=native, layers=layers),
-        )
-        for layers in (1, None)
-    ]
-    dtype = roof_dtype(models[0].facts.dtype)
-    if dtype != roof.dtype:
-        layers = _layers("cpu", dtype, _FEW_BYTES, native)
-        roof = replace(roof, seconds_per_byte=_seconds_per_byte(layers, "cpu", dtype, effort))
-    first, whole = (
-        {
-            rows: min(times)
-            for (rows, _), times in measure_steps(each, effort.rows, (16,), effort.repeats).items()
-        }
-        for each in models
-    )
-    facts, fewer = models[1].facts, models[0].facts
-    matrix_bytes = facts.weight_bytes - fewer.weight_bytes
+def _layer_s(roof: Roof, effort: Effort, native: NativeLibrary) -> dict[int, float]:
+    """Time packed layers, without the bytes of their matrices."""
+    layers = _PackedLayers(native)
     return {
-        rows: max(0.0, whole[rows] - first[rows] - roof.product_s(matrix_bytes, rows))
-        / (facts.layers - fewer.layers)
-        for rows in whole
+        rows: max(
+            0.0, min(_times(layers.of(rows), "cpu", effort)) - roof.product_s(layers.matrix_bytes, rows)
+        )
+        / layers.count
+        for rows in effort.rows
     }
+
+
+class _PackedLayers:
+    """Layers of a small decoder with packed matrices of no meaning, which one compiled call computes."""
+
+    count = 24
+    _hidden, _inner, _heads, _kv_heads, _head_dim, _context = 576, 1536, 9, 3, 64, 16
+
+    def __init__(self, native: NativeLibrary) -> None:
+        layer = LayerKV(self._kv_heads, self._head_dim)
+        cache = KVCache(KVLayout((layer,) * self.count, torch.bfloat16), 256, "cpu")
+        self._attention = NativeAttention(native, cache, self._heads)
+        norm, memory = RmsNorm(torch.ones(self._hidden), 1e-5), WeightMemory()
+        whole, kept = self._heads * self._head_dim, 2 * self._kv_heads * self._head_dim
+        attention = (self._hidden, whole + kept), (whole, self._hidden)
+        sizes = *attention, (self._hidden, 2 * self._inner), (self._inner, self._hidden)
+        places: list[LayerPlaces] = []
+        for _ in range(self.count):
+            qkv, output, gate_up, down = (
+                NativePackedLinear(native, [_blocks(outputs, inputs)], inputs, memory=memory)
+                for inputs, outputs in sizes
+            )
+            places.append(LayerPlaces((qkv, output, gate_up, down), (norm, norm)))
+        self._layers = NativeLayers(places, self._attention)
+        self.matrix_bytes = sum(matrix.nbytes for each in places for matrix in each.matrices)
+
+    def of(self, rows: int) -> Callable[[], object]:
+        """Return what runs so many rows of one request."""
+        batch = one_tree(rows, self._context)
+        hidden = _operand(
+            rows, "cpu", torch.bfloat16, self._hidden
+        )  # zeros would be slow: their scales are denormal
+        rotations = torch.ones((rows, 1, self._head_dim // 2), dtype=torch.complex64)
+        plan = self._attention.plan(batch)
+        return lambda: self._layers.run(range(self.count), hidden, None, rotations, plan)
 
 
 _CORE_BYTES_S, _MOST_BYTES_S = 12e9, 30e9
@@ -251,11 +271,17 @@ def _layers(
     if dtype == PACKED:
         if native is None:
             raise UserError("packed products need the compiled kernels")
-        blocks = np.random.default_rng(0).integers(0, 60, (_SIDE, _SIDE // _BLOCK * _BLOCK_BYTES), np.uint8)
-        return [NativePackedLinear(native, [StoredBlocks("Q4_1", blocks)], _SIDE) for _ in range(count)]
+        stored = _blocks(_SIDE, _SIDE)
+        return [NativePackedLinear(native, [stored], _SIDE) for _ in range(count)]
     kind = getattr(torch, dtype)
     wrap, matrix = matrix_kind(kind, device, native), _operand(_SIDE, device, kind)
     return [wrap(matrix.clone(), None) for _ in range(count)]
+
+
+def _blocks(outputs: int, inputs: int) -> StoredBlocks:
+    """Return a matrix of no meaning."""
+    size = outputs, inputs // _BLOCK * _BLOCK_BYTES
+    return StoredBlocks("Q4_1", np.random.default_rng(0).integers(0, 60, size, np.uint8))
 
 
 def _operand(rows: int, device: str, dtype: torch.dtype, columns: int = _SIDE) -> torch.Tensor:

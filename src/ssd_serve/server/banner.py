@@ -143,10 +143,11 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
 
 
 def busy_line(others: float, cores: int) -> str:
-    """Say what other programs use, and what is left if they get their cores' time in equal parts with this one."""
+    """Say what other programs use, and what the free cores give."""
+    used = min(others, cores)
     return (
-        f"other programs use {min(others, cores):.1f} of the {cores} cores: while they do, expect "
-        f"{100 * (1 - min(others, cores) / (2 * cores)):.0f} % of the speeds on an idle machine, or less"
+        f"other programs use {used:.1f} of the {cores} cores: while they do, expect about "
+        f"{max(25.0, 100 * (1 - used / cores)):.0f} % of the speeds on an idle machine"
     )
 
 
