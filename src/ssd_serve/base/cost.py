@@ -121,7 +121,11 @@ class CostTable:
 
     def seconds(self, rows: int, reading: Reading | None = None) -> float:
         """Seconds of a forward of `rows` rows."""
-        return float(self.span(rows, rows, reading)[0])
+        if rows > MAX_ROWS:
+            return float(self.span(rows, rows, reading)[0])
+        values = np.maximum.accumulate(self._shape * self._local)
+        read_s = self._read_level * self._read_s(reading or Reading())
+        return self._level * (float(np.interp(rows, self._points, values)) + read_s) if rows > 0 else 0.0
 
     def first_seconds(self, rows: int, reading: Reading) -> float:
         """`seconds` as measured at start, without later observations: a unit that does not drift."""
@@ -228,13 +232,11 @@ class HostCost:
         self._products = np.zeros((3, 3))
         self._seen = np.zeros(3)
         self._weights = self._prior
+        self.node_s = node_s
+        """Seconds that one more node adds to a round."""
+        self._latest: list[tuple[float, int, int, float]] = []
         self._mean_s = 0.0
         self._rounds = 0
-
-    @property
-    def node_s(self) -> float:
-        """Seconds that one more node adds to a round."""
-        return float(self._weights[2])
 
     def seconds(self, requests: int, nodes: int) -> float:
         """Seconds of a round without its forward and its waits."""
@@ -246,10 +248,14 @@ class HostCost:
             seconds = min(seconds, 3 * self._mean_s + _HOST_SLACK_S)
         self._rounds += 1
         self._mean_s += max(1 / self._rounds, 1 - _HOST_MEMORY) * (seconds - self._mean_s)
-        row = np.array((1.0, requests, nodes))
-        self._products = _HOST_MEMORY * self._products + np.outer(row, row)
-        self._seen = _HOST_MEMORY * self._seen + seconds * row
-        if self._rounds % _HOST_EVERY == 0:
+        self._latest.append((1.0, requests, nodes, seconds))
+        if len(self._latest) == _HOST_EVERY:
+            rows = np.array(self._latest)
+            faded = rows[:, :3].T * _HOST_MEMORY ** np.arange(_HOST_EVERY - 1, -1, -1)
+            self._latest.clear()
+            self._products = _HOST_MEMORY**_HOST_EVERY * self._products + faded @ rows[:, :3]
+            self._seen = _HOST_MEMORY**_HOST_EVERY * self._seen + faded @ rows[:, 3]
             held = np.diag(_HOST_HELD)
             weights = np.linalg.solve(self._products + held, self._seen + held @ self._prior)
             self._weights = np.maximum(weights, (0.0, 0.0, self._prior[2] / 10))
+            self.node_s = float(self._weights[2])

@@ -101,6 +101,8 @@ class Replica:
         self._round += 1
         self.tree.merge_budget = _MERGED_A_MESSAGE
         advance = self.tree.advance(tokens)
+        if not self._orphans:
+            return advance
         left = [each for several in self._orphans.values() for each in several]
         self._orphans.clear()
         self._waiting = self._waiting_candidates = 0

@@ -212,9 +212,12 @@ class SpeculationTree:
             name = node.name
             for token in tokens[len(path) :]:
                 name = mix(name, token)
-            depth = self.root.depth + len(tokens)
+            depth, empty = self.root.depth + len(tokens), not self._size
             self.root = Node(name, tokens[-1], None, 0.0)
             self.root.depth = depth
+            if empty:  # as in most rounds without drafts
+                self._known, self._deepest = {name: self.root}, 0
+                return Advance((), hit=False)
             self._unpack(self.root)
         self._recount()
         return Advance(tuple(path), hit)

@@ -127,6 +127,8 @@ class DraftedLevels:
 
     def observe(self, accepted: int, levels: int, tokens: float) -> None:
         """Count the levels of a round that committed `tokens` tokens of a request."""
+        if not levels and not self.levels:
+            return
         fading = (1 - 1 / self.memory) ** tokens
         self.accepted = fading * self.accepted + accepted
         self.levels = fading * self.levels + levels

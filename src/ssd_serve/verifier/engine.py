@@ -266,6 +266,8 @@ class Engine:
     ) -> list[RequestStep]:
         """Give the chosen nodes slots. They fall in reach, so a prefix of each request's keeps parents
         first."""
+        if not chosen:
+            return [RequestStep(chunk) for chunk in chunks]
         trees = [TreeTokens() for _ in chunks]
         for _, index, token, parent in chosen:
             trees[index].add(token, parent)
@@ -317,9 +319,8 @@ class Engine:
         rows = walk.work.tree
         if not first:
             sources = request.acceptance.count(replica, rows.tokens, rows.parents, rows.depths, walk.accepted)
-            accepted, levels = drafted_levels(
-                sources, rows.parents, walk.accepted, self.drafters.lookup_sources
-            )
+            lookups = self.drafters.lookup_sources if len(rows) else 0
+            accepted, levels = drafted_levels(sources, rows.parents, walk.accepted, lookups)
             request.levels.observe(accepted, levels, len(walk.tokens))
             self._levels.observe(accepted, levels, len(walk.tokens) / max(1, len(self._active)))
             self._looked_up += len(walk.accepted) - accepted

@@ -122,11 +122,12 @@ class Scheduler:
         for request in list(self.running):
             if request in preempted:
                 continue
-            if left and not request.decoding and self._may_use_cached(request):
+            pending = request.pending
+            if left and pending > 1 and self._may_use_cached(request):
                 self._count(request, 0, self._use_cached(request))
                 if self._tokens_others_will_cache(request, chunks) >= self._limits.min_reused_tokens:
                     continue
-            pending = request.pending
+                pending = request.pending
             count = min(pending, max(left, 1) if pending == 1 else left)
             if count == 0:
                 continue
@@ -213,9 +214,12 @@ class Scheduler:
         """Let others reuse what a request has prefilled: its prompt, or its output too after a preemption."""
         if self.prefix is None:
             return
-        read = len(request.slots)
-        count = min(read, request.prompt_length) if request.decoding else read
         known = request.handle.length if request.handle else 0
+        decoding = request.decoding
+        if decoding and known >= request.prompt_length:
+            return
+        read = len(request.slots)
+        count = min(read, request.prompt_length) if decoding else read
         if count > known:
             if request.handle is None:
                 request.handle = self.prefix.begin(request.options.salt)

@@ -184,6 +184,8 @@ class RoundPlanner:
             return [], DecisionMessage(SpeculationMode.PLAIN.value, DecisionReason.PROMPTS, 0, 0.0)
         if not self._drafters.working or self.bounds.budget == 0:
             return [], self._decide_plain(pending.requests)
+        if pending.requests and not self._drafters.drafting and not _any_drafted(chunks):
+            return [], self._decide_plain(pending.requests)  # lookups that found nothing cost nothing
         waited_s, answers = 0.0, True
         candidates = self._candidates(pending, 0)
         while (
@@ -238,14 +240,15 @@ class RoundPlanner:
     def _pending(self, chunks: Sequence[ScheduledChunk]) -> _PendingRound:
         contexts = [len(chunk.request.slots) for chunk in chunks]
         rows = [len(chunk.slots) for chunk in chunks]
+        decoding = [chunk.request.decoding for chunk in chunks]
         shapes: dict[int, FixedShape] = {}
         for index, chunk in enumerate(chunks):
             shape = chunk.request.options.shape or self.bounds.shape
-            if shape is not None and chunk.request.decoding and chunk.request.drafted:
+            if shape is not None and decoding[index] and chunk.request.drafted:
                 shapes[index] = shape
         return _PendingRound(
             chunks,
-            sum([chunk.request.decoding for chunk in chunks]),
+            sum(decoding),
             sum(rows),
             Reading(sum(contexts), sum([a * b for a, b in zip(contexts, rows, strict=True)])),
             shapes,
@@ -311,7 +314,8 @@ class RoundPlanner:
         if self.bounds.budget == 0:
             why = DecisionReason.OFF
         elif controller is None or mode is not SpeculationMode.PLAIN or not self._has_drafters():
-            why = DecisionReason.NO_DRAFTER
+            found = self._drafters.working  # by lookups
+            why = DecisionReason.NOTHING_DRAFTED if found else DecisionReason.NO_DRAFTER
         else:
             why = DecisionReason.TRYING if controller.exploring else DecisionReason.SLOWER
             mine, others = controller.current_gains()
@@ -369,6 +373,14 @@ class RoundPlanner:
         most = max(0, min(most, MAX_ROWS - rows))
         forward_s = self.cost.span(rows, rows + most, pending.reading, pending.context)
         return forward_s + self.host.node_s * np.arange(most + 1)
+
+
+def _any_drafted(chunks: Sequence[ScheduledChunk]) -> bool:
+    for chunk in chunks:
+        replica = chunk.request.replica
+        if replica is not None and replica.tree.root.tokens:
+            return True
+    return False
 
 
 def _why_none(candidates: _RoundCandidates, answers: bool) -> DecisionReason:
