@@ -6,6 +6,7 @@ It uses numpy only and depends on no models or trees.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from statistics import median
 
 import numpy as np
@@ -37,7 +38,7 @@ FIRST_ROUNDS = 8
 """Live rounds whose median is the level of a table of expected times."""
 _HOST_MEMORY = 0.995
 _HOST_SLACK_S = 0.5e-3
-_HOST_EVERY = 16
+_HOST_EVERY = 64
 _HOST_HELD = (1.0, 30.0, 10_000.0)
 """Strength of each weight's prior, as the sum of squares of its input."""
 
@@ -79,8 +80,9 @@ class CostTable:
         were not measured on this machine just now."""
         self._points = np.asarray(POINTS, dtype=np.float64)
         self._context_s, self._row_context_s = _context_costs(timings)
-        self._shape = _shape(timings, self._context_s, self._row_context_s, prior_s)
-        self._local = np.ones(len(POINTS))
+        # Lists: in most rounds one row count is asked for, and cold numpy calls would take longer.
+        self._shape: list[float] = _shape(timings, self._context_s, self._row_context_s, prior_s).tolist()
+        self._local = [1.0] * len(POINTS)
         self._level = 1.0
         self._read_level = 1.0
         self.rounds = 0
@@ -100,7 +102,8 @@ class CostTable:
         """
         reading = reading or Reading()
         rows = np.arange(first, last + 1, dtype=np.float64)
-        values = np.maximum.accumulate(self._shape * self._local) if live else self._shape
+        shape = np.array(self._shape)
+        values = np.maximum.accumulate(shape * self._local) if live else shape
         seconds = np.interp(rows, self._points, values)
         if last > MAX_ROWS:
             seconds *= np.maximum(rows / MAX_ROWS, 1.0)
@@ -123,9 +126,15 @@ class CostTable:
         """Seconds of a forward of `rows` rows."""
         if rows > MAX_ROWS:
             return float(self.span(rows, rows, reading)[0])
-        values = np.maximum.accumulate(self._shape * self._local)
-        read_s = self._read_level * self._read_s(reading or Reading())
-        return self._level * (float(np.interp(rows, self._points, values)) + read_s) if rows > 0 else 0.0
+        if rows <= 0:
+            return 0.0
+        index = bisect_left(POINTS, rows)
+        below_s = max(map(mul, self._shape[:index], self._local[:index]), default=0.0)
+        row_s = max(below_s, self._shape[index] * self._local[index])
+        if POINTS[index] > rows:
+            below = POINTS[index - 1]
+            row_s -= (row_s - below_s) * (POINTS[index] - rows) / (POINTS[index] - below)
+        return self._level * (row_s + self._read_level * self._read_s(reading or Reading()))
 
     def first_seconds(self, rows: int, reading: Reading) -> float:
         """`seconds` as measured at start, without later observations: a unit that does not drift."""
@@ -155,12 +164,12 @@ class CostTable:
         share = self._level * self._read_level * self._read_s(reading or Reading()) / expected_s
         self._level *= ratio ** (_LEVEL_BLEND * (1 - share))
         self._read_level *= ratio ** (_READ_BLEND * share)
-        self._local = 1 + _LOCAL_DECAY * (self._local - 1)
+        self._local = [1 + _LOCAL_DECAY * (each - 1) for each in self._local]
         self._local[index] *= ratio**_LOCAL_BLEND
 
     def scale(self, factor: float) -> None:
         """Multiply the times of the table's start."""
-        self._shape = factor * self._shape
+        self._shape = [factor * each for each in self._shape]
         self._context_s *= factor
         self._row_context_s *= factor
 

@@ -212,12 +212,14 @@ class SpeculationTree:
             name = node.name
             for token in tokens[len(path) :]:
                 name = mix(name, token)
-            depth, empty = self.root.depth + len(tokens), not self._size
-            self.root = Node(name, tokens[-1], None, 0.0)
-            self.root.depth = depth
-            if empty:  # as in most rounds without drafts
+            depth = self.root.depth + len(tokens)
+            if not self._size:  # as in most rounds without drafts
+                root = self.root
+                root.name, root.token, root.depth, root.cumulative = name, tokens[-1], depth, 0.0
                 self._known, self._deepest = {name: self.root}, 0
                 return Advance((), hit=False)
+            self.root = Node(name, tokens[-1], None, 0.0)
+            self.root.depth = depth
             self._unpack(self.root)
         self._recount()
         return Advance(tuple(path), hit)

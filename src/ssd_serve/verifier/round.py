@@ -49,12 +49,15 @@ class TreeTokens:
         return TreeTokens(self.tokens[:count], self.parents[:count], self.depths[:count])
 
 
+_NO_NODES = TreeTokens()
+
+
 @dataclass(frozen=True, slots=True)
 class RequestStep:
     """Rows of one request in a round: pending tokens, and tree nodes with their slots."""
 
     chunk: ScheduledChunk
-    tree: TreeTokens = field(default_factory=TreeTokens)
+    tree: TreeTokens = _NO_NODES
     node_slots: Sequence[int] = ()
 
     @property
