@@ -42,6 +42,8 @@ _CACHES = 4
 """The matrices are at least this many times as large as the last-level cache."""
 _MIN_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 _MAX_MEMORY = 0.25
+_READ_ROWS = 16
+"""Most rows of a product that reading the matrix bounds."""
 _MANY_ROWS = {"cpu": 256, "cuda": 8192}
 """Rows of the product by which the throughput is measured."""
 _TASKS = Path("/proc/self/task")
@@ -130,8 +132,9 @@ def _seconds_per_byte(
     per_byte: dict[int, float] = {}
     kind = torch.bfloat16 if dtype == PACKED else getattr(torch, dtype)
     for rows in effort.rows:
-        # On cores many rows are bound by arithmetic: fewer matrices show it in less time.
-        some = layers[: max(2, len(layers) // rows)] if device == "cpu" else layers
+        # On cores many rows are bound by arithmetic: fewer matrices show it in less time. Those of few rows are all
+        # read, as with one row: a part of them could stay in a cache.
+        some = layers[: max(2, len(layers) // max(1, rows // _READ_ROWS))] if device == "cpu" else layers
         seconds = min(_times(_pass(some, _operand(rows, device, kind)), device, effort))
         per_byte[rows] = seconds / (len(some) * _matrix_bytes(dtype))
     return per_byte
