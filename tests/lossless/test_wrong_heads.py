@@ -24,7 +24,7 @@ INLINE, BESIDE = Case("sd", 4, 12), Case("ssd", 4, 12)
 REQUESTS = 3
 
 Said = tuple[torch.Tensor, torch.Tensor]
-"""Logits [rows, vocabulary] and the head's own features [rows, hidden]."""
+"""Logits [rows, proposed] and the head's own features [rows, hidden]."""
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def infinities(logits: torch.Tensor, own: torch.Tensor) -> Said:
 
 
 def hardly_anything(logits: torch.Tensor, own: torch.Tensor) -> Said:
-    """Two tokens with a finite logit: fewer than a node has candidates."""
+    """Two of the proposed tokens with a finite logit: fewer than a node has candidates."""
     few = torch.full_like(logits, -torch.inf)
-    few[:, 65:67] = logits[:, 65:67]
+    few[:, 5:7] = logits[:, 5:7]
     return few, own
 
 

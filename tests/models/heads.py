@@ -16,7 +16,7 @@ HIDDEN, VOCABULARY, PROPOSED, LAYERS = 32, 97, 40, 8
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -14,6 +14,10 @@ from safetensors.torch import load_file
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.native.layers import NativeHead
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.packed import can_multiply_packed
+from ssd_serve.models.heads import eagle
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
@@ -53,6 +57,43 @@ def target(folder: Path, case: str = "llama") -> Path:
 def loaded(folder: Path, theirs: Path, **changes: Any) -> EagleHead:
     sizes = head_sizes(folder, theirs, device="cpu", dtype="fp32", **changes)
     return load_head(folder, ModelOptions(device="cpu", dtype="fp32", slots=128, context=None), sizes)
+
+
+@pytest.mark.parametrize("case", [*CASES, *FIRST_CASES])
+def test_rounded_head_in_one_call_gives_the_bits_of_separate_calls(
+    case: str, tmp_path: Path, native: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_multiply_packed(native):
+        pytest.skip("this processor has neither AVX-512 VNNI nor AVX2")
+    layout, more = {**CASES, **FIRST_CASES}[case]
+    oracle: AnyOracle = FirstOracle(**more) if case in FIRST_CASES else Oracle(**more)
+    folder, theirs = oracle.save(tmp_path / "head", layout), target(tmp_path / "target")
+    options = ModelOptions(device="cpu", dtype="bf16", slots=128, context=None, native=native, rounded=True)
+    sizes = head_sizes(folder, theirs, device="cpu", dtype="bf16", native=native)
+    calls: list[int] = []
+    run = NativeHead.run
+
+    def counted(self: NativeHead, tokens: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(tokens))
+        return run(self, tokens, *rest)
+
+    monkeypatch.setattr(NativeHead, "run", counted)
+    together = load_head(folder, options, sizes)
+    monkeypatch.setattr(eagle, "fused_head", lambda *_: None)
+    apart = load_head(folder, options, sizes)
+    oracle.adopt(load_file(theirs / "model.safetensors"))
+    tokens, vectors = random_rows(14, 4)
+    for start, stop in ((0, 9), (9, 10), (10, 14)):
+        batch = build_batch([chunk(tokens.tolist(), start, stop, range(14))])
+        batch = replace(batch, vectors=vectors[start:stop].bfloat16())
+        found, expected = together.forward(batch), apart.forward(batch)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+        torch.testing.assert_close(found.features, expected.features, rtol=0, atol=0)
+    exact, _ = oracle(tokens, vectors)
+    assert (
+        float((found.logits - exact[-len(found.logits) :]).norm() / exact[-len(found.logits) :].norm()) < 0.05
+    )
+    assert calls == ([] if case in FIRST_CASES or case == "qwen3" else [9, 1, 4])
 
 
 @pytest.fixture(scope="module", params=[*CASES, *FIRST_CASES])
@@ -97,14 +138,14 @@ def test_prompt_then_steps_from_own_vectors(pair: Pair) -> None:
     part = chunk(tokens.tolist(), 0, 12, range(20))
     found = head.forward(replace(build_batch([part]), vectors=vectors[:12]))
     expected, own = oracle(tokens[:12], vectors[:12])
-    same(oracle, found.logits, expected)
+    same(oracle, head.spread(found.logits), expected)
     torch.testing.assert_close(found.features[OWN], own, atol=1e-4, rtol=0)
     for end in range(12, 15):
         vectors[end] = found.features[OWN][-1]
         part = chunk(tokens.tolist(), end, end + 1, range(20))
         found = head.forward(replace(build_batch([part]), vectors=vectors[end : end + 1]))
         expected, own = oracle(tokens[: end + 1], vectors[: end + 1])
-        same(oracle, found.logits, expected[-1:])
+        same(oracle, head.spread(found.logits), expected[-1:])
         torch.testing.assert_close(found.features[OWN], own[-1:], atol=1e-4, rtol=0)
 
 
@@ -125,7 +166,7 @@ def test_tree_rows_see_their_own_path_only(pair: Pair) -> None:
     for place, path in enumerate(([6], [7, 8])):
         chosen = [*range(6), *path]
         expected, own = oracle(tokens[chosen], vectors[chosen])
-        same(oracle, found.logits[place : place + 1], expected[-1:])
+        same(oracle, head.spread(found.logits[place : place + 1]), expected[-1:])
         torch.testing.assert_close(found.features[OWN][place], own[-1], atol=1e-4, rtol=0)
 
 
@@ -220,7 +261,7 @@ def test_wrong_tensors_are_named_with_their_shapes(make: type[AnyOracle], tmp_pa
 
     change_tensors(head, change)
     message = (
-        f"lacks {down} [{HIDDEN}, 48], it has misshapen {up} [4, 2] instead of [48, {HIDDEN}], "
+        f"lacks {down} [{HIDDEN}, 64], it has misshapen {up} [4, 2] instead of [64, {HIDDEN}], "
         "it has unknown enorm.weight [3]"
     )
     with pytest.raises(CheckpointError, match=re.escape(message)):
@@ -259,7 +300,7 @@ def test_heads_in_fp8(make: type[AnyOracle], form: str, tmp_path: Path) -> None:
     torch.testing.assert_close(vectors, oracle.fuse(features), atol=1e-4, rtol=0)
     found = head.forward(replace(build_batch([chunk(tokens.tolist(), 0, 8, range(8))]), vectors=vectors))
     expected, own = oracle(tokens, vectors)
-    same(oracle, found.logits, expected)
+    same(oracle, head.spread(found.logits), expected)
     torch.testing.assert_close(found.features[OWN], own, atol=1e-4, rtol=0)
 
 

@@ -74,6 +74,24 @@ def test_native_ranking_equals_torch(native: NativeLibrary, vocabulary: int, spr
     np.testing.assert_allclose(found.expected_score, expected.expected_score, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("count", [1, 31, 33, 500])
+def test_ranking_of_some_tokens_equals_that_of_all(native: NativeLibrary, count: int) -> None:
+    rows, vocabulary, fan_out = 7, 1000, min(6, count)
+    proposed = np.sort(np.random.default_rng(count).choice(vocabulary, count, replace=False)).astype(np.int32)
+    logits = 4 * torch.randn((rows, count), generator=torch.Generator().manual_seed(count))
+    whole = torch.full((rows, vocabulary), -torch.inf)
+    whole[:, torch.from_numpy(proposed).long()] = logits
+    keys, ranking, scales = keys_of(rows, count), NativeRanking(native), [0.5 + row for row in range(rows)]
+    found = ranking.rank_proposed(logits, keys, scales, fan_out, proposed)
+    expected = rank_children(whole, keys, NoiseRows(vocabulary, 64, native=native), scales, fan_out, ranking)
+    assert np.array_equal(found.tokens, expected.tokens)
+    assert np.array_equal(found.scores, expected.scores)
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(found.expected_score, expected.expected_score, rtol=2e-5, atol=2e-5)
+    with pytest.raises(ValueError, match="are not those of"):
+        ranking.rank_proposed(logits, keys, scales, fan_out, proposed[1:])
+
+
 @given(st.integers(0, 10_000), st.integers(1, 70), st.integers(1, 20), st.integers(1, 5))
 @settings(max_examples=examples(150), deadline=None)
 def test_ranking_ties_go_to_the_lowest_tokens(

@@ -26,16 +26,17 @@ from ssd_serve.bench.lossless.rig import FixedCost
 from ssd_serve.bench.memory_channel import MemoryChannel, memory_pair
 from ssd_serve.cache.slots import SlotTable
 from ssd_serve.cache.vectors import from_bytes
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.verifier.assembly import EngineParts, build_engine
 from ssd_serve.verifier.control.wait import FixedSteps
 from ssd_serve.verifier.drafters.admission import DrafterAuthorizer
 from ssd_serve.verifier.drafters.features import FeatureStore
-from ssd_serve.verifier.drafters.pool import DrafterPool
+from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
 from tests.examples import examples
-from tests.fakes import HELLO, Case, FakeModel
+from tests.fakes import HELLO, Case, FakeModel, make_core
 from tests.verifier.drafter_factory import connect_inline
 
 LAYERS = (0, 2, FINAL)
@@ -125,6 +126,37 @@ def test_features_of_each_token_are_sent_once_before_its_outcome() -> None:
     assert any(isinstance(message, Open) for message in reader.messages)
     read = reader.rows()
     assert read == {position: row for position, row in expected(text).items() if position < len(read)}
+
+
+class InlineReader(InlineChannel):
+    """Receives features as they are; pauses now and then."""
+
+    def __init__(self) -> None:
+        super().__init__(make_core(Case()), replace(READS, name="inline", source="inline"))
+        self.found: dict[int, list[float]] = {}
+
+    def give(self, message: Features, features: torch.Tensor) -> bool:
+        assert message.position == len(self.found)
+        assert features.dtype is torch.bfloat16
+        self.found.update(enumerate(features.tolist(), message.position))
+        return True
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_drafters_of_this_process_get_the_rows_themselves(pauses: bool) -> None:
+    engine, reader = make(slots=2048), InlineReader()
+    engine.drafters.connect(reader, synchronous=True)
+    engine.drain()
+    submitted(engine, most=200)
+    text, rounds = list(PROMPT), 0
+    while engine.busy:
+        if pauses and rounds in (5, 60):
+            engine.drafters.set_mode(SpeculationMode.PLAIN if rounds == 5 else SpeculationMode.SYNC)
+        rounds += 1
+        text += [token for each in engine.step() if isinstance(each, Committed) for token in each.tokens]
+    assert len(reader.found) > len(PROMPT) + 190
+    known = expected(text)
+    assert reader.found == {position: known[position] for position in reader.found}
 
 
 def test_late_drafter_receives_features_from_the_beginning_and_again_after_resync() -> None:

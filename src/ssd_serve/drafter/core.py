@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -46,6 +47,9 @@ from ssd_serve.drafter.sources.contract import (
 )
 from ssd_serve.drafter.sources.registry import NODE_BY_NODE, SourceDescription
 from ssd_serve.drafter.step_time import LiveWidth
+
+if TYPE_CHECKING:
+    import torch
 
 _NO_RESULT: tuple[Sequence[ExpandResult], int, int] = ((None,), 0, 0)
 
@@ -128,6 +132,7 @@ class DrafterCore:
         self._paths = paths
         self._source = source
         self._prefills = source if isinstance(source, ChunkedPrefillSource) else None
+        self._reads = source if isinstance(source, FeatureSource) else None
         self._limits = limits
         self._ends = frozenset(ends)
         self._name = name
@@ -163,7 +168,7 @@ class DrafterCore:
         elif isinstance(message, Resync):
             return self._snapshot(message)
         elif isinstance(message, Features):
-            self._read(message)
+            self.read(message, from_bytes(message.data, message.width))
         elif isinstance(message, Pause):
             self._paused = message.paused
             self.pause(self.requests, message.paused)
@@ -302,11 +307,11 @@ class DrafterCore:
         if self._paths is not None:
             self._paths.open(message.request, message.parameters, message.output)
 
-    def _read(self, message: Features) -> None:
+    def read(self, message: Features, features: "torch.Tensor") -> None:
+        """Take the features of a message, bfloat16 [positions, width]."""
         known = self._requests.get(message.request)
-        if known is not None and known.epoch == message.epoch and isinstance(self._source, FeatureSource):
-            features = from_bytes(message.data, message.width)
-            self._source.read(message.request, message.position, features)
+        if known is not None and known.epoch == message.epoch and self._reads is not None:
+            self._reads.read(message.request, message.position, features)
             if not known.tree.root.expanded:
                 known.frontier.rebuild()  # the root may have waited for these features
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -37,6 +38,9 @@ from ssd_serve.drafter.sources.contract import Branch
 from ssd_serve.drafter.sources.lookup import MatchAccuracy, SharedHistory, TokenIndex, branches
 from ssd_serve.drafter.step_time import StepTime
 from ssd_serve.sampling.grammar import Grammars
+
+if TYPE_CHECKING:
+    import torch
 
 
 class InProcessChannel(ABC):
@@ -103,6 +107,11 @@ class InlineChannel(InProcessChannel):
 
     def handle(self, message: DrafterMessage) -> list[DrafterMessage]:
         return self._core.handle(message)
+
+    def give(self, message: Features, features: "torch.Tensor") -> bool:
+        """Send features as they are, instead of as the message's bytes."""
+        self._core.read(message, features)
+        return not self._closed
 
     def wait(self, timeout_s: float) -> bool:
         """Run one draft step, unless messages are waiting."""

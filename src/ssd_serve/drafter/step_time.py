@@ -28,7 +28,7 @@ class StepTime:
 
 _TOLERANCE = 1.35
 """Cost of a step relative to the narrowest one at most: a wide step grows more, but later."""
-_UPDATE_EVERY = 64
+_OBSERVE_EVERY, _UPDATE_EVERY = 3, 64
 
 
 def widths_to_measure(most: int) -> list[int]:
@@ -53,8 +53,10 @@ class LiveWidth:
         self.width = choose_width(seconds)
 
     def observe(self, nodes: int, seconds: float) -> None:
-        """Add the time of a step that expanded `nodes` nodes, host time included."""
-        self._cost.observe(nodes, seconds)
+        """Add the time of a step that expanded `nodes` nodes, host time included. Every third counts."""
         self._steps += 1
-        if self._steps % _UPDATE_EVERY == 0:
+        if self._steps % _OBSERVE_EVERY:
+            return
+        self._cost.observe(nodes, seconds)
+        if self._steps % (_OBSERVE_EVERY * _UPDATE_EVERY) == 0:
             self.width = choose_width({width: self._cost.seconds(width) for width in self._widths})

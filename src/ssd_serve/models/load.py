@@ -57,7 +57,7 @@ class ModelOptions:
     `batch_invariant`: a row's result is the same to the bit in any batch, at some cost. `layers`: use only
     this number of first layers, then the last norm and the head. Every forward returns the outputs of
     `features`: layers, or `FINAL`. `graphs` captures forwards on GPUs, where the attention can be captured;
-    `allow_pickle`: weights may be `.bin` files."""
+    `allow_pickle`: weights may be `.bin` files; `rounded`: bf16 weights are rounded to 8 bits on CPUs."""
 
     device: str
     dtype: str
@@ -68,6 +68,7 @@ class ModelOptions:
     batch_invariant: bool = False
     layers: int | None = None
     features: tuple[int, ...] = ()
+    rounded: bool = False
     graphs: bool = False
     allow_pickle: bool = False
 
@@ -172,6 +173,7 @@ class _Loading:
                 native=self._native,
                 fp8=self._config.fp8,
                 keep=self._kind == PACKED,
+                rounded=self._options.rounded,
             )
             if self._options.batch_invariant:
                 linears = InvariantLinears(linears, self._place, self._dtype)

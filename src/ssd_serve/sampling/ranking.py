@@ -20,6 +20,7 @@ from ssd_serve.sampling.noise_rows import NoiseRows
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-4
+_MASK_64 = (1 << 64) - 1
 
 
 class RankedChildren(NamedTuple):
@@ -49,6 +50,14 @@ class _Buffers:
         self.results_at = [each.ctypes.data for each in results]
 
 
+class SamplingKeys(NamedTuple):
+    """Seeds, positions and temperatures of some rows; seed None and temperature 0: no noise."""
+
+    seeds: list[int | None]
+    positions: list[int]
+    temperatures: list[float]
+
+
 class NativeRanking:
     """Ranks rows of float32 logits on the CPU. Of equal scores the lowest token comes first. Not
     thread-safe."""
@@ -56,7 +65,7 @@ class NativeRanking:
     def __init__(self, library: NativeLibrary) -> None:
         shape = POINTER, SIZE, SIZE
         self._rank = library.function(
-            "ssd_rank", *shape, *(POINTER,) * 4, SIZE, *(POINTER,) * 4, INT, result=INT
+            "ssd_rank", *shape, *(POINTER,) * 4, SIZE, *(POINTER,) * 7, INT, result=INT
         )
         self._buffers = _Buffers(0, 0)
 
@@ -74,9 +83,43 @@ class NativeRanking:
 
         Raises `MemoryError`.
         """
+        if table.shape[1] != logits.shape[1]:
+            raise ValueError(f"cannot rank {logits.shape[1]} tokens with noise of {table.shape[1]}")
+        return self._run(logits, temperatures, table.data_ptr(), lines, scales, fan_out, (None, None, None))
+
+    def rank_proposed(
+        self,
+        logits: torch.Tensor,
+        keys: SamplingKeys,
+        scales: Sequence[float],
+        fan_out: int,
+        proposed: Int32Array,
+    ) -> RankedChildren:
+        """Rank the tokens `proposed` by their `logits` [rows, proposed], with noise that is computed for them alone.
+
+        Of equal scores the first comes first. Raises `MemoryError`.
+        """
+        if len(proposed) != logits.shape[1]:
+            raise ValueError(f"{logits.shape[1]} logits are not those of {len(proposed)} tokens")
+        seeds = np.array([(seed or 0) & _MASK_64 for seed in keys.seeds], np.uint64)
+        positions = np.array(keys.positions, np.int64)
+        lines = [0 if seed is None else 1 for seed in keys.seeds]
+        places = proposed.ctypes.data, seeds.ctypes.data, positions.ctypes.data
+        return self._run(logits, keys.temperatures, None, lines, scales, fan_out, places)
+
+    def _run(
+        self,
+        logits: torch.Tensor,
+        temperatures: Sequence[float],
+        table_at: int | None,
+        lines: Sequence[int],
+        scales: Sequence[float],
+        fan_out: int,
+        proposed_at: tuple[int, int, int] | tuple[None, None, None],
+    ) -> RankedChildren:
         rows, vocabulary = logits.shape
-        if not 0 < fan_out <= vocabulary or table.shape[1] != vocabulary:
-            raise ValueError(f"cannot rank {fan_out} of {vocabulary} tokens with noise of {table.shape[1]}")
+        if not 0 < fan_out <= vocabulary:
+            raise ValueError(f"cannot rank {fan_out} of {vocabulary} tokens")
         buffers = self._buffers
         if rows > buffers.rows or fan_out != buffers.fan_out:
             buffers = self._buffers = _Buffers(max(64, rows), fan_out)
@@ -87,9 +130,10 @@ class NativeRanking:
             rows,
             vocabulary,
             buffers.temperatures_at,
-            table.data_ptr(),
+            table_at,
             *buffers.inputs_at,
             fan_out,
+            *proposed_at,
             *buffers.results_at,
             torch.get_num_threads(),
         )
@@ -101,14 +145,6 @@ class NativeRanking:
             buffers.scores[:rows].copy(),
             buffers.means[:rows].copy(),
         )
-
-
-class SamplingKeys(NamedTuple):
-    """Seeds, positions and temperatures of some rows; seed None and temperature 0: no noise."""
-
-    seeds: list[int | None]
-    positions: list[int]
-    temperatures: list[float]
 
 
 @torch.inference_mode()

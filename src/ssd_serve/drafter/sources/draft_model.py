@@ -233,14 +233,10 @@ class ModelSource:
             keys.seeds.extend([group.held.seed] * len(group.indices))
             keys.positions.extend(group.after)
             keys.temperatures.extend([group.held.temperature] * len(group.indices))
+        allowed = [requests[index].allowed for index in wanted]
         # Before the forward: on ROCm a copy to the device waits for the work started there.
-        lines = self._noise.lines_of(keys.seeds, keys.positions)
-        inputs = RankingInputs(
-            keys,
-            lines,
-            [scales[index][0] for index in wanted],
-            [requests[index].allowed for index in wanted],
-        )
+        lines = self._lines(keys, allowed)
+        inputs = RankingInputs(keys, lines, [scales[index][0] for index in wanted], allowed)
         ranked = self._ranked_or_none(groups, inputs)
         if ranked is None:
             self._pending_prefill.clear()
@@ -350,6 +346,11 @@ class ModelSource:
             after=[first + 1 + nodes[place].depth for place in order],
             names=[nodes[place].name for place in order],
         )
+
+    def _lines(self, keys: SamplingKeys, allowed: Sequence[Mask | None]) -> list[int] | None:
+        """Hook: prepare the noise of some rows, which `_rank` reads."""
+        del allowed
+        return self._noise.lines_of(keys.seeds, keys.positions)
 
     def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Candidates]:
         masked = apply_masks(logits, inputs.allowed)

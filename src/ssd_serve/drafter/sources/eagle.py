@@ -17,11 +17,12 @@ from ssd_serve.base.errors import ProtocolError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.vectors import VectorTable
-from ssd_serve.drafter.sources.contract import Candidates, NodeRequest, Scales
+from ssd_serve.drafter.sources.contract import CandidateBatch, Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.draft_model import (
     MAX_PREFILL_ROWS,
     DraftKvState,
     ModelSource,
+    RankingInputs,
     StepRows,
     in_order,
     prefill_rows_of,
@@ -41,8 +42,9 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import served_options
 from ssd_serve.models.wrapped import WrappedModel, wrap_model
+from ssd_serve.sampling.grammar import Mask
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.sampling.ranking import NativeRanking, trusted_ranking
+from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, trusted_ranking
 
 
 @dataclass(slots=True)
@@ -136,6 +138,22 @@ class EagleSource(ModelSource):
         for group in groups:
             self._known[group.request].outputs.update((name, next(own)) for name in group.names)
 
+    def _lines(self, keys: SamplingKeys, allowed: Sequence[Mask | None]) -> list[int] | None:
+        return None if self._ranks_proposed(allowed) else super()._lines(keys, allowed)
+
+    def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Candidates]:
+        """Rank the proposed tokens alone where nothing needs the whole vocabulary."""
+        native, proposed = self._native, self._head.proposed
+        if native is None or proposed is None or not self._ranks_proposed(inputs.allowed):
+            return super()._rank(self._head.spread(logits), inputs)
+        ranked = native.rank_proposed(logits, inputs.keys, inputs.scales, self._fan_out, proposed)
+        return CandidateBatch(*ranked)
+
+    def _ranks_proposed(self, allowed: Sequence[Mask | None]) -> bool:
+        """Masks cover the vocabulary."""
+        no_masks = all(mask is None for mask in allowed)
+        return no_masks and self._native is not None and self._head.proposed is not None
+
     def _can_grow(self, request: NodeRequest) -> bool:
         """True if committed tokens have features and the node's ancestors have outputs."""
         held, known = self.held[request.request], self._known[request.request]
@@ -186,7 +204,7 @@ def load_eagle(source: SourceConfig) -> LoadedSource:
         native=source.native,
     )
     slots = draft_slots(config, sizes, device)
-    options = replace(served_options(config, device, slots, source.native), graphs=False)
+    options = replace(served_options(config, device, slots, source.native), graphs=False, rounded=True)
     head = load_head(folder, options, sizes, source.log)
     model: Model = wrap_model(head, "draft", config.model_wrapper)
     seconds, prefill_s_per_token = draft_times(_WithZeroFeatures(model), source)

@@ -60,20 +60,10 @@ static void penalise(const scratch *work, const int64_t *whole, const double *re
   for (long index = 0; index < length; index++) penalise_one(work, path[index], real);
 }
 
-/* Scores of up to 32 candidates: their own blocks' words, one of four each. */
 static void add_noise(const int32_t *ids, long count, const source *noise, float *scores) {
-  words word[4], chosen[4];
-  floats log_e[4];
-  for (int j = 0; j < 4; j++) {
-    words id = {0};
-    for (int lane = 0; lane < WORDS; lane++) id[lane] = (uint64_t)ids[WORDS * j + lane < count ? WORDS * j + lane : 0];
-    philox(id >> 2, noise->position, 0, &noise->keys, word);
-    words in = id & 3;
-    chosen[j] = (word[0] & (words)(in == 0)) | (word[1] & (words)(in == 1)) | (word[2] & (words)(in == 2)) |
-                (word[3] & (words)(in == 3));
-  }
-  race(chosen, log_e);
-  for (long index = 0; index < count; index++) scores[index] -= log_e[index / WORDS][index % WORDS];
+  float log_e[GROUP];
+  log_e_of(ids, count, noise, log_e);
+  for (long index = 0; index < count; index++) scores[index] -= log_e[index];
 }
 
 /* Choose among the candidates, and write the processed logits where they are wanted. */

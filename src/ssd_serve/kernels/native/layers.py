@@ -44,13 +44,28 @@ class _Layer(ctypes.Structure):
         ("keys", POINTER),
         ("values", POINTER),
         ("window", SIZE),
+        ("feature", SIZE),
+    )
+
+
+class _Head(ctypes.Structure):
+    _fields_ = (
+        ("layer", _Layer),
+        ("logits", _Matrix),
+        ("norms", POINTER * 3),
+        ("floors", ctypes.c_double * 3),
+        ("adds_normed", SIZE),
+        ("keeps_normed", SIZE),
     )
 
 
 class NativeLayers:
-    """Runs all layers of a model. The queries of a row must fill whole vectors: see `can_narrow`."""
+    """Runs all layers of a model, and keeps the outputs of the layers `features`. The queries of a row must fill whole
+    vectors: see `can_narrow`."""
 
-    def __init__(self, layers: Sequence[LayerPlaces], attention: NativeAttention) -> None:
+    def __init__(
+        self, layers: Sequence[LayerPlaces], attention: NativeAttention, features: Sequence[int] = ()
+    ) -> None:
         self._run = attention.library.function(
             "ssd_packed_layers",
             POINTER,
@@ -59,6 +74,8 @@ class NativeLayers:
             INT,
             POINTER,
             *[SIZE] * 4,
+            POINTER,
+            SIZE,
             INT,
             INT,
             result=INT,
@@ -66,8 +83,12 @@ class NativeLayers:
         self._kept: list[object] = [layers]
         self._sizes = attention.heads, attention.kv_heads, attention.head_dim
         self._way = layers[0].matrices[0].way
+        self._hidden, self.features = len(layers[0].matrices[1]), tuple(features)
         self._table = (_Layer * len(layers))(
-            *(self._layer(each, attention.places(index)) for index, each in enumerate(layers))
+            *(
+                _layer(each, attention.places(index), self._place(index), self._kept)
+                for index, each in enumerate(layers)
+            )
         )
 
     def run(
@@ -77,10 +98,12 @@ class NativeLayers:
         added: torch.Tensor | None,
         rotations: torch.Tensor,
         plan: NativePlan,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the layers of `span` for bf16 rows; return what the next norm adds to `hidden`.
 
-        `rotations` are those of the rows, complex64 [rows, 1, head_dim / 2]. Raises `MemoryError`.
+        `rotations` are those of the rows, complex64 [rows, 1, head_dim / 2]. `features` [rows, len(features), hidden]
+        gets the outputs of those layers; without layers to keep there is none. Raises `MemoryError`.
         """
         result = torch.empty_like(hidden) if added is None else added
         done = self._run(
@@ -94,6 +117,8 @@ class NativeLayers:
             rotations.data_ptr(),
             len(hidden),
             *self._sizes,
+            None if features is None else features.data_ptr(),
+            len(self.features) * self._hidden,
             self._way,
             torch.get_num_threads(),
         )
@@ -101,17 +126,98 @@ class NativeLayers:
             raise MemoryError(f"no memory for a layer of {len(hidden)} rows")
         return result
 
-    def _layer(self, layer: LayerPlaces, cache: tuple[int, int, int]) -> _Layer:
-        norms = (POINTER * 2)(*(norm.scaled.data_ptr() for norm in layer.norms))
-        floors = (ctypes.c_double * 2)(*(norm.floor for norm in layer.norms))
-        matrices = (_Matrix * 4)(*(self._matrix(matrix) for matrix in layer.matrices))
-        return _Layer(matrices, norms, floors, *cache)
+    def _place(self, index: int) -> int:
+        return self.features.index(index) * self._hidden if index in self.features else -1
 
-    def _matrix(self, matrix: NativePackedLinear) -> _Matrix:
-        parts = [_Part(part.kind, *part.places, part.start, part.outputs) for part in matrix.parts]
-        table = (_Part * len(parts))(*parts)
-        self._kept.append(table)
-        return _Matrix(ctypes.addressof(table), len(parts), matrix.inputs, len(matrix))
+
+@dataclass(frozen=True, slots=True)
+class HeadPlaces:
+    """Matrices and norms of an EAGLE-3 head with one layer, whose own input norm is not used."""
+
+    layer: LayerPlaces
+    logits: NativePackedLinear
+    norms: tuple[RmsNorm, RmsNorm, RmsNorm]
+    """Of tokens, of vectors, and before the logits."""
+    adds_normed: bool
+    """The layer adds to the normed vectors."""
+    keeps_normed: bool
+    """The own vectors are those before the logits."""
+
+
+class NativeHead:
+    """Runs a whole EAGLE-3 head in one call. For its queries see `can_narrow`."""
+
+    def __init__(self, head: HeadPlaces, attention: NativeAttention) -> None:
+        self._run = attention.library.function(
+            "ssd_packed_head",
+            *[POINTER] * 6,
+            *[SIZE] * 4,
+            POINTER,
+            SIZE,
+            POINTER,
+            POINTER,
+            INT,
+            INT,
+            result=INT,
+        )
+        self._kept: list[object] = [head]
+        self._sizes = attention.heads, attention.kv_heads, attention.head_dim
+        self._way = head.logits.way
+        self._proposed, self._hidden = len(head.logits), head.logits.inputs
+        norms = (POINTER * 3)(*(norm.scaled.data_ptr() for norm in head.norms))
+        floors = (ctypes.c_double * 3)(*(norm.floor for norm in head.norms))
+        layer = _layer(head.layer, attention.places(0), -1, self._kept)
+        logits = _matrix(head.logits, self._kept)
+        self._head = _Head(layer, logits, norms, floors, head.adds_normed, head.keeps_normed)
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        vectors: torch.Tensor,
+        rotations: torch.Tensor,
+        plan: NativePlan,
+        wanted: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 logits [wanted, proposed] and bf16 vectors [wanted, hidden] of the rows `wanted`, int64.
+
+        `tokens` are embedded, bf16 [rows, hidden]; they and `vectors` change. Raises `MemoryError`.
+        """
+        count = len(wanted)
+        logits, own = torch.empty((count, self._proposed)), vectors.new_empty((count, self._hidden))
+        done = self._run(
+            ctypes.addressof(self._head),
+            plan.at,
+            plan.write_slots_at,
+            tokens.data_ptr(),
+            vectors.data_ptr(),
+            rotations.data_ptr(),
+            len(tokens),
+            *self._sizes,
+            wanted.data_ptr(),
+            count,
+            logits.data_ptr(),
+            own.data_ptr(),
+            self._way,
+            torch.get_num_threads(),
+        )
+        if not done:
+            raise MemoryError(f"no memory for a head of {len(tokens)} rows")
+        return logits, own
+
+
+def _layer(layer: LayerPlaces, cache: tuple[int, int, int], feature: int, kept: list[object]) -> _Layer:
+    """Return a layer as C reads it; what must live as long is added to `kept`."""
+    norms = (POINTER * 2)(*(norm.scaled.data_ptr() for norm in layer.norms))
+    floors = (ctypes.c_double * 2)(*(norm.floor for norm in layer.norms))
+    matrices = (_Matrix * 4)(*(_matrix(matrix, kept) for matrix in layer.matrices))
+    return _Layer(matrices, norms, floors, *cache, feature)
+
+
+def _matrix(matrix: NativePackedLinear, kept: list[object]) -> _Matrix:
+    parts = [_Part(part.kind, *part.places, part.start, part.outputs) for part in matrix.parts]
+    table = (_Part * len(parts))(*parts)
+    kept.append(table)
+    return _Matrix(ctypes.addressof(table), len(parts), matrix.inputs, len(matrix))
 
 
 def can_narrow(attention: NativeAttention) -> bool:

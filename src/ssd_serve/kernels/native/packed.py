@@ -148,7 +148,8 @@ class NativePackedLinear:
         """Rows of a single matrix by their numbers, rounded to bf16: [count, inputs]; `dim` is 0."""
         (part,) = self.parts
         wanted = index.to(torch.int64).contiguous()
-        if dim or (len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self._outputs):
+        numbers = wanted.numpy()
+        if dim or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < self._outputs):
             raise IndexError(f"rows are numbered from 0 to {self._outputs - 1}")
         result = torch.empty((len(wanted), self.inputs), dtype=torch.bfloat16)
         where = (wanted.data_ptr(), len(wanted), result.data_ptr())
@@ -166,6 +167,23 @@ class NativePackedLinear:
         )
         places = weights.data_ptr(), None if bias is None else bias.data_ptr()
         return PackedPart(kind, outputs, start, weights, bias, places)
+
+
+_BLOCK = 32
+
+
+def can_round(weight: torch.Tensor) -> bool:
+    """Return True if `rounded_to_8_bits` takes this matrix."""
+    return weight.shape[1] % _BLOCK == 0
+
+
+def rounded_to_8_bits(weight: torch.Tensor) -> StoredBlocks:
+    """Return a matrix [outputs, inputs] in Q8_0: whole numbers to 127, and a scale for each 32 inputs."""
+    blocks = weight.float().view(len(weight), -1, _BLOCK)
+    scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
+    codes = (blocks / scales.float().clamp(min=1e-12)).round().clamp(-127, 127).to(torch.int8)
+    stored = torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), dim=-1)
+    return StoredBlocks("Q8_0", stored.reshape(len(weight), -1).numpy())
 
 
 def _joined(matrices: Sequence[StoredBlocks]) -> list[StoredBlocks]:

@@ -108,6 +108,9 @@ typedef struct {
   long vocabulary;
   const float *temperatures, *table;
   const int64_t *lines;
+  const int32_t *proposed;
+  const uint64_t *seeds;
+  const int64_t *positions;
   const float *scales;
   long children;
   int32_t *ids;
@@ -117,29 +120,39 @@ typedef struct {
 
 static void rank_rows(const void *work, long from, long to, pool_place *place) {
   const ranked_rows *r = work;
-  long padded = (r->vocabulary + LANES - 1) / LANES * LANES;
+  long padded = rounded_up(r->vocabulary, GROUP > LANES ? GROUP : LANES);
   float *row = malloc(sizeof(float) * (size_t)padded);
+  float *noise = malloc(sizeof(float) * (size_t)padded);
   ranked *best = malloc(sizeof(ranked) * (size_t)r->children);
-  if (!row || !best) *r->failed = 1;
+  if (!row || !noise || !best) *r->failed = 1;
   for (long index = from; index < to && !*r->failed; index++) {
     const float *log_e = r->lines[index] ? r->table + r->lines[index] * r->vocabulary : NULL;
+    if (log_e && r->proposed) {
+      source from = {1, (uint32_t)r->positions[index], schedule_of(r->seeds[index])};
+      for (long i = 0; i < r->vocabulary; i += GROUP)
+        log_e_of(r->proposed + i, smaller(GROUP, r->vocabulary - i), &from, noise + i);
+      log_e = noise;
+    }
     float temperature = r->temperatures[index] > 0.0f ? r->temperatures[index] : 1.0f;
     long at = index * r->children;
     rank(r->logits + index * r->vocabulary, log_e, temperature, 1.0f / r->scales[index], r->vocabulary, r->children,
          row, best, r->ids + at, r->log_probabilities + at, r->scores + at, r->means + index);
+    for (long child = at; r->proposed && child < at + r->children; child++) r->ids[child] = r->proposed[r->ids[child]];
   }
-  free(row), free(best);
+  free(row), free(noise), free(best);
 }
 
 /* All rows of logits [rows, vocabulary]; temperature 0 is as 1. Line `lines[row]` of `table` [lines, vocabulary] is the
- * row's log E; line 0: it has none. Results are [rows, children], the mean scores [rows]. Returns 0 where memory is
- * short. */
+ * row's log E; line 0: it has none. `proposed` [vocabulary] are the ids of the logits, if they are not 0, 1, 2, ...: then
+ * there is no table, and a line that is not 0 stands for the noise of the row's seed and position. Results are [rows,
+ * children], the mean scores [rows]. Returns 0 where memory is short. */
 int ssd_rank(const float *logits, long rows, long vocabulary, const float *temperatures, const float *table,
-             const int64_t *lines, const float *scales, long children, int32_t *ids, float *log_probabilities,
-             float *scores, float *means, int threads) {
+             const int64_t *lines, const float *scales, long children, const int32_t *proposed, const uint64_t *seeds,
+             const int64_t *positions, int32_t *ids, float *log_probabilities, float *scores, float *means,
+             int threads) {
   atomic_int failed = 0;
-  ranked_rows work = {logits,   vocabulary, temperatures,      table,  lines, scales,
-                      children, ids,        log_probabilities, scores, means, &failed};
+  ranked_rows work = {logits, vocabulary, temperatures, table, lines,  proposed, seeds, positions,
+                      scales, children,   ids,          log_probabilities, scores, means, &failed};
   POOL_RUN(rank_rows, work, rows, 1, threads);
   return !failed;
 }

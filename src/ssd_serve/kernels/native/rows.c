@@ -36,13 +36,6 @@ typedef struct {
 #define ROUND(x) (x)
 #include "rows.inc.h"
 
-static inline float widen(bf16 x) {
-  uint32_t bits = (uint32_t)x << 16;
-  float f;
-  memcpy(&f, &bits, sizeof f);
-  return f;
-}
-
 static inline bf16 narrow(float f) {
   uint32_t bits;
   memcpy(&bits, &f, sizeof bits);

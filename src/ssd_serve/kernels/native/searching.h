@@ -16,6 +16,22 @@ typedef struct {
   schedule keys;
 } source;
 
+/* log E [GROUP] of up to GROUP tokens: their own blocks' words, one of four each. */
+static inline void log_e_of(const int32_t *ids, long count, const source *noise, float *log_e) {
+  words word[4], chosen[4];
+  for (int j = 0; j < 4; j++) {
+    words id = {0};
+    for (int lane = 0; lane < WORDS; lane++) id[lane] = (uint64_t)ids[WORDS * j + lane < count ? WORDS * j + lane : 0];
+    philox(id >> 2, noise->position, 0, &noise->keys, word);
+    words in = id & 3;
+    chosen[j] = (word[0] & (words)(in == 0)) | (word[1] & (words)(in == 1)) | (word[2] & (words)(in == 2)) |
+                (word[3] & (words)(in == 3));
+  }
+  floats found[4];
+  race(chosen, found);
+  memcpy(log_e, found, sizeof found);
+}
+
 static inline vfloat pick(vint which, vfloat yes, vfloat no) { return (vfloat)(((vint)yes & which) | ((vint)no & ~which)); }
 
 static inline vfloat load_tail(const float *from, long count, float rest) {

@@ -39,6 +39,13 @@ static inline vfloat load_bf16(const bf16 *from) {
   return (vfloat)(__builtin_convertvector(half, vuint) << 16);
 }
 
+static inline float widen(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
 /* Rounded to the nearest, ties to even; a NaN stays one. */
 static inline void store_bf16(bf16 *to, vfloat v) {
   vuint bits = (vuint)v;

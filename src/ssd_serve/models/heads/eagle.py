@@ -11,14 +11,17 @@ import torch
 
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.kernels.device import completion
-from ssd_serve.kernels.rows import RmsNorm
+from ssd_serve.kernels.native.attention import NativeAttention
+from ssd_serve.kernels.native.layers import HeadPlaces, NativeHead, can_narrow
+from ssd_serve.kernels.native.packed import NativePackedLinear
+from ssd_serve.kernels.rows import NativeRows, RmsNorm
 from ssd_serve.models.architectures.contract import ModelParts
-from ssd_serve.models.architectures.dense.decoder import DenseModel
+from ssd_serve.models.architectures.dense.decoder import DenseModel, packed_places
 from ssd_serve.models.architectures.dense.weights import LayerBlocks
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.interface import ForwardResult, Inputs
 from ssd_serve.models.sizes import DTYPES
-from ssd_serve.models.weights.linear import Linear
+from ssd_serve.models.weights.linear import Linear, Table
 
 OWN = "own"
 """The feature of a forward that is the head's own vector of each wanted row: [wanted, hidden]."""
@@ -28,7 +31,7 @@ OWN = "own"
 class EagleWeights:
     """Weights of a whole head. `embedding` or `head` None: the target's is used."""
 
-    embedding: torch.Tensor | None  # [target's vocabulary, hidden]
+    embedding: Table | None  # [target's vocabulary, hidden]
     token_norm: RmsNorm | None  # [hidden], of embeddings
     feature_norms: tuple[RmsNorm, ...]  # [fused * target_hidden], or [target_hidden] each, or none
     fuse: Linear  # fused * target_hidden -> hidden; EAGLE-1: a token and a vector, 2 * hidden -> hidden
@@ -40,20 +43,24 @@ class EagleWeights:
 
 
 class EagleHead(DenseModel):
-    """`Model` that takes batches with vectors. Logits cover the target's vocabulary; tokens that it never
-    proposes have -inf."""
+    """`Model` that takes batches with vectors. Logits cover the tokens `proposed`: see `spread`."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, parts: ModelParts) -> None:
         """The weights have an embedding and a head, their own or the target's."""
         if weights.embedding is None or weights.head is None:
             raise ValueError("a head needs its target's embedding, and some its target's head")
-        embedding = weights.embedding.to(parts.facts.device, DTYPES[parts.facts.dtype])
+        embedding, self._dtype = weights.embedding, DTYPES[parts.facts.dtype]
+        if isinstance(embedding, torch.Tensor):
+            embedding = embedding.to(parts.facts.device, self._dtype)
         super().__init__(config.layer, parts, embedding.device)
         self._config = config
         self._weights = weights
         self._embedding = embedding
         self._head = weights.head
-        self._proposed = None if weights.proposed is None else weights.proposed.to(self._device)
+        self._places = None if weights.proposed is None else weights.proposed.to(self._device)
+        self.proposed = None if weights.proposed is None else weights.proposed.to(torch.int32).numpy()
+        """Ids of the tokens that logits are of, ascending or not, int32 [proposed]; None: the whole vocabulary."""
+        self._fused = fused_head(config, weights, parts)
 
     @property
     def width(self) -> int:
@@ -65,7 +72,7 @@ class EagleHead(DenseModel):
         """Fuse rows of the target's features, side by side [rows, fused * target_hidden], into the head's
         vectors: [rows, hidden]. EAGLE-1 uses them unchanged."""
         norms = self._weights.feature_norms
-        features = features.to(self._device, self._embedding.dtype)
+        features = features.to(self._device, self._dtype)
         if self._config.joins:
             return features
         if len(norms) == 1 and self._config.one_norm:
@@ -85,18 +92,24 @@ class EagleHead(DenseModel):
             torch.from_numpy(batch.positions).to(self._device),
             self._attention.plan(batch),
             torch.from_numpy(batch.rows_wanted).to(self._device),
-            batch.vectors.to(self._device, self._embedding.dtype),
+            batch.vectors.to(self._device, self._dtype),
         )
         logits, features = self.run(inputs)
         return ForwardResult(logits, features, completion(self._device))
 
     def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Logits of the wanted rows, float32 [wanted, vocabulary], and their own vectors."""
+        """Logits of the wanted rows, float32 [wanted, proposed], and their own vectors."""
         if inputs.vectors is None or inputs.wanted is None:
             raise ValueError("a head's rows carry vectors")
         operations, blocks, joins = self._operations, self._weights.blocks, self._config.joins
         rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2]
-        token = self._normed(self._embedding.index_select(0, inputs.tokens), self._weights.token_norm)
+        token = self._embedding.index_select(0, inputs.tokens)
+        if self._fused is not None:
+            logits, own = self._fused.run(
+                token, inputs.vectors.clone(), rotations, inputs.plan, inputs.wanted
+            )
+            return logits, {OWN: own}
+        token = self._normed(token, self._weights.token_norm)
         hidden = inputs.vectors.clone()  # [rows, hidden], as is the token: what the layer adds to
         if joins:
             hidden = self._weights.fuse(torch.cat((token, hidden), dim=-1))
@@ -108,16 +121,33 @@ class EagleHead(DenseModel):
         rows = operations.norm(hidden, added, blocks.mlp_norm)
         own = (hidden + blocks.down(operations.gate(blocks.gate_up(rows)))).index_select(0, inputs.wanted)
         normed = self._normed(own, self._weights.norm)
-        return self._logits(normed), {OWN: normed if self._config.feed_normed else own}
+        return self._head(normed).float(), {OWN: normed if self._config.feed_normed else own}
 
     def _normed(self, rows: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
         """Rows as they are where there is no norm."""
         return rows if norm is None else self._operations.norm(rows, None, norm)
 
-    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Normed rows to logits of the target's vocabulary, float32 [wanted, vocabulary]."""
-        logits = self._head(normed).float()
-        if self._proposed is None:
+    @torch.inference_mode()
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of the target's vocabulary, float32 [rows, vocabulary]: -inf for tokens never proposed."""
+        if self._places is None:
             return logits
-        whole = torch.full((len(normed), self._config.vocabulary), -torch.inf, device=self._device)
-        return whole.index_copy_(1, self._proposed, logits)
+        whole = torch.full((len(logits), self._config.vocabulary), -torch.inf, device=self._device)
+        return whole.index_copy_(1, self._places, logits)
+
+
+def fused_head(config: EagleConfig, weights: EagleWeights, parts: ModelParts) -> NativeHead | None:
+    """Return the head as one compiled call, if it is an EAGLE-3 head with packed matrices and compiled steps."""
+    attention, norms = parts.attention, (weights.token_norm, weights.hidden_norm, weights.norm)
+    if type(parts.operations) is not NativeRows or not isinstance(attention, NativeAttention):
+        return None
+    if config.joins or not can_narrow(attention) or not isinstance(weights.head, NativePackedLinear):
+        return None
+    token, hidden, last = norms
+    if token is None or hidden is None or last is None:
+        return None
+    places = packed_places(weights.blocks, token)
+    if places is None:
+        return None
+    normed = config.residual_is_normed, config.feed_normed
+    return NativeHead(HeadPlaces(places, weights.head, (token, hidden, last), *normed), attention)

@@ -14,6 +14,7 @@ from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.base.logs import Logger
 from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.native.packed import NativePackedLinear
 from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
 from ssd_serve.models.architectures.dense.config import dense_sizes
@@ -24,7 +25,7 @@ from ssd_serve.models.heads.eagle import EagleHead, EagleWeights
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.models.load import ModelOptions, load_sized
 from ssd_serve.models.parallel import Parallel
-from ssd_serve.models.sizes import ModelSizes, sizes_of
+from ssd_serve.models.sizes import PACKED, ModelSizes, model_dtype, sizes_of
 from ssd_serve.models.weights.checkpoint import Checkpoint, shorten
 from ssd_serve.models.weights.formats import read_config
 from ssd_serve.models.weights.linear import DenseLinear, Linear, Linears, MatrixShare, Table
@@ -66,7 +67,8 @@ def head_sizes(
 ) -> ModelSizes:
     """Sizes of such a head."""
     config = head_config(folder, target, features)
-    description = Description(_architecture(config, target, allow_pickle), config)
+    keeps = native if model_dtype(target, dtype, device, native) == PACKED else None
+    description = Description(_architecture(config, target, allow_pickle, keeps), config)
     return sizes_of(description, folder, device=device, dtype=dtype, allow_pickle=allow_pickle, native=native)
 
 
@@ -79,7 +81,7 @@ def load_head(folder: Path, options: ModelOptions, sizes: ModelSizes, log: Logge
 
 
 def _architecture(
-    config: EagleConfig, target: Path, allow_pickle: bool
+    config: EagleConfig, target: Path, allow_pickle: bool, native: NativeLibrary | None
 ) -> Architecture[EagleConfig, EagleWeights]:
     def read(config: EagleConfig, checkpoint: Checkpoint, make: Linears) -> EagleWeights:
         weights = read_head(config, checkpoint, make)
@@ -90,7 +92,7 @@ def _architecture(
                     f"the head has no embedding, and is {config.hidden} wide, its target's "
                     f"{config.target_hidden}"
                 )
-            embedding = target_embedding(target, *sizes, allow_pickle=allow_pickle)
+            embedding = _target_table(target, *sizes, allow_pickle, native)
             weights = replace(weights, embedding=embedding)
         if weights.head is None:
             weights = replace(weights, head=make.wrap(target_head(target, *sizes, allow_pickle=allow_pickle)))
@@ -107,6 +109,20 @@ def target_embedding(
     """The embedding [vocabulary, hidden] of a whole model, as it lies in its folder."""
     with Checkpoint(target, partly=True, allow_pickle=allow_pickle) as checkpoint:
         return checkpoint.read("model.embed_tokens.weight", (vocabulary, hidden))
+
+
+def _target_table(
+    target: Path, vocabulary: int, hidden: int, allow_pickle: bool, native: NativeLibrary | None
+) -> Table:
+    """Return the embedding of a whole model; with `native` in the blocks of its file, if it has some."""
+    with Checkpoint(target, partly=True, allow_pickle=allow_pickle) as checkpoint:
+        if native is not None:
+            matrices = checkpoint.format.matrices(checkpoint, None, native)
+            stored = matrices.read("model.embed_tokens", (vocabulary, hidden))
+            kept = matrices.product([stored], None, "cpu")
+            if isinstance(kept, NativePackedLinear):
+                return kept
+    return target_embedding(target, vocabulary, hidden, allow_pickle=allow_pickle)
 
 
 def target_head(target: Path, vocabulary: int, hidden: int, *, allow_pickle: bool = False) -> torch.Tensor:

@@ -24,7 +24,13 @@ from ssd_serve.kernels.cpu_products import (
     quantise,
 )
 from ssd_serve.kernels.native.library import NativeLibrary
-from ssd_serve.kernels.native.packed import NativePackedLinear
+from ssd_serve.kernels.native.packed import (
+    NativePackedLinear,
+    WeightMemory,
+    can_multiply_packed,
+    can_round,
+    rounded_to_8_bits,
+)
 from ssd_serve.kernels.native.products import NativeInt8Matrix, NativeMatrix, can_multiply_bf16
 from ssd_serve.kernels.native.products import can_multiply_int8 as native_multiplies_int8
 from ssd_serve.models.parallel import Parallel
@@ -69,15 +75,25 @@ class MatrixShare:
 MatrixKind = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
-def matrix_kind(dtype: torch.dtype, device: str, native: NativeLibrary | None) -> MatrixKind:
-    """Return the fastest product for rows of `dtype` on this device: the compiled kernel, oneDNN or torch."""
+def matrix_kind(
+    dtype: torch.dtype, device: str, native: NativeLibrary | None, rounded: bool = False
+) -> MatrixKind:
+    """Return the fastest product for rows of `dtype` on this device: the compiled kernel, oneDNN or torch.
+
+    `rounded`: bf16 weights may be rounded to 8 bits.
+    """
     if device != "cpu":
         return DenseLinear
     other: MatrixKind = PackedMatrix if can_pack(dtype) else DenseLinear
     if native is None or dtype is not torch.bfloat16 or not can_multiply_bf16(native):
         return other
 
+    memory, rounds = WeightMemory(), rounded and can_multiply_packed(native)
+
     def compiled(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if rounds and can_round(weight):
+            stored = [rounded_to_8_bits(weight)]
+            return NativePackedLinear(native, stored, weight.shape[1], bias, memory=memory)
         even = weight.shape[1] % 2 == 0
         return NativeMatrix(native, weight, bias) if even else other(weight, bias)
 
@@ -123,7 +139,7 @@ class LinearFactory:
     """`Linears` of one rank from a checkpoint: in `dtype`, or int8 for rows in `dtype`.
 
     `packed`: matrices are packed where that is faster. `fp8` is how the checkpoint's fp8 weights are scaled,
-    None: it holds none. `keep`: weights of few bits stay as they are on CPUs.
+    None: it holds none. `keep`: weights of few bits stay as they are on CPUs. `rounded`: see `matrix_kind`.
     """
 
     def __init__(
@@ -138,6 +154,7 @@ class LinearFactory:
         native: NativeLibrary | None = None,
         fp8: Fp8Scheme | None = None,
         keep: bool = False,
+        rounded: bool = False,
     ) -> None:
         if int8 and device != "cpu":
             raise UserError(f"int8 weights are not built for {device}, only for CPUs; use another dtype")
@@ -148,7 +165,7 @@ class LinearFactory:
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
-        self._kind = matrix_kind(dtype, device, native) if packed else DenseLinear
+        self._kind = matrix_kind(dtype, device, native, rounded) if packed else DenseLinear
         self._int8 = int8
         quantised = int8 and packed
         self._int8_products = quantised and can_multiply_int8()

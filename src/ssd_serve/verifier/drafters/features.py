@@ -7,6 +7,7 @@ never wait for them. Knows slots, walks and a channel, but not when to send.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from ssd_serve.base.draft_messages import Features, SharedMemory
 from ssd_serve.base.logs import Logger
 from ssd_serve.cache.slots import SlotTable
 from ssd_serve.cache.vectors import as_bytes
+from ssd_serve.drafter.inline import InlineChannel
 from ssd_serve.models.interface import feature_name
 from ssd_serve.transport.channel import Channel, SocketChannel
 from ssd_serve.transport.shared_memory import SharedSpan, SharedWriter
@@ -24,6 +26,8 @@ from ssd_serve.verifier.request import Request
 from ssd_serve.verifier.round import InFlight, Walk
 
 _NOWHERE = -1
+_MAX_PENDING_ROWS = 256
+"""Rows of rounds that are kept as the target returned them, until a drafter reads some."""
 _MESSAGE_BYTES, _MESSAGES = 1 << 20, 32
 """Size of a message of rows, and most messages of one request at once."""
 _MAX_UNSENT_BYTES = 2 << 20
@@ -44,9 +48,12 @@ class FeatureStore:
         self._places = np.full(slots, _NOWHERE, dtype=np.int64)  # where a slot's row is
         self._owners = np.zeros(0, dtype=np.int64)  # [places], slot of the row
         self._next = 0
+        self._pending: list[_Pending] = []
+        self._pending_rows = 0
 
     def width(self, layers: Sequence[int]) -> int:
         """Numbers of one token, of these layers; 0 while nothing was computed."""
+        self._settle()
         return self._rows.shape[1] // len(self.layers) * len(layers)
 
     def take(self, flight: InFlight, walks: Sequence[Walk]) -> None:
@@ -60,13 +67,38 @@ class FeatureStore:
             slots += [*walk.work.chunk.slots, *walk.kept]
             start += walk.work.rows
         found = [flight.result.features[feature_name(layer)] for layer in self.layers]
-        chosen = torch.tensor(rows, device=found[0].device)
-        features = torch.cat([each.index_select(0, chosen) for each in found], dim=-1)
-        self.keep(np.array(slots, dtype=np.int64), features.to("cpu", torch.bfloat16))
+        self._pending.append(_Pending(found, rows, slots))
+        self._pending_rows += len(found[0])
+        # A device may write the results of the next round to the same place.
+        if self._pending_rows > _MAX_PENDING_ROWS or found[0].device.type != "cpu":
+            self._settle()
+
+    def _settle(self) -> None:
+        """Copy the rows of pending rounds; of a slot that several rounds have written, the last one's."""
+        if not self._pending:
+            return
+        features = torch.cat([each.chosen() for each in self._pending])
+        slots = [slot for each in self._pending for slot in each.slots]
+        self._pending, self._pending_rows = [], 0
+        newest = {slot: index for index, slot in enumerate(slots)}
+        if len(newest) < len(slots):
+            features = features[list(newest.values())]
+        self.keep(np.array(list(newest), dtype=np.int64), features)
+
+    def last_round(self, slots: Sequence[int], layers: Sequence[int]) -> torch.Tensor | None:
+        """Return the rows of these slots if the last round has computed them, in this order and of these layers; no
+        other round's rows are copied for that."""
+        last = self._pending[-1] if self._pending else None
+        if last is None or not slots or slots[0] not in last.slots or tuple(layers) != self.layers:
+            return None
+        start = last.slots.index(slots[0])
+        stop = start + len(slots)
+        return last.chosen(slice(start, stop)) if last.slots[start:stop] == slots else None
 
     def first(self, slots: SlotTable, start: int) -> int:
         """Return the first position >= `start` from which on the rows of all slots are present. It is the
         number of slots if the last row is missing."""
+        self._settle()
         missing = np.flatnonzero(~self._are_there(slots.view()[start:]))
         return start + (int(missing[-1]) + 1 if len(missing) else 0)
 
@@ -117,6 +149,19 @@ class FeatureStore:
         self._owners = np.full(count, _NOWHERE, dtype=np.int64)
         self._places.fill(_NOWHERE)
         self._next = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    found: list[torch.Tensor]  # of each layer [rows, hidden]
+    rows: list[int]
+    """Those of committed tokens."""
+    slots: list[int]
+
+    def chosen(self, which: slice = slice(None)) -> torch.Tensor:
+        """Return bfloat16 [tokens, layers * hidden]."""
+        chosen = torch.tensor(self.rows[which], device=self.found[0].device)
+        return torch.cat(self.found, dim=-1).index_select(0, chosen).to("cpu", torch.bfloat16)
 
 
 class FeatureSender:
@@ -172,8 +217,14 @@ class FeatureSender:
         Returns the position behind the last row that was sent.
         """
         store, slots = self._store, request.slots
-        if store is None:
+        if store is None or start == len(slots):
             return start
+        if isinstance(self._channel, InlineChannel):
+            newest = store.last_round(slots.view()[start:].tolist(), self._layers)
+            if newest is not None:
+                width = newest.shape[1]
+                self._channel.give(Features(request.number, request.epoch, start, width, b""), newest)
+                return len(slots)
         start, width = store.first(slots, start), store.width(self._layers)
         most = max(1, self._message_bytes // max(1, 2 * width))
         for _ in range(_MESSAGES):
@@ -188,6 +239,8 @@ class FeatureSender:
 
     def _post(self, message: Features, store: FeatureStore, slots: npt.NDArray[np.int32]) -> bool:
         """Post the rows of these slots with the message, or in shared memory; return whether they fit."""
+        if isinstance(self._channel, InlineChannel):
+            return self._channel.give(message, store.rows(slots, self._layers))
         length, memory = 2 * message.width * len(slots), self._shared
         if memory is None:
             if self._unsent + length > _MAX_UNSENT_BYTES and not self.has_room:

@@ -7,7 +7,6 @@ file format and no page size.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ssd_serve.kernels.device import completion
 from ssd_serve.kernels.native.attention import NativeAttention
 from ssd_serve.kernels.native.layers import LayerPlaces, NativeLayers, can_narrow
 from ssd_serve.kernels.native.packed import NativePackedLinear
-from ssd_serve.kernels.rows import NativeRows
+from ssd_serve.kernels.rows import NativeRows, RmsNorm
 from ssd_serve.models.architectures.contract import Architecture, ModelParts
 from ssd_serve.models.architectures.dense.config import DecoderConfig, dense_sizes, rank_config
 from ssd_serve.models.architectures.dense.weights import DecoderLayer, DecoderWeights, LayerBlocks, read_dense
@@ -88,17 +87,9 @@ class DenseDecoder(DenseModel):
         # Features are of all rows: where the last layer has some, it computes all of them to its end.
         self._all_rows = bool(self._features & {FINAL, len(weights.layers) - 1})
         self._group = parts.group
-        self._fused = fused_layers(weights.layers, parts)
-        self._spans = self._layer_spans()
-
-    def _layer_spans(self) -> list[range]:
-        """Return the layers in spans: one call computes a span, and features are taken at its end. The last layer is
-        alone, because it may compute fewer rows."""
-        last = len(self._weights.layers) - 1
-        if self._fused is None:
-            return [range(index, index + 1) for index in range(last + 1)]
-        stops = sorted({index + 1 for index in self._features if 0 <= index < last} | {last, last + 1})
-        return [range(start, stop) for start, stop in pairwise([0, *stops]) if start < stop]
+        last = len(weights.layers) - 1
+        kept = tuple(dict.fromkeys(each for each in parts.features if 0 <= each < last))
+        self._fused = fused_layers(weights.layers, parts, kept)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
@@ -120,14 +111,15 @@ class DenseDecoder(DenseModel):
         features: dict[str, torch.Tensor] = {}
         added: torch.Tensor | None = None  # what the last block adds to `hidden`: the next norm does it
         layers, wanted = self._weights.layers, inputs.wanted
-        for span in self._spans:
-            index = span.stop - 1
+        start = 0
+        if self._fused is not None and len(layers) > 1:  # but for the last one, which may compute fewer rows
+            start = len(layers) - 1
+            kept = hidden.new_empty((len(hidden), len(self._fused.features), hidden.shape[1]))
+            added = self._fused.run(range(start), hidden, added, rotations, inputs.plan, kept)
+            for place, index in enumerate(self._fused.features):
+                features[feature_name(index)] = kept[:, place]
+        for index in range(start, len(layers)):
             layer = layers[index]
-            if self._fused is not None and index < len(layers) - 1:
-                added = self._fused.run(span, hidden, added, rotations, inputs.plan)
-                if index in self._features:
-                    features[feature_name(index)] = hidden + added
-                continue
             rows = self._operations.norm(hidden, added, layer.input_norm)
             blocks = layer.blocks
             attended = self._attend(index, blocks, rows, rotations, inputs.plan)
@@ -180,27 +172,33 @@ class DenseDecoder(DenseModel):
         return self._group.gather(self._weights.head(last).float(), vocabulary)
 
 
-def fused_layers(layers: Sequence[DecoderLayer], parts: ModelParts) -> NativeLayers | None:
-    """Return the layers as one compiled call, if all of their steps are compiled and their matrices packed."""
+def fused_layers(
+    layers: Sequence[DecoderLayer], parts: ModelParts, features: Sequence[int] = ()
+) -> NativeLayers | None:
+    """Return the layers as one compiled call, if all of their steps are compiled and their matrices packed. It returns
+    the outputs of the layers `features`, too."""
     attention = parts.attention
     if type(parts.operations) is not NativeRows or not isinstance(attention, NativeAttention):
         return None
     if parts.group.parallel.size > 1 or not can_narrow(attention):
         return None
-    found: list[LayerPlaces] = []
-    for layer in layers:
-        each = layer.blocks
-        qkv, output, gate_up, down = each.qkv, each.output, each.gate_up, each.down
-        if (
-            not isinstance(qkv, NativePackedLinear)
-            or not isinstance(output, NativePackedLinear)
-            or not isinstance(gate_up, NativePackedLinear)
-            or not isinstance(down, NativePackedLinear)
-            or each.qk_norm is not None
-        ):
-            return None
-        found.append(LayerPlaces((qkv, output, gate_up, down), (layer.input_norm, each.mlp_norm)))
-    return NativeLayers(found, attention)
+    found = [packed_places(layer.blocks, layer.input_norm) for layer in layers]
+    packed = [each for each in found if each is not None]
+    return NativeLayers(packed, attention, features) if len(packed) == len(found) else None
+
+
+def packed_places(blocks: LayerBlocks, input_norm: RmsNorm) -> LayerPlaces | None:
+    """Return a layer's matrices and norms, if all of its matrices are packed."""
+    qkv, output, gate_up, down = blocks.qkv, blocks.output, blocks.gate_up, blocks.down
+    if (
+        not isinstance(qkv, NativePackedLinear)
+        or not isinstance(output, NativePackedLinear)
+        or not isinstance(gate_up, NativePackedLinear)
+        or not isinstance(down, NativePackedLinear)
+        or blocks.qk_norm is not None
+    ):
+        return None
+    return LayerPlaces((qkv, output, gate_up, down), (input_norm, blocks.mlp_norm))
 
 
 def dense_architecture(
