@@ -14,6 +14,7 @@ from tests.servers import children, complete, free_port, running
 
 ROOT = Path(__file__).parents[2]
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "tests", "__pycache__", "*.egg-info")
+PAGE_FILES = ("index.html", "app.js", "base.css", "icon.svg", "vendor/marked.js", "vendor/LICENSES.txt")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
@@ -57,6 +58,7 @@ def test_wheel_has_the_package_and_its_data(wheel: Path) -> None:
     for part in ("server", "verifier", "bench", "recipes"):
         assert f"ssd_serve/{part}/__init__.py" in names
     assert [name for name in names if name.startswith("ssd_serve/models/embedded/target/")]
+    assert {f"ssd_serve/server/page/static/{file}" for file in PAGE_FILES} <= set(names)
     assert [name for name in names if name.startswith("ssd_serve/kernels/native/") and name.endswith(".c")]
 
 

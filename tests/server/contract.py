@@ -11,9 +11,13 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ssd_serve.server.page import is_page_path
+
 CLIENT_GONE = 499
 WITHOUT_OPERATION = {404, 405}
 """Statuses of an unknown path or method."""
+PAGE_STATUSES = {200, 304, 307}
+"""Of the page, which is no part of the document."""
 MAX_EVENTS = 100
 """Events at the start and at the end of a stream that are checked."""
 
@@ -52,6 +56,8 @@ class Contract:
 
         await self._app(scope, receive, listen)
         if not answer.whole or answer.status == CLIENT_GONE:
+            return
+        if is_page_path(str(scope["path"]).removeprefix(self._root)) and answer.status in PAGE_STATUSES:
             return
         request = f"{scope['method']} {scope['path']}"
         try:

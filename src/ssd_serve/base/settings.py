@@ -85,6 +85,9 @@ class FrontSettings(BaseSettings):
         default=None,
         description="system prompt of every conversation, before those of clients",
     )
+    page: bool = Field(
+        default=True, description="serve a page for browsers at /: chat, and a view of speculation"
+    )
     strict_requests: bool = Field(
         default=False,
         description="refuse requests with unknown fields; otherwise they are ignored and listed in the "

@@ -16,6 +16,7 @@ from ssd_serve.server.access.keys import OPERATOR, Holder, Keyring, KnownKey
 from ssd_serve.server.access.tenants import Tenant, Tenants
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.middleware import path_within
+from ssd_serve.server.page import is_page_path
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 METRICS_PATH = "/metrics"
@@ -63,6 +64,8 @@ class AuthMiddleware:
             return self._tenants.anonymous
         if at_metrics_port is not None and at_metrics_port != (path == METRICS_PATH):
             raise ApiError(404, f"there is nothing at {path} on this port")
+        if is_page_path(path) and scope["method"] in ("GET", "HEAD"):
+            return self._tenants.anonymous
         if path == METRICS_PATH:
             self._authorize_metrics(scope, at_metrics_port is not None)
             return self._tenants.anonymous

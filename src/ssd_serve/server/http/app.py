@@ -41,6 +41,7 @@ from ssd_serve.server.openai.fields import IGNORED_HEADER, UnknownFields
 from ssd_serve.server.openai.prompts import TokenizingEndpoints
 from ssd_serve.server.openai.responses import ResponsesEndpoint
 from ssd_serve.server.openapi import SecuritySchemes, describe
+from ssd_serve.server.page import add_page
 from ssd_serve.server.service import Service, StopGate, model_name
 from ssd_serve.server.text import TextTokenizer, TokenTexts
 
@@ -164,6 +165,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     }
     for path, handler in posts.items():
         app.add_api_route(path, handler, methods=["POST"])
+    if service.settings.page:
+        add_page(app)
     describe(app, SecuritySchemes(service.tenants.keys_needed, service.settings.metrics_key is not None))
 
 
