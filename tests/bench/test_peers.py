@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import random
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from ssd_serve.bench.peers.engines import (
     Place,
     await_idle,
     command,
+    disturbing,
     launched,
     shapes_to_try,
 )
@@ -71,6 +73,8 @@ def test_engines_serve_the_same_file_to_as_many_users() -> None:
     assert "serve m --mode auto" in ours
     assert "--max-running 8 --no-prefix-cache" in ours
     assert all("--draft" not in words(OURS, mode) for mode in OUR_MODES)
+    assert "--mode ar --target-device cpu:0 " in words(OURS, "ar:1")
+    assert "--target-device cpu:0-3 " in words(OURS, "sd:4")
 
 
 def test_shapes_of_every_mode_are_tried() -> None:
@@ -176,7 +180,12 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeEngine]:
 
 
 def sit(
-    record: Record, data: Path, kinds: Sequence[str] = ("chat", "code"), prompts: int = 2, users: int = 1
+    record: Record,
+    data: Path,
+    kinds: Sequence[str] = ("chat", "code"),
+    prompts: int = 2,
+    users: int = 1,
+    busy: str = "none",
 ) -> list[str]:
     """Run a sitting with the embedded pair's tokenizer; return what it said."""
     said: list[str] = []
@@ -184,9 +193,10 @@ def sit(
         kinds=kinds,
         temperatures=(0.0, 0.7),
         modes=("auto",),
+        llama_modes=(PLAIN, LOOKUP),
         prompts=prompts,
         tokens=8,
-        busy="none",
+        busy=busy,
         data=data,
         deadline_s=60.0,
     )
@@ -213,7 +223,7 @@ def test_sittings_keep_every_answer_and_go_on_where_the_last_one_ended(
     texts = [tokenizer.decode(list(prompt)) for prompt in fakes[f"{OURS} auto"].asked]
     assert any("Again." in text and "assistant: text 0.0" in text for text in texts)
     said = sit(record, data)
-    assert said[0].startswith("12 requests of 1 users to come, 0 shapes")
+    assert said[0].startswith("12 requests of 1 users to come")
     assert len(record.answers) == 24
     assert {row.sitting for row in record.answers if row.kind == "code"} == {1}
     assert sit(record, data)[0].startswith("0 requests")
@@ -234,6 +244,30 @@ def test_users_ask_at_once_and_a_group_is_one_pair(fakes: dict[str, FakeEngine],
     }
     assert {row["pairs"] for row in figures(record.answers)["ratios"]} == {2}
     assert len({row.seed for row in record.answers}) == 4
+
+
+def test_busy_machine_takes_the_idle_shapes_with_its_own_number_of_threads(
+    fakes: dict[str, FakeEngine], data: Path
+) -> None:
+    record = Record(setup={})
+    sit(record, data, kinds=("code",))
+    record.tuned = [one for one in record.tuned if one.name.endswith(LOOKUP)]
+    sit(record, data, kinds=("code",), busy="burst")
+    assert [(one.busy, one.best.mode) for one in record.tuned] == [("none", LOOKUP), ("burst", PLAIN)]
+    shapes = {row.shape for row in record.answers if row.busy == "burst" and row.mode == LOOKUP}
+    assert shapes == {record.tuned[0].best.shape}
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
+@pytest.mark.parametrize(("busy", "processes"), [("none", 0), ("one", 1), ("all", 3), ("burst", 3)])
+def test_cores_are_used_by_as_many_processes_until_the_end(busy: str, processes: int) -> None:
+    before = children()
+    with disturbing(busy, 3):
+        assert len(children() - before) == processes
+    assert children() <= before
 
 
 def test_record_is_read_again_and_refused_for_another_model(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from ssd_serve.bench.options import (
     positive,
     positive_or_zero,
 )
-from ssd_serve.bench.report import Report, add_report, need, say
+from ssd_serve.bench.report import Report, add_report, need, say, usable_cores
 from ssd_serve.cluster.process import worker_environment
 
 
@@ -234,7 +234,12 @@ def _add_peers(commands: Commands) -> None:
     parser.add_argument("--prompts", type=count, default=8, help="of each kind and temperature (8)")
     parser.add_argument("--tokens", type=count, default=256, help="new tokens of each prompt (256)")
     parser.add_argument("--users", type=count, default=1, help="requests at the same time (1)")
-    parser.add_argument("--busy", choices=("none", "one"), default="none", help="cores that a process takes")
+    parser.add_argument(
+        "--llama-modes", help="of llama.cpp (plain,n-gram; with --llama-draft also draft,draft+n-gram)"
+    )
+    parser.add_argument(
+        "--busy", choices=("none", "one", "all", "burst"), default="none", help="cores that processes take"
+    )
     parser.add_argument("--minutes", type=positive, default=1e9, help="begin no prompt later (no limit)")
     add_report(parser, _run_peers)
 
@@ -242,7 +247,7 @@ def _add_peers(commands: Commands) -> None:
 def _run_peers(args: argparse.Namespace) -> Report:
     need("ssd bench peers", "scipy", "httpx")
     from ssd_serve.bench.peers.comparison import PeersPlan, run_peers
-    from ssd_serve.bench.peers.engines import OUR_MODES, Place
+    from ssd_serve.bench.peers.engines import LLAMA_MODES, OUR_MODES, Place
     from ssd_serve.bench.peers.figures import COLUMNS, RATIO_COLUMNS
     from ssd_serve.bench.peers.questions import KINDS
     from ssd_serve.models.hub import find_model
@@ -252,12 +257,15 @@ def _run_peers(args: argparse.Namespace) -> Report:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives this command
     drafted = resolve({"target": args.model}).draft_model is not None
     modes = [mode for mode in OUR_MODES if mode != "ssd" or drafted]
+    limited = [f"{mode}:{cores}" for mode in modes for cores in range(1, usable_cores() + 1)]
+    llama_modes = LLAMA_MODES if args.llama_draft else LLAMA_MODES[:2]
     plan = PeersPlan(
         kinds=_names(args.kinds, KINDS, "--kinds"),
         temperatures=args.temperatures,
-        modes=_names(args.modes or ",".join(modes), OUR_MODES, "--modes"),
+        modes=_names(args.modes or ",".join(modes), (*OUR_MODES, *limited), "--modes"),
         prompts=args.prompts,
         tokens=args.tokens,
+        llama_modes=_names(args.llama_modes or ",".join(llama_modes), llama_modes, "--llama-modes"),
         busy=args.busy,
         data=args.data,
         deadline_s=60 * args.minutes,

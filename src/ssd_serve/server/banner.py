@@ -143,11 +143,11 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
 
 
 def busy_line(others: float, cores: int) -> str:
-    """Say what other programs use, and what the free cores give."""
+    """Say what other programs use, and the speed that is left: two thirds with one of two cores, a third with both."""
     used = min(others, cores)
     return (
         f"other programs use {used:.1f} of the {cores} cores: while they do, expect about "
-        f"{max(25.0, 100 * (1 - used / cores)):.0f} % of the speeds on an idle machine"
+        f"{100 * (1 - used / (1.5 * cores)):.0f} % of the speeds on an idle machine"
     )
 
 

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,11 +20,8 @@ import msgspec
 from ssd_serve.base.errors import UserError
 from ssd_serve.bench.client import LoadRequest
 from ssd_serve.bench.peers.engines import (
-    BOTH,
-    DRAFT,
     LLAMA,
     LONGEST_PROMPT,
-    LOOKUP,
     OURS,
     PLAIN,
     PeerAnswer,
@@ -32,9 +29,9 @@ from ssd_serve.bench.peers.engines import (
     PeerServer,
     Place,
     await_idle,
+    disturbing,
     launched,
     shapes_to_try,
-    spinning,
 )
 from ssd_serve.bench.peers.figures import AnswerRow, figures
 from ssd_serve.bench.peers.questions import Question, read_kind
@@ -44,9 +41,8 @@ from ssd_serve.bench.report import machine, provenance, usable_cores
 from ssd_serve.bench.statistics import interleave
 from ssd_serve.models.text.tokenizer import Tokenizer
 
-_GUESSED_S, _TUNED_S, _STARTED_S = 5.0, 4.0, 5.0
-"""Seconds of a request, of one that tunes, and of the start of an engine, before any was measured."""
-_WARM_UP_TOKENS = 32
+_WARM_UP_TOKENS, _BUSY_TOKENS = 32, 24
+"""Tokens of a first request, and of one that tunes on a busy machine, where some shapes take seconds a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +52,7 @@ class PeersPlan:
     kinds: Sequence[str]
     temperatures: Sequence[float]
     modes: Sequence[str]
+    llama_modes: Sequence[str]
     prompts: int
     tokens: int
     busy: str
@@ -95,34 +92,21 @@ class Sitting:
 
     def run(self) -> None:
         """Measure; the file is written after every group."""
-        spinner = spinning() if self.plan.busy == "one" else nullcontext()
-        peers = [PLAIN, LOOKUP, *((DRAFT, BOTH) if self.place.llama_draft else ())]
+        peers = self.plan.llama_modes
         ours = [PeerMode(OURS, mode) for mode in self.plan.modes]
         names = [mode.name for mode in (*ours, *(PeerMode(LLAMA, mode) for mode in peers))]
         groups = [
             group for group in self._groups() if not self.record.answered(group.name, self.plan.busy, names)
         ]
-        untuned = [mode for mode in peers if self._known(mode) is None]
-        self._estimate(
-            len(groups) * len(names), sum(len(shapes_to_try(mode, usable_cores())) for mode in untuned)
-        )
+        self.say(f"{len(groups) * len(names)} requests of {self.place.users} users to come")
         if not groups:
             return
-        with spinner:
+        with disturbing(self.plan.busy, usable_cores()):
             plain = self._known(PLAIN) or self._tuned(PLAIN, usable_cores())
-            shapes = [plain, *(self._known(mode) or self._tuned(mode, plain.cores) for mode in peers[1:])]
+            shapes = [plain, *(self._shape(mode, plain.cores) for mode in peers if mode != PLAIN)]
             with ExitStack() as stack:
                 engines = {mode: self._started(stack, mode) for mode in (*ours, *shapes)}
                 self._ask_all(engines, groups)
-
-    def _estimate(self, requests: int, shapes: int) -> None:
-        """Tell how long it will take, if users slow one another down by the square root of their number."""
-        seconds = requests * _GUESSED_S + shapes * len(self.plan.kinds) * _TUNED_S
-        minutes = (seconds * self.place.users**0.5 + (shapes + 6) * _STARTED_S) / 60
-        self.say(
-            f"{requests} requests of {self.place.users} users to come, {shapes} shapes to try first: about "
-            f"{minutes:.0f} minutes at {self.plan.tokens / _GUESSED_S:.0f} tokens/s"
-        )
 
     def _groups(self) -> list[Group]:
         """Return all groups; the kinds and temperatures alternate, so that a run that ends early has some of each."""
@@ -142,8 +126,15 @@ class Sitting:
             if len(self.tokenizer.encode("".join(question.turns))) <= LONGEST_PROMPT - self.plan.tokens:
                 yield question
 
-    def _known(self, mode: str) -> PeerMode | None:
-        wanted = (self.place.users, self.plan.busy, f"{LLAMA} {mode}")
+    def _shape(self, mode: str, cores: int) -> PeerMode:
+        """Return the shape that was tuned, also on the idle machine, else tune it."""
+        idle = self._known(mode, "none")
+        if idle is not None:
+            idle = replace(idle, cores=cores, draft_cores=cores if idle.draft_cores else 0)
+        return self._known(mode) or idle or self._tuned(mode, cores)
+
+    def _known(self, mode: str, busy: str = "") -> PeerMode | None:
+        wanted = (self.place.users, busy or self.plan.busy, f"{LLAMA} {mode}")
         return next(
             (one.best for one in self.record.tuned if (one.users, one.busy, one.name) == wanted), None
         )
@@ -160,7 +151,7 @@ class Sitting:
         ]
         with ExitStack() as stack:
             engines = {each: self._started(stack, each) for each in shapes_to_try(mode, threads)}
-            tokens = self.plan.tokens // 2
+            tokens = self.plan.tokens // 2 if self.plan.busy == "none" else _BUSY_TOKENS
             found = interleave(
                 engines, groups, lambda each, group, _: self._ask(engines, each, group, tokens)[1]
             )

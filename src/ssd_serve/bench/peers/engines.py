@@ -27,6 +27,8 @@ from ssd_serve.bench.client import COMPLETIONS, Answer, Endpoint, Events, LoadRe
 OURS, LLAMA = "ssd-serve", "llama.cpp"
 PLAIN, DRAFT, LOOKUP, BOTH = "plain", "draft", "n-gram", "draft+n-gram"
 OUR_MODES = ("ar", "sd", "ssd", "auto")
+"""A colon and a number after it limit the target to so many cores."""
+LLAMA_MODES = (PLAIN, LOOKUP, DRAFT, BOTH)
 LONGEST_PROMPT = 1280
 """Most tokens of a prompt; with the new tokens they fit the context of small models."""
 _CONTEXT = 2048
@@ -35,6 +37,15 @@ _LOOKUPS = ((4, 2), (8, 2), (8, 4), (16, 3), (32, 6), (48, 12))
 _START_S, _STOP_S, _POLL_S, _ANSWER_S = 300.0, 15.0, 0.2, 300.0
 _IDLE_SHARE, _IDLE_WINDOW_S, _IDLE_TIMEOUT_S = 0.3, 0.1, 20.0
 """Share of a core that all idle engines may use together; CPU times have a resolution of 10 ms."""
+_SPIN = "while True: pass"
+_BURST = """
+import time
+while True:
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        pass
+    time.sleep(0.7)
+"""
 _BROKEN_KERNELS = (-signal.SIGSEGV, -signal.SIGILL)
 
 
@@ -103,7 +114,9 @@ class Place:
 def command(mode: PeerMode, place: Place, port: int) -> list[str]:
     """Return the command that starts an engine in this mode."""
     if mode.engine == OURS:
-        words = [sys.executable, "-m", "ssd_serve", "serve", place.model, "--mode", mode.mode]
+        name, _, cores = mode.mode.partition(":")
+        words = [sys.executable, "-m", "ssd_serve", "serve", place.model, "--mode", name]
+        words += ["--target-device", f"cpu:0-{int(cores) - 1}".replace("0-0", "0")] if cores else []
         words += ["--port", str(port), "--max-running", str(place.users), "--no-prefix-cache"]
         return [*words, "--log-level", "warning", "--generation-config", "none"]  # the whole distribution
     words = [str(place.llama_server), "-m", str(place.file), "--port", str(port), "--host", "127.0.0.1"]
@@ -239,14 +252,17 @@ def _await_start(mode: PeerMode, process: "subprocess.Popen[bytes]", port: int, 
 
 
 @contextlib.contextmanager
-def spinning() -> Generator[None]:
-    """Keep one core busy by a process, as another program on the machine would."""
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"], stdin=subprocess.DEVNULL)
+def disturbing(busy: str, cores: int) -> Generator[None]:
+    """Use cores by processes, as other programs would: `none`, `one`, `all`, or `burst` (all, 0.3 s of each second)."""
+    count = {"none": 0, "one": 1}.get(busy, cores)
+    words = [sys.executable, "-c", _BURST if busy == "burst" else _SPIN]
+    processes = [subprocess.Popen(words, stdin=subprocess.DEVNULL) for _ in range(count)]
     try:
         yield
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _answers(port: int) -> bool:
