@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from ssd_serve.base.cost import HostCost
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.engine_config import EngineConfig
@@ -216,11 +215,11 @@ def make_engine(case: Case) -> tuple[Engine, FakeModel]:
     return engine, model
 
 
-def plan_by(engine: Engine, config: ModeConfig, host: HostCost | None = None) -> None:
+def plan_by(engine: Engine, config: ModeConfig) -> None:
     """Let a mode controller choose the modes of an engine."""
-    mode = next(iter(config.costs))
+    mode, cost = next(iter(config.controller.costs.items()))
     engine.planner = RoundPlanner(
-        engine.drafters, config.costs[mode], config.policies[mode], engine.planner.bounds, host, config
+        engine.drafters, cost, config.policies[mode], engine.planner.bounds, mode_config=config
     )
 
 

@@ -48,7 +48,7 @@ class ScriptedController(ModeController):
     """Controller that repeats a sequence of modes, as trials if `exploring` is set."""
 
     def __init__(self, modes: list[SpeculationMode], exploring: bool = False) -> None:
-        super().__init__(MODES)
+        super().__init__(dict.fromkeys(MODES, CostTable()), FixedHost())
         self._script, self._is_trial = modes, exploring
         self.chosen: list[SpeculationMode] = []
 
@@ -61,6 +61,9 @@ class ScriptedController(ModeController):
 
 class SlowDrafts(ModeController):
     """Controller for which drafting has given half of plain decoding."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(MODES, CostTable()), FixedHost())
 
     def choose(self, requests: tuple[int, ...], texts: Callable[[], RunningTexts]) -> SpeculationMode:
         super().choose(requests, texts)
@@ -91,10 +94,9 @@ def engine_of(
 
 
 def governed(engine: Engine, controller: ModeController) -> Engine:
-    costs = dict.fromkeys(MODES, CostTable())
     policies: dict[SpeculationMode, WaitPolicy] = {MODES[0]: FixedSteps(2), MODES[1]: NoWait()}
-    config = ModeConfig(controller, Cores(Device("cpu"), None), costs, policies)
-    plan_by(engine, config, FixedHost())
+    config = ModeConfig(controller, Cores(Device("cpu"), None), policies)
+    plan_by(engine, config)
     return inline(engine)
 
 
@@ -131,7 +133,7 @@ def decisions(engine: Engine, *submits: Submit) -> Iterator[DecisionMessage]:
 
 
 def slower() -> Iterator[DecisionMessage]:
-    return decisions(governed(engine_of(), SlowDrafts(MODES)))
+    return decisions(governed(engine_of(), SlowDrafts()))
 
 
 def fixed() -> Iterator[DecisionMessage]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssd_serve.base.cost import CostTable, Timing
+from ssd_serve.base.cost import CostTable, HostCost, Timing
 from ssd_serve.base.devices import Device
 from ssd_serve.base.draft_messages import Open
 from ssd_serve.base.engine_config import Mode
@@ -27,13 +27,16 @@ from tests.fakes import HELLO, Case, StillCores, make_core, make_engine, mixed_r
 from tests.verifier.drafter_factory import CoreDrafter, connect_inline
 
 MODES = (SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN)
+SLOW, FAST = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
+COSTS = {mode: SLOW if mode is SpeculationMode.ASYNC else FAST for mode in MODES}
+"""Plain forwards are twice as fast on all cores."""
 
 
 class RandomController(ModeController):
     """Controller that changes the mode every few rounds."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(MODES)
+        super().__init__(COSTS, HostCost())
         self._random = random.Random(seed)
         self._mode = MODES[0]
         self.changes = 0
@@ -48,17 +51,15 @@ class RandomController(ModeController):
 
 class OneMode(ModeController):
     def choose(self, requests: tuple[int, ...], texts: Callable[[], RunningTexts]) -> SpeculationMode:
-        return self._modes[0]
+        return MODES[0]
 
 
 def planned_by(engine: Engine, controller: ModeController) -> StillCores:
-    """Let the controller choose modes, with plain forwards twice as fast on all cores; return the cores."""
+    """Let the controller choose modes; return the cores."""
     cores = StillCores()
-    slow, fast = (CostTable([Timing(1, 0, seconds), Timing(64, 0, 64 * seconds)]) for seconds in (2.0, 1.0))
     mode_config = ModeConfig(
         controller,
         cores,
-        {mode: slow if mode is SpeculationMode.ASYNC else fast for mode in MODES},
         {mode: FixedSteps(0 if mode is SpeculationMode.PLAIN else 2) for mode in MODES},
     )
     plan_by(engine, mode_config)
@@ -91,7 +92,7 @@ def test_drafter_pauses_during_prefill_on_all_cores() -> None:
     its.send(HELLO)
     engine.drafters.connect(mine)
     engine.drain()
-    planned_by(engine, OneMode(MODES))
+    planned_by(engine, OneMode(COSTS, HostCost()))
     engine.submit(mixed_requests(1)[0])
     opened = list[tuple[bool, bool]]()
     for _ in range(20):
@@ -155,8 +156,8 @@ def test_modes_and_inline_drafts_of_an_assembled_verifier(
     modes = {SpeculationMode.ASYNC, SpeculationMode.PLAIN} if alone is None else set(MODES)
     mode_config = engine.planner.mode_config
     assert mode_config is not None
-    assert set(mode_config.costs) == modes
-    assert len(set(map(id, mode_config.costs.values()))) == (1 if alone is None else 2)
+    assert set(mode_config.controller.costs) == modes
+    assert len(set(map(id, mode_config.controller.costs.values()))) == (1 if alone is None else 2)
     assert len(engine.drafters.channels) == len(loaded_in) == (SpeculationMode.SYNC in modes)
     assert loaded_in == [SpeculationMode.SYNC] * len(loaded_in)
     assert entered[-1] is SpeculationMode.ASYNC

@@ -60,8 +60,8 @@ MODES = (ASYNC, SYNC, PLAIN)
 class Recorder(ModeController):
     """Controller that always chooses `mode`, and records what it is asked and told."""
 
-    def __init__(self, mode: SpeculationMode = ASYNC) -> None:
-        super().__init__(MODES)
+    def __init__(self, costs: dict[SpeculationMode, CostTable], mode: SpeculationMode) -> None:
+        super().__init__(costs, HostCost())
         self.mode = mode
         self.texts: list[RunningTexts] = []
         self.observed: list[tuple[int, int, float]] = []
@@ -85,9 +85,9 @@ class Harness:
         self.drafters.drain({})
         self.shared = CostTable([Timing(1, 0, 0.01), Timing(64, 0, 0.1)])
         self.whole = CostTable([Timing(1, 0, 0.01 / faster), Timing(64, 0, 0.1 / faster)])
-        self.controller, self.cores = Recorder(mode), StillCores()
         costs = {each: self.shared if each is ASYNC else self.whole for each in MODES}
-        config = ModeConfig(self.controller, self.cores, costs, {each: NoWait() for each in MODES})
+        self.controller, self.cores = Recorder(costs, mode), StillCores()
+        config = ModeConfig(self.controller, self.cores, {each: NoWait() for each in MODES})
         self.planner = RoundPlanner(
             self.drafters, self.shared, NoWait(), DraftBounds(4096, None, 8), mode_config=config
         )

@@ -35,12 +35,11 @@ def test_concurrent_drafter_is_awaited_after_a_miss_only() -> None:
     assert not policy.should_wait(estimate(missed=0))
 
 
-def test_no_wait_without_leaves_or_step_time_or_beyond_the_limit() -> None:
-    policy = CostBasedWait(max_steps=3)
+def test_no_wait_without_leaves_or_step_time() -> None:
+    policy = CostBasedWait()
     assert not policy.should_wait(estimate(step_s=0.0))
     assert not policy.should_wait(estimate(leaves=()))
     assert policy.should_wait(estimate(steps=2))
-    assert not policy.should_wait(estimate(steps=3))
 
 
 def test_useless_waits_are_retried_later() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from msgspec import structs
 
-from ssd_serve.base.cost import CostTable
+from ssd_serve.base.cost import CostTable, HostCost
 from ssd_serve.base.devices import parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Growth, Hello
 from ssd_serve.base.engine_config import EngineConfig, Mode
@@ -241,9 +241,8 @@ class Rig:
             SpeculationMode.PLAIN: NoWait(),
         }
         return ModeConfig(
-            ModeController(tuple(policies)),
+            ModeController(dict.fromkeys(policies, cost), HostCost()),
             Cores(parse_device(self.real.facts.device), None),
-            dict.fromkeys(policies, cost),
             policies,
         )
 

@@ -175,7 +175,7 @@ def assemble_verifier(
     modes = _modes(config, cores)
     times = StepTimes(model, TimingFiles(folder, log), folder)
     mode_config = _mode_config(config, cores, modes, times)
-    cost = mode_config.costs[modes[0]]
+    cost = mode_config.controller.costs[modes[0]]
     tokenizer = Tokenizer(path)
     hello = Hello(
         protocol=PROTOCOL_VERSION,
@@ -268,9 +268,8 @@ def _mode_config(
         if cores.of(mode) not in tables:
             tables[cores.of(mode)] = times.table(cores.of(mode))
     return ModeConfig(
-        ModeController(modes),
+        ModeController({mode: tables[cores.of(mode)] for mode in modes}, HostCost()),
         cores,
-        {mode: tables[cores.of(mode)] for mode in modes},
         {mode: _policy(config, mode) for mode in modes},
     )
 

@@ -250,7 +250,7 @@ class Plan:
         load = DecodingLoad(requests, context)
         shared = self.platform.shares_memory and self.platform.served(self.target, devices) is None
         host = SHARED_CORES_HOST if shared else VERIFIER_HOST
-        return requests * forecast(load, 1.0, {mode: table}, {mode: step}, host, acceptance)[mode]
+        return requests * forecast(load, {mode: table}, {mode: step}, host, acceptance)[mode]
 
     def _share(self, model: PlannedModel, devices: int, inline: PlannedModel | None = None) -> MemoryShare:
         """Memory of a model split over `devices`, with a draft on one of them where it is inline."""

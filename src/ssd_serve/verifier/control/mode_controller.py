@@ -6,16 +6,14 @@ measured beside the forecast: messages, waits, a shared memory bus. Plain Python
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ssd_serve.base.cost import CostTable, HostCost, Reading
 from ssd_serve.verifier.drafters.pool import SpeculationMode
 
 _MAX_DEPTH = 8
-_NODES_PER_LEVEL = (1, 2)
-"""Shapes that a forecast tries: levels, and nodes that a round verifies for each of them; fewer where many
-requests share it."""
+"""Levels that a forecast tries, with a node for each."""
 _LEVELS_IN_FLIGHT = 3
 """Levels in verification while a concurrent drafter grows below them; its growth is useful only if all of
 them are accepted."""
@@ -40,10 +38,11 @@ class DecodingLoad:
     requests: int
     context: float = 0.0
 
-    def reading(self, nodes_each: int = 0) -> Reading:
-        """Return the KV reads of a decode round with `nodes_each` nodes per request."""
+    @property
+    def reading(self) -> Reading:
+        """KV reads of a decode round without nodes."""
         tokens = int(self.requests * self.context)
-        return Reading(tokens, tokens * (1 + nodes_each))
+        return Reading(tokens, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,41 +59,28 @@ class DraftStep:
 
 def forecast(
     load: DecodingLoad,
-    unit_s: float,
     costs: Mapping[SpeculationMode, CostTable],
     steps: Mapping[SpeculationMode, DraftStep],
     host: HostCost,
     acceptance: float,
 ) -> dict[SpeculationMode, float]:
-    """Return tokens per request in `unit_s` seconds for each mode with a known draft step time. `acceptance` is
-    the share of tree levels with an accepted node."""
-    gains: dict[SpeculationMode, float] = {}
+    """Return the tokens a second of a request for each mode with a known draft step time. `acceptance` is the share
+    of tree levels with an accepted node."""
+    count, speeds = load.requests, dict[SpeculationMode, float]()
     for mode, cost in costs.items():
-        seconds = _RoundTimes(cost, host, load)
+        forward_s = cost.span(count, count * (1 + _MAX_DEPTH), load.reading, load.context, live=False)
+        seconds = [
+            max(1e-9, float(forward_s[nodes]) + host.seconds(count, nodes))
+            for nodes in range(0, len(forward_s), count)
+        ]
         if mode is SpeculationMode.PLAIN:
-            gains[mode] = unit_s / seconds.of(0)
+            speeds[mode] = 1 / seconds[0]
         elif mode in steps and steps[mode].seconds > 0:
             speed = _sync_rate if mode is SpeculationMode.SYNC else _async_rate
-            level_s = steps[mode].level_s(load.requests)
-            gains[mode] = unit_s * max(
-                speed(seconds.of(depth * nodes), depth, level_s, acceptance)
-                for depth in range(1, _MAX_DEPTH + 1)
-                for nodes in _NODES_PER_LEVEL
-            )
-    return gains
-
-
-class _RoundTimes:
-    """Seconds of decode rounds of a load by the nodes of each request."""
-
-    def __init__(self, cost: CostTable, host: HostCost, load: DecodingLoad) -> None:
-        most = load.requests * (1 + _MAX_DEPTH * max(_NODES_PER_LEVEL))
-        self._forward_s = cost.span(load.requests, most, load.reading(), load.context, live=False)
-        self._host, self._requests = host, load.requests
-
-    def of(self, nodes_each: int) -> float:
-        nodes = nodes_each * self._requests
-        return max(1e-9, float(self._forward_s[nodes]) + self._host.seconds(self._requests, nodes))
+            level_s = steps[mode].level_s(count)
+            depths = range(1, _MAX_DEPTH + 1)
+            speeds[mode] = max(speed(seconds[depth], depth, level_s, acceptance) for depth in depths)
+    return speeds
 
 
 def _sync_rate(round_s: float, depth: int, level_s: float, acceptance: float) -> float:
@@ -154,20 +140,18 @@ class _Window:
 
 
 class ModeController:
-    """Chooses among decoding modes; the first runs first, the last is plain decoding. Corrections are kept for
-    powers of two of running requests."""
+    """Chooses among decoding modes by the `costs` of their forwards and those of the `host`; the first runs first, the
+    last is plain decoding. Corrections are kept for powers of two of running requests."""
 
-    def __init__(self, modes: Sequence[SpeculationMode], host: HostCost | None = None) -> None:
-        self.costs: Mapping[SpeculationMode, CostTable] = {}
-        """Cost of forwards in each mode."""
-        self.host = host or HostCost()
+    def __init__(self, costs: Mapping[SpeculationMode, CostTable], host: HostCost) -> None:
+        self.costs = costs
+        self.host = host
         self.exploring = False
         """True if the running mode is expected to be slower than another one: it is tried."""
         self.gains: dict[int, dict[SpeculationMode, float]] = {}
         """Speed of each mode as a multiple of plain decoding at the last decision, by power of two of running
         requests."""
-        self._modes = tuple(modes)
-        self._running = self._modes[0]
+        self._running = next(iter(costs))
         self._requests: tuple[int, ...] = ()
         self._corrections: dict[tuple[int, SpeculationMode], _Correction] = {}
         self._window = _Window()
@@ -198,36 +182,30 @@ class ModeController:
         return gains.get(self._running, 0.0), max(others, default=0.0)
 
     def _decide(self, texts: RunningTexts, same: bool) -> None:
-        load = texts.load
-        unit_s = self.costs[SpeculationMode.PLAIN].first_seconds(load.requests, load.reading())
-        expected = forecast(load, unit_s, self.costs, texts.steps, self.host, texts.acceptance)
-        hopeful = forecast(load, unit_s, self.costs, texts.steps, self.host, texts.hopeful_acceptance)
+        load, steps = texts.load, texts.steps
+        expected = forecast(load, self.costs, steps, self.host, texts.acceptance)
+        hopeful = forecast(load, self.costs, steps, self.host, texts.hopeful_acceptance)
         if self._window.rounds >= _WINDOW and same:
-            self._learn(load, unit_s, expected)
+            self._learn(load, expected)
         self._window = _Window()
-        gains = {mode: self._gain(load, mode, gain) for mode, gain in expected.items()}
-        scores = {
-            mode: _with_prefill(self._gain(load, mode, gain), mode, texts, unit_s)
-            for mode, gain in hopeful.items()
-        }
+        factors = {mode: math.exp(self._correction(load, mode).log) for mode in expected}
+        speeds = {mode: speed * factors[mode] for mode, speed in expected.items()}
+        plain = speeds[SpeculationMode.PLAIN]
+        scores = {mode: _with_prefill(hopeful[mode] * factors[mode], mode, texts, plain) for mode in hopeful}
         best = max(scores, key=scores.__getitem__)
         if scores[best] > _SWITCH_MARGIN * scores.get(self._running, 0.0):
             self._running, self._settling = best, _WINDOW
-        self.exploring = max(gains.values()) > _SWITCH_MARGIN * gains.get(self._running, 0.0)
-        plain = gains[SpeculationMode.PLAIN]
-        self.gains[_power(load.requests)] = {mode: gain / plain for mode, gain in gains.items()}
+        self.exploring = max(speeds.values()) > _SWITCH_MARGIN * speeds.get(self._running, 0.0)
+        self.gains[_power(load.requests)] = {mode: speed / plain for mode, speed in speeds.items()}
 
-    def _learn(self, load: DecodingLoad, unit_s: float, expected: Mapping[SpeculationMode, float]) -> None:
+    def _learn(self, load: DecodingLoad, expected: Mapping[SpeculationMode, float]) -> None:
         """Correct the running mode by the last window, and forget a little about the others."""
         if self._running in expected:
-            measured = self._window.tokens * unit_s / self._window.seconds
+            measured = self._window.tokens / self._window.seconds
             self._correction(load, self._running).add(measured / expected[self._running])
         for (_, mode), correction in self._corrections.items():
             if mode is not self._running:
                 correction.fade()
-
-    def _gain(self, load: DecodingLoad, mode: SpeculationMode, expected: float) -> float:
-        return expected * math.exp(self._correction(load, mode).log)
 
     def _correction(self, load: DecodingLoad, mode: SpeculationMode) -> _Correction:
         """Return the correction of a mode; a new one starts as that of the nearest known load."""
@@ -243,13 +221,12 @@ class ModeController:
         return self._corrections[key]
 
 
-def _with_prefill(gain: float, mode: SpeculationMode, texts: RunningTexts, unit_s: float) -> float:
-    """Return the gain of a mode including the prefill of its drafters. A concurrent drafter lets the target decode
+def _with_prefill(speed: float, mode: SpeculationMode, texts: RunningTexts, plain: float) -> float:
+    """Return the speed of a mode including the prefill of its drafters. A concurrent drafter lets the target decode
     plainly meanwhile; a synchronous one stops it."""
-    prefill_s = texts.pending_prefill_s.get(mode, 0.0)
-    plain_s = unit_s * max(1.0, texts.remaining_tokens)
-    lost_s = prefill_s * max(0.0, 1 - 1 / gain) if mode is SpeculationMode.ASYNC else prefill_s
-    return plain_s / (plain_s / gain + lost_s)
+    prefill_s, tokens = texts.pending_prefill_s.get(mode, 0.0), max(1.0, texts.remaining_tokens)
+    lost_s = prefill_s * max(0.0, 1 - plain / speed) if mode is SpeculationMode.ASYNC else prefill_s
+    return tokens / (tokens / speed + lost_s)
 
 
 def _power(requests: int) -> int:

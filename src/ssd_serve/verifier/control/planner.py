@@ -83,12 +83,10 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class ModeConfig:
-    """The modes that the controller chooses from: for each the cores, the cost of forwards there, and the wait
-    policy."""
+    """The controller, and the cores and wait policies of its modes."""
 
     controller: ModeController
     cores: Cores
-    costs: Mapping[SpeculationMode, CostTable]
     policies: Mapping[SpeculationMode, WaitPolicy]
 
 
@@ -154,6 +152,8 @@ class RoundPlanner:
         self.mode: SpeculationMode | None = None
         """Mode that the controller has chosen; None without a controller."""
         self.host = host or HostCost()
+        if mode_config is not None:
+            self.host = mode_config.controller.host
         self._policy = policy
         self._drafters = drafters
         self.bounds = bounds
@@ -164,8 +164,6 @@ class RoundPlanner:
         """Mode in which the round computes."""
         self._shape_is_fixed = False
         """True if a fixed shape, not the controller, has chosen the mode of the round."""
-        if mode_config is not None:
-            mode_config.controller.costs, mode_config.controller.host = mode_config.costs, self.host
 
     @property
     def prefilling_alone(self) -> bool:
@@ -257,15 +255,15 @@ class RoundPlanner:
     def _choose_mode(self, running: Sequence[Request], pending: _PendingRound, modes: ModeConfig) -> None:
         """Choose the mode of the next rounds, and the cores of this one: prompts are read on all cores if that
         saves more than a round without drafts costs."""
-        numbers = tuple([request.number for request in running])
+        numbers, costs = tuple([request.number for request in running]), modes.controller.costs
         self._shape_is_fixed = bool(pending.shapes)
         if self._shape_is_fixed:
-            self.mode = next(iter(modes.costs))
+            self.mode = next(iter(costs))
         else:
             self.mode = modes.controller.choose(numbers, lambda: self._texts(running, pending, modes))
         entered = self.mode
         if modes.cores.differ and self.mode is SpeculationMode.ASYNC and pending.rows > pending.requests:
-            shared, exclusive = modes.costs[self.mode], modes.costs[SpeculationMode.PLAIN]
+            shared, exclusive = costs[self.mode], costs[SpeculationMode.PLAIN]
             shared_s = shared.first_seconds(pending.rows, pending.reading)
             saved_s = shared_s - exclusive.first_seconds(pending.rows, pending.reading)
             round_s = shared.first_seconds(pending.requests, Reading()) if pending.requests else 0.0
@@ -275,13 +273,13 @@ class RoundPlanner:
                 entered = SpeculationMode.PLAIN
         if entered is not self._entered:
             self._entered = entered
-            self.cost, self._policy = modes.costs[entered], modes.policies[entered]
+            self.cost, self._policy = costs[entered], modes.policies[entered]
             modes.cores.enter(entered)
             self._drafters.set_mode(entered)
 
     def _texts(self, running: Sequence[Request], pending: _PendingRound, modes: ModeConfig) -> RunningTexts:
         drafters, count = self._drafters, len(running)
-        drafting = [mode for mode in modes.costs if mode is not SpeculationMode.PLAIN]
+        drafting = [mode for mode in modes.policies if mode is not SpeculationMode.PLAIN]
         return RunningTexts(
             DecodingLoad(count, pending.context),
             sum([request.levels.share for request in running]) / count,
@@ -300,7 +298,7 @@ class RoundPlanner:
         return self._drafters.step_s_in(mode) or self.cost.seconds(1) / 4
 
     def _has_drafters(self) -> bool:
-        return self.mode_config is not None and any(map(self._drafters.has, self.mode_config.costs))
+        return self.mode_config is not None and any(map(self._drafters.has, self.mode_config.policies))
 
     def _should_wait(self, candidates: _RoundCandidates, waited_s: float) -> bool:
         if candidates.ranking.incomplete:

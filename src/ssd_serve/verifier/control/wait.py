@@ -14,11 +14,6 @@ from ssd_serve.verifier.control.budget import NodeChoice
 _GAIN, _GAIN_DRIFT, _GAIN_BLEND = 0.6, 0.02, 0.1
 """Tokens that a draft step adds, as a share of the reach of the leaves. Its prior, the weight of the prior for
 each round without a wait, and the weight of a step. Without the drift one bad estimate would last."""
-_ASYNC_STEP_COST = 1.2
-"""Cost of a wait for an asynchronous drafter as a multiple of its time. In simulated time, waiting after hits lost
-a tenth at temperature 0 and gained nothing at 1."""
-_MAX_STEPS = 16
-"""Most draft steps that one round awaits: the depth of a tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +68,29 @@ class CostBasedWait(WaitPolicy):
     """Wait while the tokens that a step should add exceed its time multiplied by the long-run rate.
 
     An asynchronous drafter (`concurrent`) is awaited after a miss only. After a hit it grows the tree during the
-    forward in any case, ready for the next round.
+    forward in any case: in simulated time, such waits lost a tenth at temperature 0 and gained nothing at 1.
     """
 
-    def __init__(self, concurrent: bool = False, max_steps: int = _MAX_STEPS) -> None:
+    def __init__(self, concurrent: bool = False) -> None:
         self._concurrent = concurrent
-        self._price = _ASYNC_STEP_COST if concurrent else 1.0
-        self._max_steps = max_steps
         self.gain = _GAIN
         """Tokens that a step adds, as a share of the reach of the leaves that it can expand."""
 
     def should_wait(self, estimate: RoundEstimate) -> bool:
         """Return whether the expected gain of one more step exceeds its cost."""
-        if estimate.steps >= self._max_steps or estimate.step_s <= 0 or not len(estimate.leaves):
+        if estimate.step_s <= 0 or not len(estimate.leaves):
             return False
         if self._concurrent and estimate.steps == 0 and not estimate.missed:
             return False  # later steps are awaited only after the first one
         rate = estimate.rate or estimate.choice.tokens / max(estimate.choice.seconds, 1e-9)
-        pays = self.gain * float(estimate.leaves.sum()) > self._price * rate * estimate.step_s
+        pays = self.gain * float(estimate.leaves.sum()) > rate * estimate.step_s
         if not pays:
             self.gain += _GAIN_DRIFT * (_GAIN - self.gain)
         return pays
 
     def observe(self, before: RoundEstimate, after: RoundEstimate, waited_s: float) -> None:
         """Adjust the share of the leaves' reach by which a whole step makes the round worth more."""
-        steps = 1.0
-        if self._concurrent:  # what arrives may have been half done already
-            steps = min(2.0, max(0.3, waited_s / before.step_s))
+        steps = waited_s / before.step_s if self._concurrent else 1.0  # it may have been half done already
         reach = steps * float(before.leaves.sum())
         added = after.worth(before.rate) - before.worth(before.rate)
         if reach > 0:
