@@ -194,5 +194,5 @@ def test_share_of_accepted_levels_follows_the_text() -> None:
         text.observe(4, 4, 5)
     assert text.share > 0.7 < text.hopeful
     for _ in range(2000):
-        text.observe(0, 0, 1)
+        text.observe(0, 0, 2)
     assert text.share == pytest.approx(everything.share, abs=0.02), "it is forgotten while nothing is drafted"

@@ -97,11 +97,10 @@ def _listed(counts: dict[int, int]) -> list[int]:
 
 _PRIOR = 0.5
 """Prior of the share of accepted levels before any text was drafted."""
-_PRIOR_LEVELS = 16.0
+_PRIOR_LEVELS = 10.0
 """Levels that the prior of a text weighs: texts differ by about 0.15 around the share of all texts."""
-_TEXT_MEMORY, _ALL_MEMORY = 256, 1024
-"""Tokens of a request after which a level counts little, for its own text and for all texts: what could not be
-drafted is tried again later."""
+_FORGOTTEN = 512
+"""Tokens of a request after which a level counts little: what could not be drafted is tried again later."""
 
 
 @dataclass(slots=True)
@@ -109,7 +108,6 @@ class DraftedLevels:
     """Share of the tree levels with nodes of draft models at which one of them was accepted. Levels of lookups do
     not count: lookups work in every mode."""
 
-    memory: int = _ALL_MEMORY
     prior: float = _PRIOR
     accepted: float = 0.0
     levels: float = 0.0
@@ -129,13 +127,13 @@ class DraftedLevels:
         """Count the levels of a round that committed `tokens` tokens of a request."""
         if not levels and not self.levels:
             return
-        fading = (1 - 1 / self.memory) ** tokens
+        fading = (1 - 1 / _FORGOTTEN) ** tokens
         self.accepted = fading * self.accepted + accepted
         self.levels = fading * self.levels + levels
 
     def next_text(self) -> "DraftedLevels":
         """Return the counts of a new text, which is expected to be like the others."""
-        return DraftedLevels(_TEXT_MEMORY, self.share)
+        return DraftedLevels(self.share)
 
 
 def drafted_levels(
