@@ -22,11 +22,12 @@ DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all tritons check mypy pyright prose format bench release clean
+.PHONY: help install serve demo test test-all tritons check mypy pyright prose format bench release clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000); fetches SmolLM2 (93 MB) once. Without a"
 	@echo "               download: SSD_TARGET=embedded make serve, a toy model that answers nothing"
+	@echo "make demo      the same, and opens the page in a browser: plain and speculative decoding side by side"
 	@echo "make test      quick tests: no servers, no clusters, no long proofs"
 	@echo "make test-all  every test; a skip for an unlisted reason is a failure"
 	@echo "make tritons   compile the kernels for three GPUs with each Triton that a supported torch requires"
@@ -74,6 +75,15 @@ else
 serve: $(SERVING)
 	@exec $(BIN)/ssd serve $(ARGS)
 endif
+
+RACE = http://127.0.0.1:$(or $(SSD_PORT),8000)/#race
+# A browser is opened on a desktop only: elsewhere xdg-open would start one in this terminal.
+OPENER := $(if $(filter Darwin,$(shell uname)),open,$(if $(DISPLAY)$(WAYLAND_DISPLAY),xdg-open))
+demo: export SSD_TARGET := smollm2
+demo: $(if $(filter amd,$(GPU)),,$(SERVING))
+	@echo "the race is at $(RACE)"
+	@$(if $(OPENER),{ sleep 3; $(OPENER) "$(RACE)"; } >/dev/null 2>&1 &,:)
+	@$(MAKE) --no-print-directory serve
 
 # Without compiled files on disk, each of hundreds of Python processes would compile the sources again.
 test test-all: export PYTHONDONTWRITEBYTECODE :=

@@ -204,6 +204,7 @@ def _trace_of(play: _Play, kept: Sequence[int]) -> RoundTrace:
         accepted=tuple(range(len(chain))),
         bonus=kept[-1],
         growth=(TraceGrowth(at_s + 0.015, "tiny", 2),),
+        first=play.played == 1,
     )
 
 

@@ -35,6 +35,11 @@ def test_banner_shows_mode_devices_and_the_embedded_model() -> None:
     assert "\x1b" not in text
 
 
+def test_banner_names_the_page_unless_it_is_off() -> None:
+    assert f"{URL}/ in a browser" in screen(READY)
+    assert "browser" not in screen(READY, Settings(page=False))
+
+
 def test_banner_of_another_model() -> None:
     assert "chatbot" not in screen(READY, Settings(target="/data/llama"))
 

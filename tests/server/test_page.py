@@ -1,5 +1,8 @@
 """The page in a headless Chromium, against a scripted engine."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Generator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +14,7 @@ from ssd_serve.base.messages import Abort
 from ssd_serve.base.settings import Settings
 from tests.server import browser
 from tests.server.browser import Page
-from tests.server.fakes import Script, say
+from tests.server.fakes import Script, ScriptOf, say
 from tests.server.running_server import ListeningServer, listening_server
 
 pytestmark = [
@@ -35,8 +38,10 @@ def opened(page: Page) -> Generator[Callable[..., ListeningServer], None, None]:
     """Start a server with a script, and open its page."""
     running: list[Any] = []
 
-    def start(script: Script, settings: Settings | None = None, path: str = "/") -> ListeningServer:
-        running.append(listening_server(lambda _: script, settings))
+    def start(
+        script: Script | ScriptOf, settings: Settings | None = None, path: str = "/"
+    ) -> ListeningServer:
+        running.append(listening_server(script if callable(script) else lambda _: script, settings))
         server: ListeningServer = running[-1].__enter__()
         page.view(1280, 900, calm=True)
         page.open(f"{server.url}{path}")
@@ -116,7 +121,7 @@ def test_shift_enter_begins_a_line_and_regenerate_asks_again(page: Page, opened:
     page.value(
         "[...document.querySelectorAll('.answer button')].find(b => b.textContent == 'Regenerate').click()"
     )
-    page.wait("document.querySelector('.answer').ariaBusy == 'false'")
+    server.engine.wait_for(lambda: len(server.engine.submits()) == 2)
     answered(page)
     first, second = server.engine.submits()
     assert first.prompt == second.prompt
@@ -137,6 +142,12 @@ def test_race_shows_ratio_and_identical_tokens(page: Page, opened: Callable[...,
     modes = [submit.options.max_nodes for submit in server.engine.submits()]
     assert modes == [0, 0, None], "the prompt is read once before both"
     assert len({submit.seed for submit in server.engine.submits()}) == 1
+
+
+def test_race_tells_where_tokens_differ(page: Page, opened: Callable[..., Any]) -> None:
+    opened(lambda submit: say("abcdef" if submit.options.max_nodes == 0 else "abcxef"))
+    race(page)
+    assert "3 of 6 tokens are identical, up to the first difference" in page.text(".verdict")
 
 
 def test_race_is_replayed_on_one_clock(page: Page, opened: Callable[..., Any]) -> None:
@@ -185,7 +196,7 @@ def test_inside_shows_origins_and_the_tree_of_each_round(page: Page, opened: Cal
     assert "accepted draft token" in facts
     assert "90 %" in facts
     assert "hidden" in page.value("document.querySelector('.inside details').textContent")
-    assert page.value("document.querySelectorAll('.timeline .growth').length") == 3
+    assert page.value("document.querySelectorAll('.timeline .growth').length") == 2
 
 
 def test_figures_show_the_last_answer_and_the_server(page: Page, opened: Callable[..., Any]) -> None:
@@ -216,6 +227,22 @@ def test_key_is_asked_once_and_kept_in_the_tab(page: Page, opened: Callable[...,
     answered(page)
     assert page.value("document.querySelector('.answer .problem')") is None
     assert "$SSD_API_KEY" in page.text(".snippets code")
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("curl", ["bash", "-c"]), ("Python", [sys.executable, "-c"])],
+    ids=["curl", "Python"],
+)
+def test_request_as_code_runs(page: Page, opened: Callable[..., Any], name: str, command: list[str]) -> None:
+    opened(say("it's so"))
+    page.fill("#draft", 'What\'s "this"?\\')
+    page.value(
+        f"[...document.querySelectorAll('.snippets .chip')].find(b => b.textContent == '{name}').click()"
+    )
+    page.wait(f"document.querySelector('.snippets .chip[aria-pressed=true]').textContent == '{name}'")
+    done = subprocess.run([*command, page.text(".snippets code")], capture_output=True, text=True, check=True)
+    assert "it's so" in "".join(re.findall(r'"content":"([^"]*)"', done.stdout)) or done.stdout == "it's so"
 
 
 @pytest.mark.parametrize("path", ["/llm/", "/llm"])

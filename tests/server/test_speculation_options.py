@@ -102,13 +102,16 @@ async def test_trace_of_the_first_choice_comes_with_its_tokens(path: str) -> Non
 
 
 @pytest.mark.parametrize(("salt", "text"), [({}, None), ({"cache_salt": "mine"}, "#")])
-async def test_rejected_tokens_from_other_texts_are_told_with_a_salt_only(
+async def test_trace_reveals_other_texts_and_cached_prompts_with_a_salt_only(
     salt: dict[str, str], text: str | None
 ) -> None:
     async with running_server(lambda _: say("abc")) as server:
         answer = await post(server, "/v1/completions", prompt="a", speculation={"trace": True}, **salt)
-    rejected = answer["choices"][0]["trace"][0]["nodes"][-1]
-    assert (rejected["text"], rejected["sources"]) == (text, ["suffix"])
+    first = answer["choices"][0]["trace"][0]
+    assert (first["nodes"][-1]["text"], first["nodes"][-1]["sources"]) == (text, ["suffix"])
+    assert (first["forward_ms"] < first["end_ms"]) == bool(salt), (
+        "the time of the prompt tells if it was cached"
+    )
 
 
 async def test_timings_of_response_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:

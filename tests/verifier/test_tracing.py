@@ -55,6 +55,7 @@ def test_accepted_nodes_and_bonus_token_are_the_committed_tokens() -> None:
         for index in trace.accepted:
             assert trace.nodes[index].parent == parent
             parent = index
+    assert [trace.first for trace in traces] == [True, *[False] * (len(traces) - 1)]
     assert any(trace.accepted for trace in traces)
     assert any(len(trace.accepted) < len(trace.nodes) for trace in traces)
 

@@ -221,6 +221,8 @@ class RoundTrace(msgspec.Struct, frozen=True, array_like=True):
     """The token of the target after the accepted nodes."""
     growth: tuple[TraceGrowth, ...] = ()
     """Growth since the round before."""
+    first: bool = False
+    """True for the round that ended the prompt."""
     cut: bool = False
     """True for the round after the last one with details: later rounds have no trace."""
 

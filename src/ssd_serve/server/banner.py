@@ -103,6 +103,8 @@ def show_banner(
         table.add_row(label, text)
     if others >= _BUSY_CORES:
         table.add_row("busy", busy_line(others, cores))
+    if settings.page:
+        table.add_row("page", f"{url}/ in a browser: chat, and a race of plain and speculative decoding")
     console.print(Padding(table, (0, 2)))
     console.print()
     console.print("Try it:", style="bold")

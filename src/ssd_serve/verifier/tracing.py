@@ -70,6 +70,7 @@ class RequestTrace:
             growth=tuple(
                 [TraceGrowth(at_s, ",".join(_names(bits, names)), count) for at_s, bits, count in growth]
             ),
+            first=self._rounds == 1,
             cut=cut,
         )
 

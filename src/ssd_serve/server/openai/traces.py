@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from ssd_serve.base.messages import RoundTrace, TraceNode
 from ssd_serve.server.http.worker_pool import Steps
@@ -13,9 +14,14 @@ _SHARED_SOURCE = "suffix"
 
 
 def trace_object(trace: RoundTrace, texts: TokenTexts, reveals: bool) -> dict[str, object]:
-    """Return a round's object. Unless the server `reveals` them, rejected tokens that may come from other users'
-    texts are null."""
+    """Return a round's object.
+
+    Unless the server `reveals` which prompts were cached, rejected tokens that may come from other users' texts are
+    null, and the first round is one forward.
+    """
     accepted = set(trace.accepted)
+    if trace.first and not reveals:
+        trace = replace(trace, start_s=0.0, forward_at_s=0.0, forward_s=trace.end_s, waited_s=0.0, growth=())
 
     def node(index: int, each: TraceNode) -> dict[str, object]:
         hidden = _SHARED_SOURCE in each.sources and index not in accepted and not reveals

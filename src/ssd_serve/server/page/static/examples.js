@@ -21,7 +21,11 @@ David Egger lives in Graz and is 45.
 Emma Fischer lives in Bonn and is 39.`;
 
 export const EXAMPLES = [
-  { title: "Rewrite code", max_tokens: "200", prompt: `Repeat this code, and add a docstring to each function:\n\n${CODE}` },
+  {
+    title: "Rewrite code",
+    max_tokens: "200",
+    prompt: `Fix the spelling and the layout of this code, and change nothing else:\n\n${CODE}`,
+  },
   {
     title: "Extract JSON",
     max_tokens: "220",

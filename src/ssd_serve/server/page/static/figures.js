@@ -56,7 +56,7 @@ function Now({ load }) {
         <${Figure} label="Wait of the last round" value=${`${number(1000 * round.waited_s, 1)} ms`} />`}
     </dl>
     ${round && html`<p>Why the last round did what it did: <strong>${round.why}</strong>.</p>`}
-    ${load.machine_busy && html`<p class="warning">Other programs take cores that the target needs.</p>`}
+    ${load.machine_busy && html`<p class="warning">Other programs take ${number(load.other_cores, 1)} cores that the target needs.</p>`}
   </section>`;
 }
 

@@ -116,7 +116,7 @@ export function Inside({ answer }) {
   const drafted = tokens.filter((token) => token.node).length;
   return html`<div class="wide">
     <div class="intro"><h2>Inside the last answer</h2>
-      <p>${number(rounds.length)} rounds gave ${number(tokens.length)} tokens; ${number(drafted)} of them were draft tokens. Select a token to see its round.
+      <p>${number(rounds.length)} rounds gave ${number(tokens.length)} tokens, ${number(drafted)} of which had been drafted. Select a token to see its round.
       ${trace.some((round) => round.cut) ? " The trace was cut: later rounds are not shown." : ""}</p></div>
     <div class="inside-grid">
       <section aria-labelledby="strip-title"><h3 id="strip-title">Tokens by origin</h3>

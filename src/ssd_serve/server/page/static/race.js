@@ -3,13 +3,14 @@
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { ask, get } from "./api.js";
 import { EXAMPLES } from "./examples.js";
-import { Field, Numeric, Problem, number, seconds } from "./ui.js";
+import { Field, Numeric, Problem, number } from "./ui.js";
 
 const LANES = [
   { mode: "off", title: "Plain decoding", note: "one token for each forward of the target" },
   { mode: "auto", title: "Speculative decoding", note: "draft tokens, verified by the same target" },
 ];
-const WATCH_MS = 250;
+const WATCH_MS = 500;
+const SHOW_MS = 150; // drawing takes cores that a server on the same machine needs
 const SPEEDS = [["1", "true speed"], ["0.5", "half speed"], ["0.25", "quarter speed"]];
 
 // The tokens and characters that had arrived after some seconds.
@@ -34,7 +35,7 @@ async function watched(work) {
     try {
       const load = await get("load");
       if (load.server_load > own) busy = "Other requests ran on this server during the race, so both times are too long and the ratio may be wrong.";
-      else if (load.machine_busy) busy ??= "Other programs used the cores of the server during the race, so the ratio may be wrong.";
+      else if (load.machine_busy) busy ??= `Other programs used ${number(load.other_cores, 1)} cores of the server during the race, so the ratio may be wrong.`;
     } catch { /* the race itself reports a server that does not answer */ }
   };
   await look(0);
@@ -78,7 +79,7 @@ function Verdict({ plain, drafted, busy, onInside }) {
     <p class="ratio"><strong>${number(ratio, 2)}×</strong> ${text}</p>
     <p><strong>${number(tokens.same)} of ${number(tokens.of)}</strong> tokens are identical${all ? "" : ", up to the first difference"}.
       <span class="note"> ${all ? "Draft tokens never change the text." : "In 16-bit weights rounding can change a choice; the documentation has the rates."}</span></p>
-    <p class="note">${seconds(plain.seconds)} and ${seconds(drafted.seconds)} from sending the request to the last token, as this browser saw them.</p>
+    <p class="note">${number(plain.seconds, 2)} s and ${number(drafted.seconds, 2)} s from sending the request to the last token, as this browser saw them.</p>
     ${busy && html`<p class="warning" role="alert">${busy}</p>`}
     <button type="button" class="quiet" onClick=${onInside}>Look inside the drafted answer</button>
   </div>`;
@@ -135,7 +136,12 @@ export function Race({ last, onAnswer, onRace, onInside }) {
         await run({ mode: "off" }, { ...parameters, max_tokens: 1 });
         for (const [index, lane] of LANES.entries()) {
           setPhase(index);
-          const changed = (answer) => setAnswers(found.with(index, { ...answer }));
+          let shown = 0;
+          const changed = (answer) => {
+            if (performance.now() - shown < SHOW_MS) return;
+            shown = performance.now();
+            setAnswers(found.with(index, { ...answer }));
+          };
           found[index] = await run({ mode: lane.mode, changed });
         }
       });

@@ -53,7 +53,7 @@ export function Tree({ round, mark }) {
     const to = at(child);
     const [x1, y1, x2, y2] = [from.x + WIDTH, from.y + HEIGHT / 2, to.x, to.y + HEIGHT / 2];
     const kind = accepted.has(child) || child === "bonus" ? "edge on-path" : "edge";
-    return html`<path class=${kind} d=${`M${x1} ${y1} C${x1 + 14} ${y1} ${x1 + 8} ${y2} ${x2} ${y2}`} />`;
+    return html`<path class=${kind} d=${`M${x1} ${y1} H${(x1 + x2) / 2} V${y2} H${x2}`} />`;
   }));
   const node = (index) => {
     const each = round.nodes[index];

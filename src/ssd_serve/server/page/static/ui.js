@@ -7,9 +7,11 @@ export const number = (value, digits = 0) =>
     ? "–"
     : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
-export const percent = (value) => (Number.isFinite(value) ? `${Math.round(100 * value)} %` : "–");
-
-export const seconds = (value) => (value < 1 ? `${number(1000 * value)} ms` : `${number(value, 2)} s`);
+export function percent(value) {
+  if (!Number.isFinite(value)) return "–";
+  if (value > 0 && value < 0.005) return "< 1 %";
+  return value < 1 && value > 0.995 ? "> 99 %" : `${Math.round(100 * value)} %`;
+}
 
 // A token's text with its blanks made visible.
 export const visible = (text) =>
@@ -36,9 +38,7 @@ export function CopyButton({ text, label = "Copy" }) {
     setDone(true);
     setTimeout(() => setDone(false), 1500);
   };
-  return html`<button type="button" class="quiet" onClick=${click}>
-    ${done ? "Copied" : label}<span class="sr" role="status">${done ? "Copied to the clipboard" : ""}</span>
-  </button>`;
+  return html`<button type="button" class="quiet" aria-live="polite" onClick=${click}>${done ? "Copied" : label}</button>`;
 }
 
 export function Field({ label, hint, children }) {
