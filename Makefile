@@ -76,7 +76,7 @@ serve: $(SERVING)
 	@exec $(BIN)/ssd serve $(ARGS)
 endif
 
-RACE = http://127.0.0.1:$(or $(SSD_PORT),8000)/#race
+RACE = http://127.0.0.1:$(or $(SSD_PORT),8000)/\#race
 # A browser is opened on a desktop only: elsewhere xdg-open would start one in this terminal.
 OPENER := $(if $(filter Darwin,$(shell uname)),open,$(if $(DISPLAY)$(WAYLAND_DISPLAY),xdg-open))
 demo: export SSD_TARGET := smollm2

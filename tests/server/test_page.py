@@ -158,7 +158,7 @@ def test_race_is_replayed_on_one_clock(page: Page, opened: Callable[..., Any]) -
     page.click(".race-form .primary")
     page.wait("document.querySelector('.verdict') || document.querySelector('.inline select:disabled')")
     page.wait("document.querySelector('.verdict')")
-    page.value("document.querySelector('.race .quiet:not(.verdict *)').click()")
+    page.value("document.querySelector('#view-race .quiet:not(.verdict *)').click()")
     page.wait("document.querySelector('.verdict')")
 
 
@@ -195,7 +195,7 @@ def test_inside_shows_origins_and_the_tree_of_each_round(page: Page, opened: Cal
     facts = page.text(".facts")
     assert "accepted draft token" in facts
     assert "90 %" in facts
-    assert "hidden" in page.value("document.querySelector('.inside details').textContent")
+    assert "hidden" in page.value("document.querySelector('#view-inside details').textContent")
     assert page.value("document.querySelectorAll('.timeline .growth').length") == 2
 
 

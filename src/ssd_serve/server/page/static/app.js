@@ -80,7 +80,7 @@ function App() {
   }, []);
   const entered = (value) => { keepKey(value); load(); };
   const panel = (name, content) => html`<section role="tabpanel" id=${`view-${name}`} aria-labelledby=${`tab-${name}`}
-    hidden=${name !== view} class=${`view ${name}`}>${content}</section>`;
+    hidden=${name !== view} class=${`${name}-view`}>${content}</section>`;
   const inside = () => choose("inside");
 
   return html`

@@ -6,6 +6,7 @@ import { Markdown } from "./markdown.js";
 import { CopyButton, Field, Numeric, Problem, number } from "./ui.js";
 
 const USUAL_TOKENS = 512;
+const QUESTIONS = ["What is the capital of Japan?", "Write a Python function that reverses a string.", "Name five uses of a paper clip."];
 const START = { temperature: "", top_p: "", max_tokens: "", seed: "" };
 
 function conversation(system, turns) {
@@ -129,7 +130,9 @@ export function Chat({ active, card, onAnswer, onInside }) {
   return html`<div class="chat">
     <div class="turns" role="log" aria-label="Conversation" aria-live="off">
       ${turns.length === 0 && html`<div class="empty"><h2>Ask the model</h2>
-        <p>Every answer is traced: <em>Look inside</em> shows which of its tokens were drafted, and <em>Figures</em> what that gave.</p></div>`}
+        <p>Every answer is traced: <em>Look inside</em> shows which of its tokens were drafted, and <em>Figures</em> what that gave.</p>
+        <div class="row" role="group" aria-label="Questions to begin with">${QUESTIONS.map((text) => html`<button type="button" class="chip" onClick=${() => run([{ role: "user", text }])}>${text}</button>`)}</div>
+        <a href="#race">See plain and speculative decoding race</a></div>`}
       ${turns.map((turn, index) => turn.role === "user"
         ? html`<article class="turn question" aria-label="Question"><p>${turn.text}</p></article>`
         : html`<${Answer} answer=${turn.answer} last=${index === turns.length - 1} onAgain=${again}

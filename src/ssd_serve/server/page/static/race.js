@@ -48,12 +48,12 @@ async function watched(work) {
   return busy;
 }
 
-function Lane({ lane, answer, clock, running, follow }) {
+function Lane({ lane, answer, clock, running }) {
   const now = answer && arrivedAt(answer, clock ?? Infinity);
   const at = answer ? Math.min(clock ?? answer.seconds, answer.seconds) : 0;
   const done = answer && !answer.running && at >= answer.seconds;
   const text = useRef(null);
-  useEffect(() => { if (follow && text.current) text.current.scrollTop = text.current.scrollHeight; });
+  useEffect(() => { text.current.scrollTop = text.current.scrollHeight; }, [now?.characters]);
   return html`<section class=${`lane ${lane.mode}`} aria-label=${lane.title}>
     <header><h3>${lane.title}</h3><span class="note">${running ? "is measured" : done ? "done" : lane.note}</span></header>
     <p class="rate"><strong>${at > 0 && now.tokens ? number(now.tokens / at) : "–"}</strong> tokens/s</p>
@@ -187,7 +187,7 @@ export function Race({ last, onAnswer, onRace, onInside }) {
     <${Problem} text=${problem} />
     ${(answers[0] || running) && html`<div class="lanes">
       ${LANES.map((lane, index) => html`<${Lane} key=${lane.mode} lane=${lane} answer=${answers[index]} clock=${clock}
-        running=${phase === index} follow=${running || phase === "replay"} />`)}
+        running=${phase === index} />`)}
     </div>`}
     ${phase === "done" && html`<${Verdict} plain=${answers[0]} drafted=${answers[1]} busy=${last?.busy} onInside=${onInside} />`}
     ${(phase === "done" || phase === "replay") && html`<div class="row">
