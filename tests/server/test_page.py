@@ -144,6 +144,17 @@ def test_race_shows_ratio_and_identical_tokens(page: Page, opened: Callable[...,
     assert len({submit.seed for submit in server.engine.submits()}) == 1
 
 
+def test_escape_stops_a_race(page: Page, opened: Callable[..., Any]) -> None:
+    opened(lambda submit: say("abcdef", hold_after=None if submit.parameters.max_tokens == 1 else 1))
+    page.click("#tab-race")
+    page.fill(".race-form textarea", "Why?")
+    page.click(".race-form .primary")
+    page.wait("document.querySelector('.lane.off .race-text')?.textContent == 'abc'")
+    page.value("document.querySelector('.race-text').focus()")
+    page.press("Escape")
+    page.wait("!document.querySelector('.lane') && !document.querySelector('#view-race .problem')")
+
+
 def test_race_tells_where_tokens_differ(page: Page, opened: Callable[..., Any]) -> None:
     opened(lambda submit: say("abcdef" if submit.options.max_nodes == 0 else "abcxef"))
     race(page)

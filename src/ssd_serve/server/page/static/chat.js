@@ -88,10 +88,10 @@ export function Chat({ active, card, onAnswer, onInside }) {
   const running = turns.some((turn) => turn.answer?.running);
 
   useEffect(() => {
-    const key = (event) => event.key === "Escape" && abort.current?.abort();
+    const key = (event) => active && event.key === "Escape" && abort.current?.abort();
     window.addEventListener("keydown", key);
     return () => window.removeEventListener("keydown", key);
-  }, []);
+  }, [active]);
   useEffect(() => { if (active) input.current?.focus({ preventScroll: true }); }, []);
   useLayoutEffect(() => {
     if (active && running && nearEnd()) end.current?.scrollIntoView({ block: "end" });

@@ -1,6 +1,6 @@
 // Markdown as elements: nothing that a model writes is ever read as HTML.
 
-import { html } from "./vendor/preact-htm.js";
+import { html, useMemo } from "./vendor/preact-htm.js";
 import { lexer } from "./vendor/marked.js";
 import { CopyButton } from "./ui.js";
 
@@ -80,5 +80,5 @@ function element(token) {
 }
 
 export function Markdown({ text }) {
-  return html`<div class="markdown">${several(lexer(text, { gfm: true, breaks: false }))}</div>`;
+  return useMemo(() => html`<div class="markdown">${several(lexer(text, { gfm: true, breaks: false }))}</div>`, [text]);
 }

@@ -99,7 +99,7 @@ function Form({ values, setValues, running, onStart, onStop }) {
       <${Numeric} label="Temperature" value=${values.temperature} min="0" max="2" step="0.1" onInput=${set("temperature")} />
       <${Numeric} label="Seed" value=${values.seed} min="0" step="1" onInput=${set("seed")} />
       ${running
-        ? html`<button type="button" class="primary" onClick=${onStop}>Stop</button>`
+        ? html`<button type="button" class="primary" onClick=${onStop}>Stop<kbd>Esc</kbd></button>`
         : html`<button type="submit" class="primary" disabled=${!values.prompt.trim()}>Start the race</button>`}
     </div>
   </form>`;
@@ -136,13 +136,13 @@ export function Race({ last, onAnswer, onRace, onInside }) {
         await run({ mode: "off" }, { ...parameters, max_tokens: 1 });
         for (const [index, lane] of LANES.entries()) {
           setPhase(index);
-          let shown = 0;
-          const changed = (answer) => {
-            if (performance.now() - shown < SHOW_MS) return;
-            shown = performance.now();
-            setAnswers(found.with(index, { ...answer }));
-          };
-          found[index] = await run({ mode: lane.mode, changed });
+          let latest = null;
+          const timer = setInterval(() => setAnswers(found.with(index, { ...latest })), SHOW_MS);
+          try {
+            found[index] = await run({ mode: lane.mode, changed: (answer) => { latest = answer; } });
+          } finally {
+            clearInterval(timer);
+          }
         }
       });
       onAnswer(found[1]);
@@ -180,7 +180,7 @@ export function Race({ last, onAnswer, onRace, onInside }) {
     return () => cancelAnimationFrame(frame);
   }, [phase, speed]);
 
-  return html`<div class="wide">
+  return html`<div class="wide" onKeyDown=${(event) => running && event.key === "Escape" && abort.current.abort()}>
     <div class="intro"><h2>The same text, sooner</h2>
       <p>One prompt and one seed are decoded twice, one after the other, and then replayed side by side with the times at which each token arrived.</p></div>
     <${Form} ...${{ values, setValues, running }} onStart=${start} onStop=${() => abort.current.abort()} />
