@@ -134,3 +134,35 @@ def test_tokens_are_those_of_transformers_with_the_same_noise(path: Path) -> Non
         clear = best[:, -1] - best[:, -2] > 1e-3
         assert clear.sum() > 55
         assert logits.argmax(axis=1)[clear].tolist() == np.array(output.token_ids)[clear].tolist()
+
+
+def test_sampling_parameters_are_applied_as_to_the_logits_of_transformers(path: Path) -> None:
+    prompt, seed, favoured = "The history of the lighthouse begins", 5, 260
+    params = SamplingParams(
+        max_tokens=48,
+        temperature=0.7,
+        seed=seed,
+        ignore_eos=True,
+        top_k=40,
+        min_p=0.02,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias={favoured: 1.5},
+    )
+    with LLM(MODEL, dtype="fp32", draft="self:2,ngram") as llm:
+        found = llm.generate([prompt], [params])[0].token_ids
+        ids = list(llm.tokenizer.encode(prompt))
+    rows = by_transformers(path, [*ids, *found])[len(ids) - 1 : -1].numpy()
+    noise = log_exponential([choice_seed(seed, 0)] * 48, range(len(ids), len(ids) + 48), rows.shape[1])
+    counts, clear = np.zeros(rows.shape[1]), 0
+    for token, row, each in zip(found, rows, noise, strict=True):
+        row[favoured] += 1.5
+        scaled = (row - 0.4 * (counts > 0) - 0.3 * counts) / 0.7
+        kept = (scaled >= np.sort(scaled)[-40]) & (scaled >= scaled.max() + np.log(0.02))
+        scores = np.where(kept, scaled - each, -np.inf)
+        second, best = np.sort(scores)[-2:]
+        if best - second > 1e-3:
+            clear += 1
+            assert scores.argmax() == token
+        counts[token] += 1
+    assert clear > 40
