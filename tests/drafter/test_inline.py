@@ -1,6 +1,7 @@
 """Drafters in the verifier's process: a draft step whenever the verifier waits, and lookup on receive."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,17 @@ def test_draft_tokens_below_an_accepted_path_are_observed_later() -> None:
     (after,) = growths(channel)
     old, new = (np.frombuffer(each.log_probabilities, np.float32)[:4] for each in (before, after))
     assert (new > old).all()
+
+
+def test_match_that_cannot_pay_for_its_row_is_not_drafted() -> None:
+    for price, found in ((0.2, True), (0.9, False), (9.0, False)):
+        config = EngineConfig(draft_fan_out=2, draft_depth=2)
+        channel = LookupChannel("ngram", config, HELLO, (EOS,), price=partial(float, price))
+        channel.receive()
+        channel.send(opening())
+        assert bool(grown(channel)) is found
+        channel.send(opening((11, 12, 13, 14, 15, 16, 17, 11, 12, 13, 14, 15, 16)))
+        assert grown(channel), "a long match is always drafted"
 
 
 def test_lookup_stops_at_max_tokens() -> None:

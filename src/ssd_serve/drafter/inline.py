@@ -35,7 +35,7 @@ from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.grammar_paths import GrammarPaths
 from ssd_serve.drafter.sources.contract import Branch
-from ssd_serve.drafter.sources.lookup import MatchAccuracy, SharedHistory, TokenIndex, branches
+from ssd_serve.drafter.sources.lookup import LEAST_REACH, MatchAccuracy, SharedHistory, TokenIndex, branches
 from ssd_serve.drafter.step_time import StepTime
 from ssd_serve.sampling.grammar import Grammars
 
@@ -166,8 +166,9 @@ class LookupChannel(InProcessChannel):
         verifier: Hello,
         ends: Collection[int],
         grammars: Grammars | None = None,
+        price: Callable[[], float] | None = None,
     ) -> None:
-        """`verifier` is the `Hello` of the verifier; `ends` are EOS ids."""
+        """`verifier` is the `Hello` of the verifier; `ends` are EOS ids. `price`: reach above which a node pays."""
         # A step time of 0 marks a source that needs no waiting.
         hello = replace(verifier, name=name, source=as_label(name), step_ms=0.0, prefill_ms=0.0)
         super().__init__(replace(hello, instance=secrets.randbits(63)))
@@ -181,6 +182,7 @@ class LookupChannel(InProcessChannel):
         self._context = verifier.context
         self._ends = frozenset(ends)
         self._paths = None if grammars is None else GrammarPaths(grammars)
+        self._price = price
         self._requests: dict[int, _LookedUp] = {}
         self._moved: dict[int, _LookedUp] = {}
 
@@ -202,9 +204,12 @@ class LookupChannel(InProcessChannel):
 
     def receive(self) -> list[Message]:
         """Messages, with draft tokens of the requests that have moved since the last call."""
-        for held in self._moved.values():
-            if held.text.repeats or self._history is not None:
-                self._inbox += self._growth(held)
+        found = [each for each in self._moved.values() if each.text.repeats or self._history is not None]
+        if found:
+            # Half of the price: accuracy and costs are estimates.
+            least = LEAST_REACH if self._price is None else max(LEAST_REACH, min(0.5, self._price() / 2))
+            for held in found:
+                self._inbox += self._growth(held, least)
         self._moved.clear()
         return super().receive()
 
@@ -246,7 +251,7 @@ class LookupChannel(InProcessChannel):
             found[past:]: guess for found, guess in held.drafted.items() if found[:past] == committed
         }
 
-    def _growth(self, held: _LookedUp) -> list[Growth]:
+    def _growth(self, held: _LookedUp, least: float) -> list[Growth]:
         """The continuations of the longest matches, without what is drafted already; own tokens win ties against
         the history."""
         opening, text, depth = held.opening, held.text, self._levels(held)
@@ -258,7 +263,7 @@ class LookupChannel(InProcessChannel):
         if match is None:
             return []
         share = partial(self._accuracy.share, opening.parameters.temperature)
-        subtree: Sequence[Branch] = branches(match, share, self._fan_out, depth)
+        subtree: Sequence[Branch] = branches(match, share, self._fan_out, depth, least)
         if self._paths is not None:
             subtree = self._paths.branches(opening.request, (), subtree)
         expansions = self._new(held, subtree, match.length)

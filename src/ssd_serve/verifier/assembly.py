@@ -205,7 +205,8 @@ def assemble_verifier(
     models = config.draft_models if SpeculationMode.SYNC in modes else ()
     if models:
         cores.enter(SpeculationMode.SYNC)  # what their steps take is measured where they will draft
-    for channel in _inline_channels(config, models, hello, model.facts.eos_token_ids, native, grammars, say):
+    ends, price = model.facts.eos_token_ids, engine.planner.node_price
+    for channel in _inline_channels(config, models, hello, ends, native, grammars, price, say):
         engine.drafters.connect(channel, synchronous=True)
     cores.enter(modes[0])
     sampling = model_defaults(path) if config.generation_config == "auto" else {}
@@ -287,6 +288,7 @@ def _inline_channels(
     ends: Sequence[int],
     native: NativeLibrary | None,
     grammars: Grammars,
+    price: Callable[[], float],
     say: Callable[[str], None],
 ) -> Iterator[Channel]:
     """Yield the drafters of this process: these models, on the target's device, and lookups."""
@@ -297,7 +299,7 @@ def _inline_channels(
         check_hello(hello, drafter.hello)
         yield InlineChannel(drafter.core, drafter.hello)
     for name in config.lookups:
-        yield LookupChannel(name, config, hello, ends, grammars if config.draft_grammars else None)
+        yield LookupChannel(name, config, hello, ends, grammars if config.draft_grammars else None, price)
 
 
 def _slots(config: EngineConfig, sizes: ModelSizes, device: str, leader: Leader | None) -> int:

@@ -22,8 +22,8 @@ NOTHING = -1
 """Stands between the texts of a history."""
 _NODES = 32
 """Maximum expanded nodes of a subtree."""
-_LEAST = math.log(0.05)
-"""Minimum log reach of a node that is expanded: a row of a forward costs more than such a node is worth."""
+LEAST_REACH = 0.05
+"""Minimum reach of a draft token: a row of a forward costs more than such a token is worth."""
 
 
 class Match(NamedTuple):
@@ -141,10 +141,16 @@ class SharedHistory:
         return index.match_elsewhere(text, most)
 
 
-def branches(match: Match, share: Callable[[int], float], fan_out: int, depth: int) -> list[Branch]:
-    """Return the subtree of a match to `depth` levels, likeliest nodes first. `share`: probability that one of the
-    continuations of a match of this length is right; a match grows by one token with each level."""
+def branches(
+    match: Match, share: Callable[[int], float], fan_out: int, depth: int, least: float = LEAST_REACH
+) -> list[Branch]:
+    """Return the subtree of a match to `depth` levels, likeliest nodes first, without nodes below a reach of `least`.
+    `share`: probability that one of the continuations of a match of this length is right; a match grows by one
+    token with each level."""
     found: list[Branch] = []
+    if share(match.length) < least:
+        return found
+    log_least = math.log(least)
     waiting: list[tuple[float, tuple[int, ...], list[list[int]]]] = [(0.0, (), match.following)]
     while waiting and len(found) < _NODES:
         cost, path, texts = heapq.heappop(waiting)
@@ -159,7 +165,7 @@ def branches(match: Match, share: Callable[[int], float], fan_out: int, depth: i
         values = [math.log(right * count / len(tokens)) for _, count in counts]
         found.append(Branch(path, [token for token, _ in counts], values))
         for (token, _), value in zip(counts, values, strict=True):
-            if value - cost >= _LEAST:
+            if value - cost >= log_least:
                 below = texts if alike else [text for text in texts if text[level] == token]
                 heapq.heappush(waiting, (cost - value, (*path, token), below))
     return found

@@ -159,6 +159,8 @@ class RoundPlanner:
         self.bounds = bounds
         self.mode_config = mode_config
         self._rate = Rate()
+        self._requests = 1
+        """Decoding requests of the last round without prompts."""
         self._clock = clock
         self._entered: SpeculationMode | None = None
         """Mode in which the round computes."""
@@ -176,6 +178,7 @@ class RoundPlanner:
         """Return the nodes of a round of these chunks, best first, and the decision; `drain` receives pending
         messages. Running requests without a chunk wait for the prefill of their prompt."""
         pending = self._pending(chunks)
+        self._shape_is_fixed = bool(pending.shapes)
         if self.mode_config is not None and running:
             self._choose_mode(running, pending, self.mode_config)
         if self.prefilling_alone:
@@ -216,6 +219,14 @@ class RoundPlanner:
             rows = min(rows, max(_MIN_PREFILL_TOKENS, fitting))
         return min(most, rows)
 
+    def node_price(self) -> float:
+        """Return the expected tokens that a node must give to pay for its row; 0 for nodes of a fixed shape."""
+        if self._shape_is_fixed:
+            return 0.0
+        requests = self._requests
+        row_s = self.cost.seconds(requests + _CANDIDATES_EACH) - self.cost.seconds(requests)
+        return self._rate.value(requests) * (row_s / _CANDIDATES_EACH + self.host.node_s)
+
     def mode_gains(self) -> dict[int, dict[str, float]]:
         """Return the gain of each mode as a multiple of plain decoding, by power of two of running requests."""
         gains = self.mode_config.controller.gains if self.mode_config is not None else {}
@@ -228,6 +239,7 @@ class RoundPlanner:
         self.cost.observe(round_.rows, round_.forward_s, round_.reading)
         if round_.prompts:
             return
+        self._requests = round_.requests
         self.host.observe(round_.requests, round_.rows - round_.requests, round_.host_s)
         self._rate.observe(round_.requests, round_.tokens, round_.total_s)
         if self.mode_config is not None and not self._shape_is_fixed:
@@ -256,7 +268,6 @@ class RoundPlanner:
         """Choose the mode of the next rounds, and the cores of this one: prompts are read on all cores if that
         saves more than a round without drafts costs."""
         numbers, costs = tuple([request.number for request in running]), modes.controller.costs
-        self._shape_is_fixed = bool(pending.shapes)
         if self._shape_is_fixed:
             self.mode = next(iter(costs))
         else:
