@@ -159,7 +159,7 @@ def test_lookup_continues_below_the_new_root() -> None:
 
 def test_replica_of_a_lookup_has_the_matches_below_its_root() -> None:
     """The expansions that are sent complete those that are there, whatever is committed."""
-    channel, replica, text = lookup(), Replica(1, 1, 1, 1000, VOCABULARY), list(PROMPT)
+    channel, replica, text = lookup(), Replica(1, 1, 1, 1000, VOCABULARY), list[int](PROMPT)
     channel.send(opening())
     for sent, committed in enumerate([(7, 8), (5,), (9,), (5, 6), (9,), (5, 6), (7,)]):
         for growth in growths(channel):
@@ -184,7 +184,7 @@ def test_accuracy_is_learnt_from_outcomes_by_temperature() -> None:
     for commit, surer in ((7, True), (9, False)):
         channel = lookup()
         channel.send(opening())
-        before = first_share(channel)
+        before = after = first_share(channel)
         for _ in range(20):
             channel.send(Outcome(1, 1, 6, (commit,), 0))
             channel.send(opening())

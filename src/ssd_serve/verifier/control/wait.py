@@ -68,7 +68,7 @@ class CostBasedWait(WaitPolicy):
     """Wait while the tokens that a step should add exceed its time multiplied by the long-run rate.
 
     An asynchronous drafter (`concurrent`) is awaited after a miss only. After a hit it grows the tree during the
-    forward in any case: in simulated time, such waits lost a tenth at temperature 0 and gained nothing at 1.
+    forward in any case. In simulated time, such waits lost a tenth at temperature 0 and gained nothing at 1.
     """
 
     def __init__(self, concurrent: bool = False) -> None:
