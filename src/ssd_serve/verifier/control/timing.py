@@ -106,7 +106,9 @@ class StepTimes:
         from the first rounds."""
         if device.kind != "cpu":
             if device not in self._measured:
-                self._measured[device] = remembered_timings(self._model, str(device), self._files)
+                name, model = identity(self._model, str(device)), self._model
+                found = self._files.timings(name, lambda: _measure(model), lambda: _probe(model))
+                self._measured[device] = found
             return CostTable(self._measured[device])
         facts, cores = self._model.facts, len(device.indices) or torch.get_num_threads()
         name = cpu_identity(
@@ -173,12 +175,6 @@ _MOST_S = 2.0
 def measure_cost(model: Model) -> CostTable:
     """Time forwards of some rows after a short context, and of a few after a long one."""
     return CostTable(_measure(model))
-
-
-def remembered_timings(model: Model, device: str, files: TimingFiles) -> list[Timing]:
-    """Return the same timings, stored ones if a few forwards agree with them. `device` names the cores in
-    use."""
-    return list(files.timings(identity(model, device), lambda: _measure(model), lambda: _probe(model)))
 
 
 def cpu_identity(
