@@ -23,7 +23,7 @@ from ssd_serve.bench.memory_channel import memory_pair
 from ssd_serve.verifier.assembly import EngineParts, build_engine
 from ssd_serve.verifier.control.mode_controller import ModeController, RunningTexts
 from ssd_serve.verifier.control.planner import Cores, ModeConfig, Round
-from ssd_serve.verifier.control.wait import FixedSteps, NoWait, WaitPolicy
+from ssd_serve.verifier.control.wait import FixedSteps, WaitPolicy
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
 from tests.examples import examples
@@ -94,7 +94,7 @@ def engine_of(
 
 
 def governed(engine: Engine, controller: ModeController) -> Engine:
-    policies: dict[SpeculationMode, WaitPolicy] = {MODES[0]: FixedSteps(2), MODES[1]: NoWait()}
+    policies: dict[SpeculationMode, WaitPolicy] = {MODES[0]: FixedSteps(2), MODES[1]: WaitPolicy()}
     config = ModeConfig(controller, Cores(Device("cpu"), None), policies)
     plan_by(engine, config)
     return inline(engine)
@@ -168,7 +168,7 @@ SCENARIOS: dict[DecisionReason, Callable[[], Iterator[DecisionMessage]]] = {
     DecisionReason.SLOWER: slower,
     DecisionReason.PROMPTS: lambda: decisions(inline(engine_of()), submit(1, 100, 2)),
     DecisionReason.ENDING: lambda: decisions(inline(engine_of()), submit(1, 3, 2)),
-    DecisionReason.NOTHING_DRAFTED: lambda: decisions(silent(engine_of(NoWait))),
+    DecisionReason.NOTHING_DRAFTED: lambda: decisions(silent(engine_of(WaitPolicy))),
     DecisionReason.FULL: during_long_prefill,
     DecisionReason.LATE: lambda: decisions(expensive(tpot_target_ms=10.5, rate=0.1)),
     DecisionReason.NOT_WORTH: lambda: decisions(expensive()),

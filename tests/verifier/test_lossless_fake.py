@@ -17,7 +17,7 @@ from ssd_serve.base.messages import FixedShape, RequestOptions
 from ssd_serve.bench.memory_channel import Schedule, faultless, memory_pair
 from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.verifier.control.wait import CostBasedWait, FixedSteps, NoWait, WaitPolicy
+from ssd_serve.verifier.control.wait import CostBasedWait, FixedSteps, WaitPolicy
 from ssd_serve.verifier.engine import Engine
 from tests.fakes import HELLO, VOCABULARY, Case, Output, make_core, make_engine, mixed_requests, run
 from tests.message_faults import FaultRates, seeded
@@ -37,7 +37,7 @@ def same(left: dict[int, Output], right: dict[int, Output]) -> bool:
 
 
 @pytest.mark.parametrize("budget", [0, 3, None])
-@pytest.mark.parametrize("policy", [NoWait, CostBasedWait, lambda: FixedSteps(3)])
+@pytest.mark.parametrize("policy", [WaitPolicy, CostBasedWait, lambda: FixedSteps(3)])
 @pytest.mark.parametrize("count", [1, 8])
 def test_synchronous_speculation_is_lossless(
     budget: int | None, policy: Callable[[], WaitPolicy], count: int
@@ -50,7 +50,7 @@ def test_synchronous_speculation_is_lossless(
     assert same(outputs, expected)
     accepted = sum(output.figures.accepted for output in outputs.values())
     if policy is not CostBasedWait:  # whether waiting pays is a matter of this machine's speed
-        assert (accepted > 0) == (budget != 0 and policy is not NoWait)
+        assert (accepted > 0) == (budget != 0 and policy is not WaitPolicy)
     assert engine.scheduler.prefix is not None
     assert engine.scheduler.pool.used == engine.scheduler.prefix.size
 
@@ -81,7 +81,7 @@ def test_chain_of_a_good_draft_is_accepted() -> None:
 @pytest.mark.parametrize("shape", [FixedShape(3), FixedShape(6, chain=False)])
 @pytest.mark.parametrize("inline", [True, False])
 def test_fixed_shape_is_verified_in_each_round_and_lossless(shape: FixedShape, inline: bool) -> None:
-    case = Case(slots=4096, policy=NoWait)
+    case = Case(slots=4096, policy=WaitPolicy)
     engine, _ = make_engine(case)
     if inline:
         connect_inline(engine, case)

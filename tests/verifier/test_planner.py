@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from ssd_serve.base.cost import CostTable, HostCost, Reading, Timing
@@ -18,7 +19,7 @@ from ssd_serve.verifier.control.planner import (
     RoundPlanner,
     cheapest_chunk,
 )
-from ssd_serve.verifier.control.wait import NoWait
+from ssd_serve.verifier.control.wait import WaitPolicy
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.scheduler import ScheduledChunk
 from tests.fakes import HELLO, StillCores
@@ -28,7 +29,7 @@ from tests.verifier.scheduler_factory import make_request
 def planner(max_tpot_s: float) -> RoundPlanner:
     cost = CostTable([Timing(rows, 0, 0.001 * rows) for rows in (1, 64)])
     bounds = DraftBounds(4096, None, 8, max_tpot_s)
-    return RoundPlanner(DrafterPool(HELLO), cost, NoWait(), bounds, HostCost(node_s=0.0))
+    return RoundPlanner(DrafterPool(HELLO), cost, WaitPolicy(), bounds, HostCost(node_s=0.0))
 
 
 def test_cheapest_chunk_prefills_fastest() -> None:
@@ -51,6 +52,19 @@ def test_prefill_chunk_keeps_the_target_for_time_per_token() -> None:
     assert planner(0.1005).prefill_tokens(8, 512) == 92
     assert planner(1e-6).prefill_tokens(8, 512) == 16
     assert planner(1e-6).prefill_tokens(8, 5) == 5
+
+
+def test_price_of_a_node_is_the_time_of_its_row_at_the_present_rate() -> None:
+    planned = planner(math.inf)
+    assert planned.node_price() == 0.0
+    planned.observe(Round(1, 0, 0, 1, Reading(), 1, 0, 0.001, 0.009, 0.010))
+    assert planned.node_price() == pytest.approx(100 * 0.001, rel=0.2)
+    planned.observe(Round(8, 0, 0, 8, Reading(), 8, 0, 0.008, 0.002, 0.010))
+    assert planned.node_price() > 0.5
+    planned.bounds = DraftBounds(4096, None, 8, shape=FixedShape(3))
+    chunk = chunk_of(1, [1, 2], (1,))
+    planned.choose([chunk.request], [chunk], lambda: None)
+    assert planned.node_price() == 0.0
 
 
 ASYNC, SYNC, PLAIN = SpeculationMode.ASYNC, SpeculationMode.SYNC, SpeculationMode.PLAIN
@@ -87,9 +101,9 @@ class Harness:
         self.whole = CostTable([Timing(1, 0, 0.01 / faster), Timing(64, 0, 0.1 / faster)])
         costs = {each: self.shared if each is ASYNC else self.whole for each in MODES}
         self.controller, self.cores = Recorder(costs, mode), StillCores()
-        config = ModeConfig(self.controller, self.cores, {each: NoWait() for each in MODES})
+        config = ModeConfig(self.controller, self.cores, {each: WaitPolicy() for each in MODES})
         self.planner = RoundPlanner(
-            self.drafters, self.shared, NoWait(), DraftBounds(4096, None, 8), mode_config=config
+            self.drafters, self.shared, WaitPolicy(), DraftBounds(4096, None, 8), mode_config=config
         )
 
     def round(self, decoding: int, prompt: int = 0) -> SpeculationMode:

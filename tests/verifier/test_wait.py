@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ssd_serve.verifier.control.budget import NodeChoice
-from ssd_serve.verifier.control.wait import CostBasedWait, FixedSteps, NoWait, RoundEstimate
+from ssd_serve.verifier.control.wait import CostBasedWait, FixedSteps, RoundEstimate, WaitPolicy
 
 
 def estimate(
@@ -73,9 +73,9 @@ def test_concurrent_growth_may_have_been_half_done() -> None:
 
 
 def test_fixed_wait_policies() -> None:
-    assert not NoWait().should_wait(estimate())
+    assert not WaitPolicy().should_wait(estimate())
     policy = FixedSteps(2)
     assert [policy.should_wait(estimate(steps=steps)) for steps in range(4)] == [True, True, False, False]
     assert not policy.should_wait(estimate(leaves=()))
     policy.observe(estimate(), estimate(), 0.002)
-    NoWait().observe(estimate(), estimate(), 0.002)
+    WaitPolicy().observe(estimate(), estimate(), 0.002)

@@ -43,7 +43,7 @@ from ssd_serve.verifier.assembly import EngineParts, build_engine
 from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.planner import Cores, ModeConfig
 from ssd_serve.verifier.control.timing import measure_cost
-from ssd_serve.verifier.control.wait import CostBasedWait, FixedSteps, NoWait, WaitPolicy
+from ssd_serve.verifier.control.wait import CostBasedWait, FixedSteps, WaitPolicy
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
 from ssd_serve.verifier.engine import Engine
 
@@ -169,7 +169,7 @@ class Rig:
         if not mode.steps:
             policy = CostBasedWait(mode.mode == "ssd")
         if mode.mode == "ar" or (mode.mode == "ssd" and not settings.grow_first):
-            policy = NoWait()
+            policy = WaitPolicy()
         engine = build_engine(
             EngineParts(
                 model=target,
@@ -238,7 +238,7 @@ class Rig:
             return None
         policies: dict[SpeculationMode, WaitPolicy] = {
             SpeculationMode.ASYNC: policy,
-            SpeculationMode.PLAIN: NoWait(),
+            SpeculationMode.PLAIN: WaitPolicy(),
         }
         return ModeConfig(
             ModeController(dict.fromkeys(policies, cost), HostCost()),

@@ -186,15 +186,11 @@ class DrafterCore:
         if self._paths is not None:
             self._paths.close(request)
 
-    def step(self, width: int | None = None) -> list[Growth]:
-        """Run one draft step over all requests, of `width` nodes if given.
-
-        The result is empty if no node should be expanded, or while `prefilling`.
-        """
+    def step(self) -> list[Growth]:
+        """Run one draft step over all requests; empty if no node should be expanded, or while `prefilling`."""
         started = time.perf_counter()
         self.prefilling = False
-        measured = self._limits.width if self._widths is None else self._widths.width
-        picked = self._pick(measured if width is None else width)
+        picked = self._pick(self._limits.width if self._widths is None else self._widths.width)
         if not picked:
             return []
         if self._paths is not None:

@@ -254,7 +254,9 @@ class LookupChannel(InProcessChannel):
     def _growth(self, held: _LookedUp, least: float) -> list[Growth]:
         """The continuations of the longest matches, without what is drafted already; own tokens win ties against
         the history."""
-        opening, text, depth = held.opening, held.text, self._levels(held)
+        opening, text = held.opening, held.text
+        end = min(len(opening.prompt) + opening.parameters.max_tokens - 1, self._context + 1)
+        depth = min(self._depth, end - len(text))
         match = text.match(depth) if depth > 0 else None
         if self._history is not None and depth > 0:
             found = self._history.match(opening.salt, text.tokens, depth)
@@ -272,12 +274,6 @@ class LookupChannel(InProcessChannel):
         held.sequence += 1
         place = opening.request, opening.epoch, held.sequence - 1
         return [pack(*place, expansions, self._name, snapshot=False)]
-
-    def _levels(self, held: _LookedUp) -> int:
-        """Levels below the root that may still be verified."""
-        length, opening = len(held.text), held.opening
-        end = min(len(opening.prompt) + opening.parameters.max_tokens - 1, self._context + 1)
-        return min(self._depth, end - length)
 
     def _new(self, held: _LookedUp, subtree: Sequence[Branch], length: int) -> list[Expansion]:
         """Expansions of the branches that the replica does not have, parents first, none below an end of the text."""

@@ -41,7 +41,7 @@ from ssd_serve.transport.rank_sockets import Leader
 from ssd_serve.verifier.control.mode_controller import ModeController
 from ssd_serve.verifier.control.planner import Cores, DraftBounds, ModeConfig, RoundPlanner
 from ssd_serve.verifier.control.timing import StepTimes, TimingFiles
-from ssd_serve.verifier.control.wait import CostBasedWait, NoWait, WaitPolicy
+from ssd_serve.verifier.control.wait import CostBasedWait, WaitPolicy
 from ssd_serve.verifier.drafters.admission import check_hello
 from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
@@ -65,7 +65,7 @@ class EngineParts:
     cost: CostTable
     slots: int
     config: EngineConfig = field(default_factory=EngineConfig)
-    policy: WaitPolicy = field(default_factory=NoWait)
+    policy: WaitPolicy = field(default_factory=WaitPolicy)
     host: HostCost = field(default_factory=HostCost)
     mode_config: ModeConfig | None = None
     noise: NoiseRows | None = None
@@ -277,7 +277,7 @@ def _mode_config(
 
 def _policy(config: EngineConfig, mode: SpeculationMode) -> WaitPolicy:
     if mode is SpeculationMode.PLAIN or not config.grow_first:
-        return NoWait()
+        return WaitPolicy()
     return CostBasedWait(concurrent=mode is SpeculationMode.ASYNC)
 
 

@@ -39,7 +39,7 @@ from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
 from ssd_serve.transport.channel import Channel
 from ssd_serve.verifier.assembly import EngineParts, build_engine
-from ssd_serve.verifier.control.wait import FixedSteps, NoWait
+from ssd_serve.verifier.control.wait import FixedSteps, WaitPolicy
 from ssd_serve.verifier.drafters.admission import check_hello
 from ssd_serve.verifier.drafters.features import FeatureStore
 from ssd_serve.verifier.drafters.pool import DrafterPool
@@ -162,7 +162,7 @@ class LoadedTarget:
                     draft_width=GROWTH.width,
                     tree_nodes=GROWTH.nodes * max(1, len(self.drafts) + len(self.lookups)),
                 ),
-                policy=FixedSteps(_STEPS) if budget else NoWait(),
+                policy=FixedSteps(_STEPS) if budget else WaitPolicy(),
                 noise=self.noise,
                 native=self.native,
                 clock=partial(next, count(0.0, _TICK_S)),

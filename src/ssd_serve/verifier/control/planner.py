@@ -385,11 +385,7 @@ class RoundPlanner:
 
 
 def _any_drafted(chunks: Sequence[ScheduledChunk]) -> bool:
-    for chunk in chunks:
-        replica = chunk.request.replica
-        if replica is not None and replica.tree.root.tokens:
-            return True
-    return False
+    return any((each.request.replica and each.request.replica.tree.root.tokens) for each in chunks)
 
 
 def _why_none(candidates: _RoundCandidates, answers: bool) -> DecisionReason:

@@ -49,10 +49,6 @@ class WaitPolicy:
         """Observe that growth arrived after `waited_s` seconds."""
 
 
-class NoWait(WaitPolicy):
-    """Verify the available nodes at once."""
-
-
 class FixedSteps(WaitPolicy):
     """Exactly `steps` draft steps a round: the synchronous baseline with a fixed draft length."""
 
