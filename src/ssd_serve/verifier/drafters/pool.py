@@ -166,11 +166,6 @@ class DrafterPool:
         """Seconds of prefill before the drafters of a mode could draft, as far as they are known."""
         return max((each.pending_prefill * each.prefill_s_per_token for each in self._of(mode)), default=0.0)
 
-    def prefill_s_per_token(self, mode: SpeculationMode) -> float:
-        """Seconds of prefill per token by the drafters of a mode, which share the requests; 0: unknown."""
-        known = [each.prefill_s_per_token for each in self._of(mode) if each.prefill_s_per_token]
-        return max(known, default=0.0) / max(1, len(known))
-
     def offer(self, features: FeatureStore) -> None:
         """Let drafters read these outputs of the target."""
         self.features = features
