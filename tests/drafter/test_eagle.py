@@ -1,5 +1,6 @@
 """An EAGLE head as a draft source, against transformers' blocks that read each text from its beginning."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,10 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.draft_model import MAX_PREFILL_ROWS
-from ssd_serve.drafter.sources.eagle import EagleSource
+from ssd_serve.drafter.sources.eagle import EagleSource, step_seconds
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.heads.eagle import EagleHead
+from ssd_serve.models.interface import ForwardResult
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.models.heads import FLAT, HIDDEN, VOCABULARY, FirstOracle, Oracle
 from tests.models.test_heads import loaded, target
@@ -200,3 +204,24 @@ def test_eagle_frees_all_slots(drafted: DraftedTree) -> None:
     assert drafted.pool.used == len(drafted.tokens) - 1
     drafted.source.close(1)
     assert drafted.pool.used == 0
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_a_measured_step_is_a_whole_one_and_leaves_nothing(
+    oracle: Oracle | FirstOracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    theirs = target(tmp_path / "target")
+    head, pool = loaded(oracle.save(tmp_path / "head", FLAT), theirs), SlotPool(SLOTS)
+    source = EagleSource(head, pool, NoiseRows(VOCABULARY, 8), FAN_OUT)
+    forward, wanted = EagleHead.forward, list[int]()
+
+    def slow(head: EagleHead, batch: Batch) -> ForwardResult:
+        wanted.append(len(batch.rows_wanted))
+        time.sleep(0.005)
+        return forward(head, batch)
+
+    monkeypatch.setattr(EagleHead, "forward", slow)
+    assert step_seconds(source, head.width, width) >= 0.005
+    assert wanted == 4 * [width]
+    assert pool.used == 0
+    assert not source.held

@@ -56,9 +56,10 @@ def test_the_model_wrapper_applies_to_heads(head: Path) -> None:
         model_wrapper=f"{__name__}:Counted:here",
     )
     drafter = assemble_drafter(settings.engine_config(), "d0", "cpu", None)
-    assert Counted.rows == 0, "nothing is measured on CPUs"
+    assert Counted.rows == Counted.with_vectors > 0, "a step is measured"
+    before = Counted.rows
     drafter.core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=0.0), 0, root=1))
     drafter.core.handle(Features(1, 1, 0, 3 * 384, as_bytes(torch.randn(2, 3 * 384))))
     (growth,) = drafter.core.step()
     assert growth.tokens
-    assert Counted.rows == Counted.with_vectors > 0
+    assert Counted.rows == Counted.with_vectors > before

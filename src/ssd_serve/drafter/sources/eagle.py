@@ -6,6 +6,7 @@ is therefore not the KV of the committed token, which is computed again with its
 Knows one head and its vectors; not how they are sent.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import ProtocolError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.slots import SlotPool
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import CandidateBatch, Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.draft_model import (
@@ -212,14 +214,41 @@ def load_eagle(source: SourceConfig) -> LoadedSource:
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, source.native)
     ranking = trusted_ranking(source.native) if facts.device == "cpu" else None
     prefill_rows = prefill_rows_of(prefill_s_per_token)
+    eagle = EagleSource(
+        *(head, SlotPool(slots), noise, config.draft_fan_out, ranking, prefill_rows), model=model
+    )
+    if facts.device == "cpu":
+        seconds = {width: step_seconds(eagle, head.width, width) for width in seconds}
     return LoadedSource(
-        EagleSource(
-            *(head, SlotPool(slots), noise, config.draft_fan_out, ranking, prefill_rows), model=model
-        ),
+        eagle,
         tokenizer_info(target, facts.context),
         seconds,
         prefill_s_per_token,
     )
+
+
+_TOKENS, _TURNS = 4, 4
+"""Tokens of a measured request, and repetitions; the first one warms up."""
+
+
+def step_seconds(source: EagleSource, features: int, width: int) -> float:
+    """Measure a whole step of `width` roots, as it is served: on CPUs Python takes about as long as the products.
+
+    `features` is the width of the target's features. It must run before any request.
+    """
+    requests, tokens = range(width), [0] * (_TOKENS + 1)
+    nodes = [NodeRequest(request, SpeculationTree(request, width).root) for request in requests]
+    taken: list[float] = []
+    for request in requests:
+        source.open(request, tokens, SamplingParameters(temperature=0.0), 0)
+        source.read(request, 0, torch.zeros((_TOKENS, features), dtype=torch.bfloat16))
+    for _ in range(_TURNS):
+        started = time.perf_counter()
+        source.expand(nodes, [(1.0,)] * width)
+        taken.append(time.perf_counter() - started)
+    for request in requests:
+        source.close(request)
+    return min(taken[1:])
 
 
 def _require(folder: Path | None, config: EngineConfig) -> Path:

@@ -108,7 +108,8 @@ def draft_features(config: EngineConfig, target: Path) -> tuple[int, ...]:
 
 
 def draft_times(model: Model, source: SourceConfig) -> tuple[dict[int, float], float]:
-    """Return step times by width, and the prefill time of a token: measured on GPUs, expected on CPUs."""
+    """Return step times by width, and the prefill time of a token: measured on GPUs, expected on CPUs
+    from the products alone."""
     facts, widths = model.facts, source.widths
     if facts.device == "cpu":
         folder = cache_folder(source.config.cache_dir, source.log.warning)
