@@ -1,6 +1,6 @@
 """Roofs of a device: bandwidth of reading weights, throughput of multiplying matrices, and time of a layer beside them.
 
-Measured: matrices that no cache holds are streamed through products of few rows, as a decoding step does, one is
+Measured: matrices that no cache holds are streamed through products of few rows, as a decoding step does. One is
 multiplied with many rows, and packed layers of a small model run. All use the engine's own products, in bf16 or in
 packed blocks. The best repeat counts. Expected, without measuring: figures of a usual processor.
 """
