@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ssd_serve.base.contention import CoreContention, core_seconds
+from ssd_serve.base.contention import CoreContention, ThreadLimit, core_seconds, family_seconds
 
 
 class Threads:
@@ -73,3 +73,58 @@ def test_threads_that_begin_and_systems_without_counters_count_nothing(tmp_path:
     threads.pass_second(900, 0)
     assert not contention.observe()
     assert not CoreContention(tmp_path / "none").observe()
+
+
+def others_of(tmp_path: Path, cores: list[float], own: float = 0.0) -> list[int]:
+    """Taken cores after seconds in which all cores together worked so much beside `own`."""
+    threads, worked, ours = Threads(tmp_path), 0.0, 0.0
+
+    def passed() -> float:
+        return ours
+
+    contention = CoreContention(tmp_path, lambda: threads.now, lambda: worked, passed)
+    taken = []
+    for each in cores:
+        threads.pass_second(0, 0)
+        worked, ours = worked + each + own, ours + own
+        contention.observe()
+        taken.append(contention.taken)
+    return taken
+
+
+def test_a_core_is_taken_until_others_use_less_than_half_of_it(tmp_path: Path) -> None:
+    assert others_of(tmp_path, [0.1, 0.6, 0.7, 0.5, 0.4, 1.3, 1.7, 1.5, 1.4, 0.0]) == [
+        *(0, 0, 1, 1, 0, 1, 2, 2, 1, 0)
+    ]
+
+
+def test_other_processes_of_the_server_take_no_core(tmp_path: Path) -> None:
+    assert others_of(tmp_path, [0.1, 0.1], own=1.8) == [0, 0]
+
+
+def test_seconds_of_a_family_are_those_of_the_parent_and_its_children(tmp_path: Path) -> None:
+    for process, ticks in ((7, 100), (8, 30), (9, 20), (10, 999)):
+        (tmp_path / str(process)).mkdir()
+        fields = f"{process} (a) b) S 1 1 1 0 -1 0 0 0 0 0 {ticks} 5 0 0"
+        (tmp_path / str(process) / "stat").write_text(fields)
+    for thread, children in (("7", "8 "), ("70", "9 ")):
+        (tmp_path / "7" / "task" / thread).mkdir(parents=True)
+        (tmp_path / "7" / "task" / thread / "children").write_text(children)
+    assert family_seconds(7, tmp_path) == 165 / os.sysconf("SC_CLK_TCK")
+    assert family_seconds(1, tmp_path) == 0.0
+
+
+def test_threads_leave_taken_cores_and_come_back() -> None:
+    threads = [4]
+    limit = ThreadLimit(lambda: threads[0], lambda number: threads.append(threads.pop() and number))
+    found = []
+    for taken in (0, 1, 3, 9, 0):
+        limit.leave(taken, 4)
+        found.append(threads[0])
+    assert found == [4, 3, 1, 1, 4]
+    limit.leave(2, 4)
+    threads[0] = 3  # the mode has changed
+    limit.leave(2, 4)
+    assert threads[0] == 2
+    limit.leave(0, 4)
+    assert threads[0] == 3

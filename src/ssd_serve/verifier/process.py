@@ -1,14 +1,16 @@
 """The verifier process: receives requests, runs rounds, sends tokens and status, and accepts drafters."""
 
 import math
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from msgspec.structs import replace
 
-from ssd_serve.base.contention import CoreContention, core_seconds
+from ssd_serve.base.contention import CoreContention, ThreadLimit, core_seconds, family_seconds
 from ssd_serve.base.devices import available_cores
 from ssd_serve.base.draft_messages import Message
 from ssd_serve.base.engine_config import EngineConfig, Mode
@@ -102,7 +104,11 @@ class VerifierLoop:
         self._status_at = 0.0
         self._store_times = store_times
         self._status = status
-        self._contention = CoreContention(worked=lambda: core_seconds(available_cores()))
+        parent = os.getppid()  # it started the drafters too
+        self._contention = CoreContention(
+            worked=lambda: core_seconds(available_cores()), own=lambda: family_seconds(parent)
+        )
+        self._threads = ThreadLimit(torch.get_num_threads, torch.set_num_threads)
         self._reporter = EngineLogReporter(engine, log)
         self._held = GrammarQueue(engine.grammars)
         self._remembered_at = time.monotonic()
@@ -177,6 +183,7 @@ class VerifierLoop:
         if now - self._status_at >= _STATUS_S:
             self._status_at = now
             self._contention.observe()
+            self._threads.leave(self._contention.taken, len(available_cores()))
             self._reporter.report_contention(self._contention, now)
             if len(self._unsent) < _MAX_UNSENT:
                 self._unsent.append(self._current_status())
