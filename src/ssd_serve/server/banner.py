@@ -145,12 +145,9 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
 
 
 def busy_line(others: float, cores: int) -> str:
-    """Say what other programs use, and the speed that is left: two thirds with one of two cores, a third with both."""
+    """Say what other programs use, and that the target leaves it to them."""
     used = min(others, cores)
-    return (
-        f"other programs use {used:.1f} of the {cores} cores: while they do, expect about "
-        f"{100 * (1 - used / (1.5 * cores)):.0f} % of the speeds on an idle machine"
-    )
+    return f"this machine is busy: other programs use {used:.1f} of the {cores} cores, and answers are slower while they do"
 
 
 def _speed_line(ready: Ready, settings: Settings) -> str:
