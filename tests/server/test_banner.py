@@ -61,7 +61,7 @@ def test_banner_without_draft_step_time_has_no_speed_up() -> None:
 
 
 def test_banner_says_that_other_programs_use_the_cores() -> None:
-    told = "this machine is busy: other programs use 1.0 of the 2 cores, and answers are slower while they do"
+    told = "this machine is busy: other programs use 1.0 of the 2 cores, which makes answers slower"
     assert told in screen(READY, others=1.0)
     assert "other programs" not in screen(READY, others=0.1)
     assert "use 2.0 of the 2 cores" in busy_line(2.04, 2)

@@ -147,7 +147,7 @@ def facts(ready: Ready, settings: Settings) -> list[tuple[str, str]]:
 def busy_line(others: float, cores: int) -> str:
     """Say what other programs use, and that the target leaves it to them."""
     used = min(others, cores)
-    return f"this machine is busy: other programs use {used:.1f} of the {cores} cores, and answers are slower while they do"
+    return f"this machine is busy: other programs use {used:.1f} of the {cores} cores, which makes answers slower"
 
 
 def _speed_line(ready: Ready, settings: Settings) -> str:
