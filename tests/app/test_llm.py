@@ -240,6 +240,21 @@ def test_chat_is_the_completion_of_its_rendered_text(llm: LLM) -> None:
     assert answer.token_ids == llm.generate(ids, SAMPLED)[0].token_ids
 
 
+def test_several_conversations_are_answered_in_order(llm: LLM) -> None:
+    chats = [
+        [{"role": "user", "content": text}] for text in ("Write a loop.", "Write a class.", "Write a test.")
+    ]
+    params = [SAMPLED.model_copy(update={"seed": seed}) for seed in range(3)]
+    together = [output.token_ids for output in llm.chat(chats, params)]
+    assert together == [llm.chat(chat, one)[0].token_ids for chat, one in zip(chats, params, strict=True)]
+
+
+@pytest.mark.parametrize("messages", ["hello", [["hello"]], [{"role": "user", "content": "a"}, "b"]])
+def test_messages_of_another_form_are_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match=r"^messages: must be a list"):
+        llm.chat(messages)
+
+
 @pytest.mark.parametrize(
     ("params", "field"),
     [

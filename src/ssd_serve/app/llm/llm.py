@@ -41,6 +41,8 @@ from ssd_serve.sampling.validation import (
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: messages with `role` and `content`."""
 
 _USUAL_MAX_TOKENS = 128
 
@@ -135,37 +137,42 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
-        params: SamplingParams | None = None,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
         **variables: Any,
     ) -> list[Output]:
-        """Return the n answers to a conversation of `{"role": ..., "content": ...}`; `variables` are those of the
-        model's chat template."""
-        return self._outputs(self._asked_of_chat(messages, params, variables), bar=False)
+        """Return the n answers to a conversation of `{"role": ..., "content": ...}`, or to each of several.
+        `params` and `progress`: as of `generate`; `variables` are those of the model's chat template."""
+        asked = self._asked_of_chats(_conversations(messages), params, variables)
+        bar = len(asked) > 1 and sys.stderr.isatty() if progress is None else progress
+        return self._outputs(asked, bar)
 
     def stream_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Messages,
         params: SamplingParams | None = None,
         **variables: Any,
     ) -> Generator[Piece]:
         """Stream the answer to a conversation; the last piece has the whole output."""
-        return self._pieces(self._asked_of_chat(messages, _of_one(params), variables))
+        return self._pieces(self._asked_of_chats(_conversations(messages), _of_one(params), variables))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Stream the continuation of one prompt; the last piece has the whole output."""
         params = _of_one(params) or self.get_default_sampling_params()
         return self._pieces(self._asked([(self._ids(prompt), params)]))
 
-    def _asked_of_chat(
+    def _asked_of_chats(
         self,
-        messages: Sequence[Mapping[str, str]],
-        params: SamplingParams | None,
+        conversations: Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None,
         variables: Mapping[str, Any],
     ) -> list[Asked]:
-        text = self.tokenizer.apply_chat_template(messages, **variables)
-        ids = self._ids(text, special=False)  # chat templates write the begin token themselves
-        return self._asked([(ids, params or self.get_default_sampling_params())], self.ready.context)
+        texts = [self.tokenizer.apply_chat_template(each, **variables) for each in conversations]
+        # Chat templates write the begin token themselves.
+        ids = [self._ids(text, special=False) for text in texts]
+        return self._asked(zip(ids, self._all_params(params, len(ids)), strict=True), self.ready.context)
 
     def _pieces(self, asked: Sequence[Asked]) -> Generator[Piece]:
         conversation = self._conversation()
@@ -258,6 +265,19 @@ class LLM:
         if self._open is None:
             raise EngineDeadError("this LLM has been closed")
         return self._open
+
+
+def _conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """Return one conversation or several as a list."""
+    given = messages if messages and isinstance(messages[0], Sequence) else [messages]
+    found = cast(list[object], list(given) if not isinstance(messages, str) else [None])
+    for each in found:
+        if not isinstance(each, Sequence) or not all(isinstance(message, Mapping) for message in each):
+            raise RequestError(
+                'messages: must be a list of {"role": ..., "content": ...}, or a list of such lists',
+                "messages",
+            )
+    return cast(list[Messages], found)
 
 
 def _of_one(params: SamplingParams | None) -> SamplingParams | None:
