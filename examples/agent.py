@@ -21,7 +21,7 @@ def add(a: float, b: float) -> str:
 
 
 def tool(name: str, description: str, **properties: object) -> ChatCompletionToolParam:
-    schema = {
+    schema: dict[str, object] = {
         "type": "object",
         "properties": properties,
         "required": [*properties],

@@ -8,9 +8,10 @@ import json
 import sys
 
 from openai import OpenAI
+from openai.types.shared_params import ResponseFormatJSONSchema
 
 TEXT = "Ada Lovelace was born in London in 1815. She wrote the first program for Babbage's engine."
-SCHEMA = {
+SCHEMA: dict[str, object] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},
@@ -20,15 +21,16 @@ SCHEMA = {
     "required": ["name", "city", "born"],
     "additionalProperties": False,
 }
+FORMAT: ResponseFormatJSONSchema = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "strict": True, "schema": SCHEMA},
+}
 
 client = OpenAI(base_url=(sys.argv[1:] or ["http://127.0.0.1:8000"])[0] + "/v1", api_key="none")
 answer = client.chat.completions.create(
     model=client.models.list().data[0].id,
     messages=[{"role": "user", "content": f"Extract name, city and year of birth as JSON.\n\n{TEXT}"}],
-    response_format={
-        "type": "json_schema",
-        "json_schema": {"name": "person", "strict": True, "schema": SCHEMA},
-    },
+    response_format=FORMAT,
     max_tokens=120,
     temperature=0,
 )
