@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,38 @@ def test_batch_answers_each_line_of_a_file(tmp_path: Path) -> None:
     ]
     assert [row["prompt"] for row in rows] == prompts
     assert all(row["answer"] for row in rows)
+
+
+@pytest.mark.slow
+def test_draft_source_drafts_and_changes_no_text(tmp_path: Path) -> None:
+    """The package is described to Python as pip would do it."""
+    source = EXAMPLES / "draft_source"
+    project = (source / "pyproject.toml").read_text(encoding="utf-8")
+    ((group, name, load),) = re.findall(r'entry-points\."(.+)"\]\n(.+) = "(.+)"', project)
+    described = tmp_path / "last_follower-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.4\nName: last-follower\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text(f"[{group}]\n{name} = {load}\n")
+    path = os.pathsep.join([str(tmp_path), str(source), os.environ.get("PYTHONPATH", "")])
+
+    def generated(*flags: str) -> dict[str, object]:
+        command = [sys.executable, "-m", "ssd_serve", "generate", "one two one two one two", "--json"]
+        done = subprocess.run(
+            [*command, "--temperature", "0", "--max-tokens", "40", *flags],
+            env={**os.environ, "PYTHONPATH": path, "SSD_CONTEXT": "512"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        report: dict[str, object] = json.loads(done.stdout)
+        return report
+
+    plain = generated("--mode", "ar")
+    drafted = generated("--draft", name, "--mode", "sd", "--num-speculative-tokens", "4")
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert drafted["accepted"] != 0
 
 
 def test_litellm_configuration_names_the_model_and_its_server() -> None:
