@@ -99,12 +99,25 @@ def test_settings_table_fits_the_terminal() -> None:
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_help_lists_settings_with_choices_types_and_defaults(command: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
+        cli.main([command, "--help-all"])
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     words = ("--mode {ar,sd,ssd,auto}", "--port N", "(8000)", "--cache-dir PATH", "front end (each is")
     for expected in (*map(flag_name, Settings.model_fields), *words):
         assert expected in text
+
+
+@pytest.mark.parametrize("command", [["serve"], ["run"], ["chat"], []])
+def test_help_fits_a_screen(command: list[str], capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 60
+    if command:
+        assert max(map(len, text.splitlines())) <= 80
+        assert {flag_name(name) for name in Settings.model_fields} <= set(text.split())
 
 
 def test_help_needs_no_torch() -> None:

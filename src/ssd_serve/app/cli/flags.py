@@ -4,6 +4,7 @@ Every field of `Settings` becomes a flag; other packages may add them to their p
 """
 
 import argparse
+import textwrap
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -45,6 +46,33 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 """Names of the same flags in vLLM and llama.cpp."""
 
+COMMON = {
+    "target": "folder, GGUF file, hub id or short name",
+    "draft": "a model, 'ngram', 'suffix' or 'none'",
+    "mode": "plain, inline or asynchronous drafts",
+    "target_device": "cpu, cpu:0-1, cuda:0, cuda:0-3",
+    "draft_device": "the same, for drafts",
+    "dtype": "number format of weights",
+    "context": "longest prompt + output in tokens",
+    "kv_memory_mb": "most MiB of the KV cache",
+    "max_running": "most requests at the same time",
+    "host": "address to listen on",
+    "port": "HTTP port; 0: a free one",
+    "api_key": "bearer token that clients need",
+    "served_model_name": "model id in the API",
+    "drain_seconds": "time for requests to end after Ctrl-C",
+}
+"""Settings that a short help describes, and their descriptions in it."""
+_WIDTH = 79
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_unused: object) -> None:
+        if isinstance(parser, Parser):
+            parser.shortened = False
+        parser.print_help()
+        parser.exit()
+
 
 class Parser(argparse.ArgumentParser):
     """Argument parser without abbreviations.
@@ -56,6 +84,19 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
         self._fill = fill
+        self.shortened = False
+
+    def format_help(self) -> str:
+        """Return the help; a shortened one describes `COMMON` settings, and lists the others by name."""
+        settings = {each: each.help for each in self._actions if each.dest.startswith(_PREFIX)}
+        if not self.shortened or not settings:
+            return super().format_help()
+        for each in settings:
+            each.help = argparse.SUPPRESS
+        text = super().format_help()
+        for each, described in settings.items():
+            each.help = described
+        return "\n".join([text, *map(_short_group, _GROUPS)])
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
@@ -67,7 +108,9 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-"):
                 name = word.partition("=")[0]
                 hint = rename_hint(name, flag_name) or suggestion(name, self._option_string_actions)
-                raise SettingsError(f"the flag {name} is unknown{hint} (`{self.prog} --help` lists all)")
+                raise SettingsError(
+                    f"the flag {name} is unknown{hint} (`{self.prog} {self._help_flag}` lists all)"
+                )
         if unknown:
             raise SettingsError(f"the argument '{unknown[0]}' is one too many (`{self.prog} --help`)")
         return known, unknown
@@ -89,6 +132,10 @@ class Parser(argparse.ArgumentParser):
             fill, self._fill = self._fill, None
             fill(self)
 
+    @property
+    def _help_flag(self) -> str:
+        return "--help-all" if self.shortened else "--help"
+
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as `SettingsError`."""
         raise SettingsError(f"{message} (`{self.prog} --help` explains)")
@@ -101,11 +148,29 @@ def add_settings_flags(
     names of other servers, and a flag for a configuration file."""
     if others:
         parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML, below variables")
+        parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="describe all settings")
     for title, kind in _GROUPS.items():
         group = parser.add_argument_group(f"{title} (each is also a variable SSD_<NAME>)")
         for name in _own_fields(kind):
             if name not in leave_out:
                 _add_flag(group, name, Settings.model_fields[name], ALIASES.get(name, ()) if others else ())
+    if others and isinstance(parser, Parser):
+        parser.shortened = True
+
+
+def _short_group(title: str) -> str:
+    """A group of settings in a short help."""
+    names = _own_fields(_GROUPS[title])
+    rows = [
+        f"  {flag_name(name) + ' ' + _metavar(Settings.model_fields[name].annotation):35} {COMMON[name]}"
+        for name in names
+        if name in COMMON
+    ]
+    others = "also " + " ".join(flag_name(name) for name in names if name not in COMMON)
+    wrapped = textwrap.wrap(
+        others, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )
+    return "\n".join([f"{title}:", *rows, *wrapped, ""])
 
 
 def _own_fields(kind: type[BaseSettings]) -> list[str]:
