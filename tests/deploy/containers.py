@@ -1,4 +1,4 @@
-"""Services of compose.yaml as processes of this machine: their commands, variables and healthchecks."""
+"""Services of the compose files as processes of this machine: their commands, variables and healthchecks."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -50,19 +51,32 @@ class Network:
         """Run a service; `more` is what .env would have. Only places and ports are others than inside."""
         service = services()[name]
         image = read_dockerfile(name.rpartition("-")[2]).of_the_image()
-        given = {**image.environment(), **environment(service), "SSD_PORT": str(self.port), **more}
-        given = {each: self._here(value) for each, value in given.items() if value}
-        if "SSD_DRAFTER_ADDRESS" in given:
-            given["SSD_DRAFTER_ADDRESS"] = self.meeting
         (entrypoint,), (arguments,) = image.all("ENTRYPOINT"), image.all("CMD")
         words: list[str] = [*json.loads(entrypoint), *(service.get("command") or json.loads(arguments))]
+        given = {**image.environment(), **environment(service), **more}
+        return self.run(words, given, self._check(service, image))
+
+    def start_pod(self, container: Mapping[str, Any], more: Mapping[str, str]) -> Container:
+        """Run a container of a Kubernetes manifest, with a key of this network as its Secret."""
+        image = read_dockerfile("cuda").of_the_image()
+        (entrypoint,), (arguments,) = image.all("ENTRYPOINT"), image.all("CMD")
+        given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+        words = [*json.loads(entrypoint), *container.get("args", json.loads(arguments))]
+        return self.run(words, {**image.environment(), **given, **more}, [])
+
+    def run(self, words: list[str], given: Mapping[str, str], check: list[str]) -> Container:
+        """Start a process at the port of this network, with folders of the image inside its folder."""
+        here = {each: self._here(value) for each, value in given.items() if value}
+        if "SSD_DRAFTER_ADDRESS" in here:
+            here["SSD_DRAFTER_ADDRESS"] = self.meeting
         variables = {
             **os.environ,
-            **given,
+            **here,
+            "SSD_PORT": str(self.port),
             "SSD_CLUSTER_KEY": self.key,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        command, check = [self._here(word) for word in words], self._check(service, image)
+        command = [self._here(word) for word in words]
         process = subprocess.Popen(command, env=variables, start_new_session=True)
         self.started.append(Container(process, variables, self.url, check))
         return self.started[-1]
@@ -93,4 +107,8 @@ class Network:
     def _here(self, text: str) -> str:
         if text.startswith("tcp://"):
             return self.meeting
-        return text.replace("/cache/", f"{self.folder}/").replace("/tmp/alive", f"{self.folder}/alive")
+        return (
+            text.replace("/var/cache/", "/cache/")
+            .replace("/cache/", f"{self.folder}/")
+            .replace("/tmp/alive", f"{self.folder}/alive")
+        )

@@ -1,4 +1,4 @@
-"""Readers of files in deploy/: compose.yaml, Dockerfiles, Prometheus expressions."""
+"""Readers of files in deploy/: compose files, Dockerfiles, Prometheus expressions."""
 
 import json
 import re
@@ -13,14 +13,25 @@ import yaml  # type: ignore[import-untyped]
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KINDS = ("cpu", "rocm", "cuda")
+COMPOSE = {"cpu": "compose.cpu.yaml", "rocm": "compose.amd.yaml", "cuda": "compose.nvidia.yaml"}
+"""The file of each image."""
+COMPOSE_RAY = "compose.ray.yaml"
 
 
 def read_yaml(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
 
 
+def read_objects(text: str) -> list[dict[str, Any]]:
+    """Return the documents of a YAML stream."""
+    return [each for each in yaml.safe_load_all(text) if each]
+
+
 def services() -> dict[str, Any]:
-    found: dict[str, Any] = read_yaml("compose.yaml")["services"]
+    """Return the services of all compose files, those of a file for one kind as `name-kind`."""
+    found: dict[str, Any] = dict(read_yaml(COMPOSE_RAY)["services"])
+    for kind, file in COMPOSE.items():
+        found |= {f"{name}-{kind}": service for name, service in read_yaml(file)["services"].items()}
     return found
 
 

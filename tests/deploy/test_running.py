@@ -1,4 +1,4 @@
-"""The cpu profile as processes: the image's command with its variables, its healthcheck, and its metrics."""
+"""The server of compose.cpu.yaml as a process: command, variables, healthcheck and metrics."""
 
 import re
 import signal
@@ -23,7 +23,7 @@ NOT_ON_THE_PAGE = {"instance", "replica"}
 def container(tmp_path_factory: pytest.TempPathFactory) -> Generator[Container]:
     network = Network(tmp_path_factory.mktemp("cache"))
     try:
-        yield network.start("ssd-cpu", {})
+        yield network.start("ssd-cpu", {"SSD_TARGET": "embedded"})
     finally:
         network.close()
 

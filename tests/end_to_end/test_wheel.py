@@ -1,11 +1,13 @@
-"""An installed wheel serves with the embedded pair, outside of the repository."""
+"""The sdist has no links, and a wheel built from the sdist serves outside of the repository."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tests.servers import children, complete, free_port, running
 ROOT = Path(__file__).parents[2]
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "tests", "__pycache__", "*.egg-info")
 PAGE_FILES = ("index.html", "app.js", "base.css", "icon.svg", "vendor/marked.js", "vendor/LICENSES.txt")
+SDIST = "from setuptools import build_meta; build_meta.build_sdist('..')"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
@@ -23,8 +26,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build from a copy, because setuptools writes folders into the sources and packs their contents."""
     folder = tmp_path_factory.mktemp("wheel")
     sources = shutil.copytree(ROOT, folder / "sources", symlinks=True, ignore=NOT_SOURCES)
+    run([sys.executable, "-c", SDIST], sources)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        # A checkout or file system without links would have text files in their places.
+        assert not [member.name for member in packed if member.issym() or member.islnk()]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
-    run([*PIP, "wheel", *offline, "--wheel-dir", str(folder), str(sources)], folder)
+    run([*PIP, "wheel", *offline, "--wheel-dir", str(folder), str(archive)], folder)
     shutil.rmtree(sources)
     (built,) = folder.glob("*.whl")
     return built
@@ -60,6 +68,24 @@ def test_wheel_has_the_package_and_its_data(wheel: Path) -> None:
     assert [name for name in names if name.startswith("ssd_serve/models/embedded/target/")]
     assert {f"ssd_serve/server/page/static/{file}" for file in PAGE_FILES} <= set(names)
     assert [name for name in names if name.startswith("ssd_serve/kernels/native/") and name.endswith(".c")]
+
+
+@pytest.mark.slow
+def test_wheel_names_its_authors_and_the_licences_of_code_page_and_weights(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = [each for each in packed.namelist() if each.endswith(".dist-info/METADATA")]
+        metadata = message_from_bytes(packed.read(name))
+        licences = [
+            packed.read(f"{Path(name).parent}/licenses/{file}")
+            for file in metadata.get_all("License-File", [])
+        ]
+    assert all(licences)
+    for field in ("Author", "License-Expression", "Keywords", "Classifier", "Summary", "Requires-Python"):
+        assert metadata[field], field
+    files = metadata.get_all("License-File", [])
+    assert {"LICENSE", "NOTICE", "src/ssd_serve/server/page/static/vendor/LICENSES.txt"} <= set(files)
+    weights = {path.parent.name for path in (ROOT / "src/ssd_serve/models/embedded").glob("*/README.md")}
+    assert weights == {Path(file).parent.name for file in files if "models/embedded/" in file} != set()
 
 
 @pytest.mark.slow
