@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ssd_serve.app.cli import main as cli
+from ssd_serve.app.cli.flags import FOREIGN
 from ssd_serve.app.cli.output import as_table
 from ssd_serve.app.cli.serve import address
 from ssd_serve.base.errors import CheckpointError, PermissionProblemError, PortInUseError, SettingsError
@@ -105,6 +106,12 @@ def test_help_lists_settings_with_choices_types_and_defaults(command: str, capsy
     words = ("--mode {ar,sd,ssd,auto}", "--port N", "(8000)", "--cache-dir PATH", "front end (each is")
     for expected in (*map(flag_name, Settings.model_fields), *words):
         assert expected in text
+
+
+@pytest.mark.parametrize("flag", FOREIGN)
+def test_flags_of_other_servers_get_advice(flag: str, capsys: Captured) -> None:
+    assert cli.main(["serve", flag, "9"]) == 2
+    assert f"{flag} is unknown; {FOREIGN[flag]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["serve"], ["run"], ["chat"], []])

@@ -45,6 +45,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tool_parser": ("--tool-call-parser",),
 }
 """Names of the same flags in vLLM and llama.cpp."""
+FOREIGN = {
+    "--gpu-memory-utilization": "give the KV cache a size with --kv-memory-mb",
+    "--mem-fraction-static": "give the KV cache a size with --kv-memory-mb",
+    "--quantization": "the number format is read from the model's files (docs/models.md)",
+    "--n-gpu-layers": "name the device of the whole model with --target-device cuda:0",
+    "-ngl": "name the device of the whole model with --target-device cuda:0",
+}
+"""Flags of vLLM, SGLang and llama.cpp that have no counterpart, and what to do instead."""
 
 COMMON = {
     "target": "folder, GGUF file, hub id or short name",
@@ -107,7 +115,8 @@ class Parser(argparse.ArgumentParser):
         for word in unknown:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                hint = rename_hint(name, flag_name) or suggestion(name, self._option_string_actions)
+                advice = f"; {FOREIGN[name]}" if name in FOREIGN else ""
+                hint = advice or rename_hint(name, flag_name) or suggestion(name, self._option_string_actions)
                 raise SettingsError(
                     f"the flag {name} is unknown{hint} (`{self.prog} {self._help_flag}` lists all)"
                 )
