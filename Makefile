@@ -22,7 +22,7 @@ DEVELOPING := $(VENV)/.stamp-developing
 MEASURING := $(VENV)/.stamp-measuring
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test test-all tritons check mypy pyright prose format bench release clean
+.PHONY: help install serve demo test test-all tritons check mypy pyright prose format bench docs release clean
 
 help:
 	@echo "make serve     start the server (http://127.0.0.1:8000); fetches SmolLM2 (93 MB) once. Without a"
@@ -34,6 +34,7 @@ help:
 	@echo "make check     lint, format check, layers, types"
 	@echo "make prose     language of docstrings and documents (ARGS=\"--list 20 PATH\" lists findings)"
 	@echo "make bench     compare plain, synchronous and asynchronous speculation; needs an idle machine"
+	@echo "make docs      write the documentation site to site/, with strict links"
 	@echo "make install   only create $(VENV), with everything in it"
 	@echo "make format    format the sources with ruff"
 	@echo "make release   every check, then sdist and wheel in dist/ (CONTRIBUTING.md, Releases)"
@@ -125,6 +126,10 @@ format: $(DEVELOPING)
 
 bench: $(MEASURING)
 	$(BIN)/ssd bench modes --json src/ssd_serve/bench/results/modes.json $(ARGS)
+
+docs: $(BIN)/python
+	$(PIP) install -q 'mkdocs-material>=9.5'
+	$(BIN)/python -m mkdocs build --strict
 
 # Publishes nothing: "Releases" in CONTRIBUTING.md has the steps before and after.
 release: $(DEVELOPING)
