@@ -43,6 +43,14 @@ def test_self_draft_uses_the_targets_first_layers() -> None:
     assert len(growth.tokens) == 4 * settings("").draft_fan_out
 
 
+def test_a_fixed_chain_grows_without_siblings_however_improbable_it_is() -> None:
+    named = settings("embedded").model_copy(update={"num_speculative_tokens": 8})
+    core = assemble_drafter(named.engine_config(), "d0", "cpu", None).core
+    core.handle(Open(1, 1, (5, 6, 7), (), SamplingParameters(temperature=1.0), 9, root=1))
+    grown = [growth for _ in range(8) for growth in core.step()]
+    assert [len(growth.tokens) // 4 for growth in grown] == [1] * 8
+
+
 @pytest.mark.parametrize(("measured", "prefill_s"), [(0.001, 0.001), (0.0, 0.0), (None, 0.005)])
 def test_prefill_time_defaults_to_a_row_of_the_widest_step(measured: float | None, prefill_s: float) -> None:
     texts = TokenizerInfo(tokenizer="", vocabulary=8, context=64, ends=())

@@ -94,6 +94,22 @@ def test_fixed_shape_is_verified_in_each_round_and_lossless(shape: FixedShape, i
     assert shape.nodes * (figures.rounds - 4 * shape.nodes) <= figures.drafted <= shape.nodes * figures.rounds
 
 
+@pytest.mark.parametrize("inline", [True, False])
+def test_rounds_do_not_wait_for_a_fixed_shape_of_which_nothing_grows(inline: bool) -> None:
+    case = Case(slots=4096, policy=WaitPolicy, growth=GrowthLimits(4, 4, 8, 64, min_reach=0.9))
+    engine, _ = make_engine(case)
+    connect_inline(engine, case) if inline else CoreDrafter(engine, make_core(case))
+    options = RequestOptions(shape=FixedShape(6))
+    waited: list[float] = []
+
+    def note(_step: int) -> None:
+        waited.append(engine.decision.waited_s if engine.decision is not None else 0.0)
+
+    outputs = run(engine, [replace(each, options=options) for each in mixed_requests(1)], note)
+    assert same(outputs, plain(1))
+    assert max(waited) < 0.5  # a round waits for a second while more may come
+
+
 def test_drafter_with_little_memory_is_lossless() -> None:
     case = Case(draft_slots=100, slots=4096)
     engine, _ = make_engine(case)

@@ -1,6 +1,7 @@
 """Builds a drafter from the configuration: source, limits, core and `Hello`."""
 
 import secrets
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,12 +43,18 @@ def assemble_drafter(
     draft = config.draft_model
     if draft is None:
         raise SettingsError("there is no draft model: set SSD_DRAFT to a folder or a hub id")
+    if config.shape is not None and config.shape.chain:
+        # No siblings: growth by reach would expand most of them before it reached the chain's end.
+        depth = max(config.draft_depth, config.shape.nodes)
+        config = replace(config, draft_fan_out=1, draft_depth=depth)
     log = get_logger(name, config.log_level, config.log_format)
     loaded = load_draft(config, draft, device, native, log)
     info, widths = loaded.tokenizer, LiveWidth(loaded.seconds)
     limits = GrowthLimits(
         *(widths.width, config.draft_fan_out, config.draft_depth, config.tree_nodes),
         context=info.context,
+        # A fixed number of draft tokens is verified however improbable they are.
+        min_reach=1e-3 if config.shape is None else sys.float_info.min,
         # While speculation is paused, a target on CPU cores also computes on its drafter's cores.
         prefills_paused=not device.startswith("cpu"),
     )

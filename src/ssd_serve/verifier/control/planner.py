@@ -36,6 +36,9 @@ _CANDIDATES, _CANDIDATES_EACH = 64, 8
 chooses among them. The cost of one more node is averaged over `_CANDIDATES_EACH` nodes."""
 _FIXED_SHAPE_WAIT_S = 1.0
 """Longest wait of a round for the nodes of a fixed shape."""
+_FIXED_SHAPE_IDLE_S, _FIXED_SHAPE_IDLE_STEPS = 0.02, 10
+"""A round no longer waits for a fixed shape once nothing has grown for so long, or for as many draft steps if those
+take longer: the drafter has nothing more to expand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +190,19 @@ class RoundPlanner:
             return [], self._decide_plain(pending.requests)
         if pending.requests and not self._drafters.drafting and not _any_drafted(chunks):
             return [], self._decide_plain(pending.requests)  # lookups that found nothing cost nothing
-        waited_s, answers = 0.0, True
+        waited_s, idle_s, answers = 0.0, 0.0, True
         candidates = self._candidates(pending, 0)
         while (
             pending.requests
             and (answers := self._drafters.worth_waiting())
-            and self._should_wait(candidates, waited_s)
+            and self._should_wait(candidates, waited_s, idle_s)
         ):
-            estimate, started = candidates.estimate, self._clock()
+            estimate, started, before = candidates.estimate, self._clock(), self._drafters.expansions
             self._drafters.wait(2 * max(estimate.step_s, 1e-3))
             drain()
             spent_s = self._clock() - started
             waited_s += spent_s
+            idle_s = idle_s + spent_s if self._drafters.expansions == before else 0.0
             candidates = self._candidates(pending, estimate.steps + 1)
             self._policy.observe(estimate, candidates.estimate, spent_s)
         nodes = candidates.ranking.nodes[: candidates.estimate.choice.nodes]
@@ -311,9 +315,11 @@ class RoundPlanner:
     def _has_drafters(self) -> bool:
         return self.mode_config is not None and any(map(self._drafters.has, self.mode_config.policies))
 
-    def _should_wait(self, candidates: _RoundCandidates, waited_s: float) -> bool:
+    def _should_wait(self, candidates: _RoundCandidates, waited_s: float, idle_s: float) -> bool:
         if candidates.ranking.incomplete:
-            return waited_s < _FIXED_SHAPE_WAIT_S
+            most_s = max(_FIXED_SHAPE_IDLE_S, _FIXED_SHAPE_IDLE_STEPS * candidates.estimate.step_s)
+            idle = idle_s >= most_s and not self._drafters.pending_prefill_s(self._drafters.mode)
+            return waited_s < _FIXED_SHAPE_WAIT_S and not idle
         return not candidates.ranking.forced and self._policy.should_wait(candidates.estimate)
 
     def _decide_plain(self, requests: int) -> DecisionMessage:
