@@ -37,8 +37,8 @@ chooses among them. The cost of one more node is averaged over `_CANDIDATES_EACH
 _FIXED_SHAPE_WAIT_S = 1.0
 """Longest wait of a round for the nodes of a fixed shape."""
 _FIXED_SHAPE_IDLE_S, _FIXED_SHAPE_IDLE_STEPS = 0.02, 10
-"""A round no longer waits for a fixed shape once nothing has grown for so long, or for as many draft steps if those
-take longer: the drafter has nothing more to expand."""
+"""Time without growth, or draft steps if those take longer, after which a round stops waiting for a fixed shape. The
+drafter has nothing more to expand then."""
 
 
 @dataclass(frozen=True, slots=True)
