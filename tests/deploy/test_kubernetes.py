@@ -24,7 +24,7 @@ from tests.servers import await_health, complete
 VARIANTS: dict[str, dict[str, Any]] = {
     "cpu": {},
     "nvidia": {"device": "nvidia", "secret": "keys", "cache": {"enabled": False}},
-    "amd": {"device": "amd", "drafter": {"enabled": True}, "supplementalGroups": [44, 109]},
+    "amd": {"device": "amd", "secret": "keys", "drafter": {"enabled": True}, "supplementalGroups": [44, 109]},
     "monitored": {"secret": "keys", "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
 }
 OTHER_VARIABLES = {"HF_TOKEN"}
@@ -107,6 +107,8 @@ def test_drafter_connects_to_the_service_of_the_target(name: str) -> None:
         for pod in (target, drafter)
     ]
     assert keys[0] == keys[1] != []
+    for pod in (target, drafter):
+        assert "HF_TOKEN" in {each["name"] for each in pod["spec"]["containers"][0]["env"]}
 
 
 def test_values_are_valid_for_their_schema_and_mistakes_are_refused() -> None:

@@ -81,7 +81,16 @@ def test_wheel_names_its_authors_and_the_licences_of_code_page_and_weights(wheel
             for file in metadata.get_all("License-File", [])
         ]
     assert all(licences)
-    for field in ("Author", "License-Expression", "Keywords", "Classifier", "Summary", "Requires-Python"):
+    fields = (
+        "Author",
+        "Maintainer",
+        "License-Expression",
+        "Keywords",
+        "Classifier",
+        "Summary",
+        "Requires-Python",
+    )
+    for field in fields:
         assert metadata[field], field
     files = metadata.get_all("License-File", [])
     assert {"LICENSE", "NOTICE", "src/ssd_serve/server/page/static/vendor/LICENSES.txt"} <= set(files)
