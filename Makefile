@@ -127,8 +127,7 @@ format: $(DEVELOPING)
 bench: $(MEASURING)
 	$(BIN)/ssd bench modes --json src/ssd_serve/bench/results/modes.json $(ARGS)
 
-docs: $(BIN)/python
-	$(PIP) install -q 'mkdocs-material>=9.5'
+docs: $(DEVELOPING)
 	$(BIN)/python -m mkdocs build --strict
 
 # Publishes nothing: "Releases" in CONTRIBUTING.md has the steps before and after.
