@@ -101,7 +101,7 @@ def test_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "name", ["no-such-folder", "/a/b/c", "a/b/c", "owner/", "./x", "owner/na me", "a/b@", "a/b@../c"]
 )
 def test_neither_folder_nor_id(name: str) -> None:
-    with pytest.raises(CheckpointError, match="neither a folder, a GGUF file, a hub id"):
+    with pytest.raises(CheckpointError, match="is neither a folder, a GGUF file, a hub id"):
         hub.resolve_model(name, "target")
 
 

@@ -125,7 +125,9 @@ def check_device(device: Device, machine: Machine, setting: str) -> None:
     if device.kind == "cuda":
         if max(device.indices, default=0) >= machine.gpus:
             found = f"{machine.gpus} GPU(s)" if machine.gpus else "no GPU that torch can use"
-            raise SettingsError(f"{setting} is {device}, but this machine has {found}")
+            raise SettingsError(
+                f"{setting} is {device}, but this machine has {found}: name another or cpu; `ssd doctor` looks for GPUs"
+            )
         return
     missing = [core for core in device.indices if core not in machine.cores]
     if missing:

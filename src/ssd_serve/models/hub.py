@@ -65,7 +65,7 @@ def resolve_model(
         raise CheckpointError(f"there is no file {Path(name).expanduser().absolute()}")
     if wanted is None:
         raise CheckpointError(
-            f"{name} is neither a folder, a GGUF file, a hub id such as owner/name, nor one of "
+            f"the {role} {name} is neither a folder, a GGUF file, a hub id such as owner/name, nor one of "
             f"{', '.join((*short_names, EMBEDDED))}{suggestion(name, (*short_names, EMBEDDED))}"
         )
     if wanted.commit and not ask_hub and (found := _complete(wanted)) is not None:

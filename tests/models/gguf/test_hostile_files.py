@@ -39,6 +39,7 @@ def build(
 
 HUGE = 2**62
 HOSTILE = {
+    "empty": (b"", "is empty"),
     "no magic": (b"nonsense" * 8, "does not begin with GGUF"),
     "version": (build(version=9), "has version 9"),
     "big-endian": (build(version=3 << 24), "big-endian"),

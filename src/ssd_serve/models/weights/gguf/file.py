@@ -71,6 +71,8 @@ class GgufFile:
         try:
             with path.open("rb") as file:
                 facts = os.fstat(file.fileno())
+                if not facts.st_size:
+                    raise CheckpointError(f"{path} is empty: download it again")
                 self.metadata, self.tensors = _contents(path, facts.st_mtime_ns, facts.st_size, facts.st_ino)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
