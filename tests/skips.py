@@ -10,6 +10,7 @@ EXPECTED = {
     r"Prometheus": "no package of Python brings it or promtool, and CI needs Python and make only",
     r"not for Python 3\.10": "the marks of these tests ask for the version, not for the package",
     r"Chromium is not installed": "no package of Python brings it; the page's other tests need no browser",
+    r"helm is not installed": "no package of Python brings it; the tests render the chart themselves",
     r"nginx is not installed": "no package of Python brings it",
     r"root may|only root": "the user that runs CI decides which of two tests can run",
     r"FlashInfer is not installed": "its packages need a GPU's toolkit; doubles stand in for it",
