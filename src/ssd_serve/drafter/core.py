@@ -30,10 +30,12 @@ from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_arrays
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cache.vectors import from_bytes
+from ssd_serve.drafter.blocks import block_branches
 from ssd_serve.drafter.calibration import DEEPEST, UNIT_SCALES, Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths, only
 from ssd_serve.drafter.sources.contract import (
+    Block,
     Branch,
     CandidateBatch,
     Candidates,
@@ -242,8 +244,8 @@ class DrafterCore:
             if result is None:
                 continue
             draft = self._requests[request]
-            if isinstance(result, Subtree):
-                branches = result.branches
+            if isinstance(result, Subtree | Block):
+                branches = result.branches if isinstance(result, Subtree) else self._branches(draft, result)
                 if allowed is not None and self._paths is not None:
                     branches = self._paths.branches(request, picked[index].tokens, branches)
                 attached = draft.attach(node, branches)
@@ -257,6 +259,10 @@ class DrafterCore:
                 draft.record([(index, node)], results)
                 made.setdefault(request, []).append(expansion_of(node, tokens, values))
         return [self._growth(request, new) for request, new in made.items()]
+
+    def _branches(self, draft: DraftRequest, block: Block) -> Sequence[Branch]:
+        room = max(1, (self._limits.nodes - len(draft.tree)) // max(1, block.tokens.shape[1]))
+        return block_branches(block, room, math.log(self._limits.min_reach))
 
     def _grow_batch(self, picked: Sequence[NodeRequest], results: CandidateBatch) -> list[Growth]:
         """`_grow` with array operations over all nodes."""

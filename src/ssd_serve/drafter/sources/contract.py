@@ -108,7 +108,24 @@ class Subtree(NamedTuple):
     branches: Sequence[Branch]
 
 
-ExpandResult: TypeAlias = Candidates | Subtree | None
+class Block(NamedTuple):
+    """Candidates of consecutive positions below one node, from one forward; see `drafter.blocks`.
+
+    Positions are independent of each other unless `pairs` is given.
+    """
+
+    tokens: npt.NDArray[np.int32]  # [positions, candidates], best first
+    log_probabilities: npt.NDArray[
+        np.float32
+    ]  # [positions, candidates], calibrated; with the noise of each position
+    scores: npt.NDArray[np.float32]  # [positions, candidates], noisy scores before the scale
+    expected_scores: npt.NDArray[np.float32]  # [positions], see `Candidates.expected_score`
+    pairs: npt.NDArray[np.float32] | None = None
+    """[positions - 1, candidates, candidates]: log-probabilities of each candidate of a position after each one of
+    the position before it (given last), instead of the position's own."""
+
+
+ExpandResult: TypeAlias = Candidates | Subtree | Block | None
 """The result for one node. None: nothing for now; the node is requested again after the root moves."""
 Scales: TypeAlias = Sequence[float]
 """Scales of a node's candidates and of the levels below it; deeper levels have the last one."""

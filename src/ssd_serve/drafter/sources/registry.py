@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SettingsError
-from ssd_serve.models.heads.kinds import head_kind
+from ssd_serve.models.heads.kinds import EAGLE_KINDS, head_kind
 from ssd_serve.models.weights.formats import read_config
 
 if TYPE_CHECKING:
@@ -97,4 +97,7 @@ def _entry_points(name: str) -> EntryPoints:
 def _kind(folder: Path) -> str:
     if named := next(filter(is_source, read_config(folder).get("architectures") or []), None):
         return str(named)
-    return ANY_MODEL if head_kind(folder) is None else EAGLE
+    kind = head_kind(folder)
+    if kind is None:
+        return ANY_MODEL
+    return EAGLE if kind in EAGLE_KINDS else f"*{kind.lower()}"

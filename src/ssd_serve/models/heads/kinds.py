@@ -25,6 +25,7 @@ class HeadKind(StrEnum):
     EAGLE3 = "EAGLE-3"
 
 
+EAGLE_KINDS = frozenset({HeadKind.EAGLE1, HeadKind.EAGLE3})
 _ALGORITHMS = {"eagle": HeadKind.EAGLE1, "eagle3": HeadKind.EAGLE3}
 """Kinds by `speculators_model_type`."""
 _ARCHITECTURES = {
