@@ -16,6 +16,8 @@ KINDS = ("cpu", "rocm", "cuda")
 COMPOSE = {"cpu": "compose.cpu.yaml", "rocm": "compose.amd.yaml", "cuda": "compose.nvidia.yaml"}
 """The file of each image."""
 COMPOSE_RAY = "compose.ray.yaml"
+_LISTS = {"profiles", "ports", "volumes", "devices", "group_add", "extra_hosts"}
+"""Lists that `extends` joins; it replaces commands and tests."""
 
 
 def read_yaml(name: str) -> Any:
@@ -27,11 +29,38 @@ def read_objects(text: str) -> list[dict[str, Any]]:
     return [each for each in yaml.safe_load_all(text) if each]
 
 
+def read_compose(name: str) -> dict[str, Any]:
+    """Return the services and volumes of a compose file, with what it includes, and what its services extend."""
+    file = read_yaml(name)
+    found = {part: dict(file.get(part, {})) for part in ("services", "volumes")}
+    for service, each in found["services"].items():
+        if "extends" in each:
+            base = read_yaml(each["extends"]["file"])["services"][each["extends"]["service"]]
+            own = {field: value for field, value in each.items() if field != "extends"}
+            found["services"][service] = _merged(base, own)
+    for other in file.get("include", ()):
+        included = read_compose(other)
+        for part, entries in found.items():
+            assert not set(entries) & set(included[part]), "compose refuses names that are there twice"
+            entries.update(included[part])
+    return found
+
+
+def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    found = {**base, **own}
+    for field in set(base) & set(own):
+        if isinstance(own[field], dict):
+            found[field] = _merged(base[field], own[field])
+        elif field in _LISTS:
+            found[field] = [*base[field], *own[field]]
+    return found
+
+
 def services() -> dict[str, Any]:
     """Return the services of all compose files, those of a file for one kind as `name-kind`."""
-    found: dict[str, Any] = dict(read_yaml(COMPOSE_RAY)["services"])
+    found: dict[str, Any] = read_compose(COMPOSE_RAY)["services"]
     for kind, file in COMPOSE.items():
-        found |= {f"{name}-{kind}": service for name, service in read_yaml(file)["services"].items()}
+        found |= {f"{name}-{kind}": service for name, service in read_compose(file)["services"].items()}
     return found
 
 

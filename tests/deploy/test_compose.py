@@ -18,6 +18,7 @@ from tests.deploy.files import (
     by_default,
     deploying,
     environment,
+    read_compose,
     read_yaml,
     services,
 )
@@ -27,7 +28,7 @@ DRAFTERS = [f"drafter-{kind}" for kind in KINDS]
 NODES = [f"ray-{name}-{kind}" for name in ("head", "worker") for kind in KINDS]
 MONITORS = ("prometheus", "grafana")
 MONITORING = [f"{name}-{kind}" for name in MONITORS for kind in KINDS]
-FILES = [*COMPOSE.values(), COMPOSE_RAY]
+FILES = [*COMPOSE.values(), COMPOSE_RAY, "compose.base.yaml", "compose.monitoring.yaml"]
 MONITORING_RAY = ["prometheus-ray", "grafana-ray"]
 BUILT = [*SERVERS, *DRAFTERS, *NODES, *(f"ray-serve-{kind}" for kind in KINDS)]
 OTHER_VARIABLES = {"HF_HOME", "HF_TOKEN", "HIP_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"}
@@ -42,7 +43,7 @@ def test_compose_file_follows_the_specification(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_profiles_start_their_services_and_monitoring(kind: str) -> None:
-    file = read_yaml(COMPOSE[kind])["services"]
+    file = read_compose(COMPOSE[kind])["services"]
     for profile, expected in {
         None: ["ssd"],
         "split": ["target", "drafter"],
@@ -55,7 +56,7 @@ def test_profiles_start_their_services_and_monitoring(kind: str) -> None:
         f"{vendor}-ray": [f"ray-head-{kind}", f"ray-serve-{kind}", *MONITORING_RAY],
         f"{vendor}-ray-worker": [f"ray-worker-{kind}"],
     }.items():
-        nodes = read_yaml(COMPOSE_RAY)["services"]
+        nodes = read_compose(COMPOSE_RAY)["services"]
         assert [name for name, each in nodes.items() if profile in each["profiles"]] == expected
 
 
@@ -214,7 +215,7 @@ def test_server_is_killed_only_after_its_drain(name: str) -> None:
 def test_ports_are_on_loopback_and_mounts_exist(name: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in services()[name].get("ports", []))
     file = COMPOSE_RAY if name in MONITORING_RAY else COMPOSE[name.rpartition("-")[2]]
-    declared: dict[str, Any] = read_yaml(file)["volumes"]
+    declared: dict[str, Any] = read_compose(file)["volumes"]
     for mount in services()[name]["volumes"]:
         source, _, rest = mount.partition(":")
         if source.startswith("."):
@@ -272,7 +273,7 @@ def test_files_contain_no_secrets() -> None:
             text = re.sub(r"#.*", "", path.read_text(encoding="utf-8"))
             text = re.sub(r"automountServiceAccountToken: false|secret: ssd-cluster", "", text)
             assert not re.search(r"(?i)(token|password|secret|api_?key)\s*[=:] *[\"']?[\w$]", text), path
-    assert all(read_yaml(file)["x-inside"]["HF_TOKEN"] is None for file in FILES)
+    assert all(read_yaml(file)["x-inside"]["HF_TOKEN"] is None for file in ("compose.base.yaml", COMPOSE_RAY))
 
 
 def test_env_example_is_the_output_of_ssd_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,11 +79,16 @@ def test_pods_know_the_settings_and_wait_for_the_drain(name: str) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} == {
             each["name"] for each in spec["volumes"]
         }
+        claims = {
+            each["metadata"]["name"] for each in objects(name) if each["kind"] == "PersistentVolumeClaim"
+        }
+        wanted = {each.get("persistentVolumeClaim", {}).get("claimName") for each in spec["volumes"]}
+        assert wanted <= claims | {None}
         if "livenessProbe" in container:
             assert spec["terminationGracePeriodSeconds"] >= Settings().drain_seconds + 10
             assert container["readinessProbe"]["httpGet"]["path"] == "/health"
-        wanted = deployment["spec"]["selector"]["matchLabels"]
-        assert wanted.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+        selected = deployment["spec"]["selector"]["matchLabels"]
+        assert selected.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
 
 
 @pytest.mark.parametrize("name", ["split", "amd"])
