@@ -74,6 +74,12 @@ class CandidateBatch(Sequence[Candidates]):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def rows(self, rows: npt.NDArray[np.int64] | slice) -> "CandidateBatch":
+        """The candidates of some nodes, in this order."""
+        return CandidateBatch(
+            self.tokens[rows], self.log_probabilities[rows], self.scores[rows], self.expected_scores[rows]
+        )
+
     @overload
     def __getitem__(self, index: int) -> Candidates: ...
     @overload

@@ -3,10 +3,11 @@
 Knows one model and the requests' committed tokens; not the order of expansion.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from ssd_serve.base.errors import DeviceMemoryError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool, SlotTable
-from ssd_serve.drafter.sources.contract import CandidateBatch, Candidates, NodeRequest, Scales
+from ssd_serve.drafter.sources.contract import Block, CandidateBatch, Candidates, NodeRequest, Scales
 from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import release_memory, within_memory
@@ -25,6 +26,8 @@ from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.processors import apply_masks
 from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, rank_children
 
+R = TypeVar("R", bound=Candidates | Block)
+"""The result for a node."""
 _PREFILL_TOKENS = 16
 """More missing tokens than a few rounds commit count as a prefill."""
 MAX_PREFILL_ROWS = 512
@@ -76,6 +79,10 @@ class StepRows:
     """Positions of the drafted tokens: those after the requested nodes."""
     names: list[int]
     """Names of the requested nodes."""
+    counts: list[int]
+    """Rows with logits of each requested node: its own, and those of copies of a token below it."""
+    temporary: list[int]
+    """Slots of the copies, which are free after the forward."""
 
 
 _Place = tuple[int, int, int]
@@ -96,7 +103,10 @@ class TreeRowBuilder:
         self.committed = len(committed)
         begin = held.start + len(held.slots)
         self.positions = list(range(begin, begin + self.committed))
-        self.missing: list[int] = []
+        self.missing: dict[int, int] = {}
+        """Rows of nodes, by name."""
+        self.copies: list[int] = []
+        """Rows of copies."""
         self.parents: list[int] = []
         self.earlier: list[int] = []
         self.earlier_positions: list[int] = []
@@ -117,6 +127,21 @@ class TreeRowBuilder:
         """The row of a node; missing ancestors are added before it."""
         return self._place(node)[0]
 
+    def append_copies(self, node: Node, token: int, most: int) -> int:
+        """Append `most` copies of a token at the positions after a node, each below the one before it.
+
+        Copies have no names, and no KV later.
+        """
+        _, own, earlier = self._place(node)
+        for step in range(most):
+            row = len(self.tokens)
+            own |= 1 << row
+            self.tokens.append(token)
+            self.positions.append(self._first + node.depth + 1 + step)
+            self.copies.append(row)
+            self._masks.append((own, earlier))
+        return most
+
     def _place(self, node: Node) -> _Place:
         name, parent = node.name, node.parent
         place = self._places.get(name)
@@ -136,7 +161,7 @@ class TreeRowBuilder:
             own |= 1 << row
             self.tokens.append(node.token)
             self.positions.append(self._first + node.depth)
-            self.missing.append(name)
+            self.missing[name] = row
             self.parents.append(parent.name)
             self._masks.append((own, earlier))
         place = self._places[name] = row, own, earlier
@@ -150,17 +175,19 @@ def root_of(node: Node) -> Node:
 
 
 class RankingInputs(NamedTuple):
-    """Inputs of ranking, one entry for each requested node; `lines` is None if the noise table is too
+    """Inputs of ranking, one entry for each row with logits; `lines` is None if the noise table is too
     small for all."""
 
     keys: SamplingKeys
     lines: list[int] | None
     scales: list[float]
     allowed: list[Mask | None]
+    counts: Sequence[int]
+    """Entries of each node."""
 
 
-class ModelSource:
-    """Expands nodes with one forward of `model`, `fan_out` children each.
+class StepSource(ABC, Generic[R]):
+    """Expands nodes with one forward of `model`; subclasses rank its logits.
 
     Invariant: a slot belongs to the pool, to the committed tokens of one request or to one of its nodes.
     """
@@ -219,30 +246,43 @@ class ModelSource:
         if held is not None:
             self.pool.free(held.take_slots())
 
-    def expand(
-        self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
-    ) -> Sequence[Candidates | None]:
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[R | None]:
         """Run one forward over the missing rows of all requested nodes."""
         groups = self._groups(requests)
         self._is_warmup_step = False
         if not groups:
             return [None] * len(requests)
         wanted = [index for group in groups for index in group.indices]
-        keys = SamplingKeys([], [], [])
-        for group in groups:
-            keys.seeds.extend([group.held.seed] * len(group.indices))
-            keys.positions.extend(group.after)
-            keys.temperatures.extend([group.held.temperature] * len(group.indices))
-        allowed = [requests[index].allowed for index in wanted]
         # Before the forward: on ROCm a copy to the device waits for the work started there.
-        lines = self._lines(keys, allowed)
-        inputs = RankingInputs(keys, lines, [scales[index][0] for index in wanted], allowed)
+        inputs = self._inputs(groups, requests, scales)
         ranked = self._ranked_or_none(groups, inputs)
         if ranked is None:
             self._pending_prefill.clear()
             release_memory()
             return [None] * len(requests)
         return in_order(ranked, wanted, len(requests))
+
+    def _inputs(
+        self, groups: Sequence[StepRows], requests: Sequence[NodeRequest], scales: Sequence[Scales]
+    ) -> RankingInputs:
+        """The inputs of ranking the logits of all wanted rows."""
+        keys, counts = SamplingKeys([], [], []), list[int]()
+        own_scales, allowed = list[float](), list[Mask | None]()
+        for group in groups:
+            rows = sum(group.counts)
+            keys.seeds.extend([group.held.seed] * rows)
+            keys.temperatures.extend([group.held.temperature] * rows)
+            counts.extend(group.counts)
+            for index, after, count in zip(group.indices, group.after, group.counts, strict=True):
+                levels = scales[index]
+                allowed.append(requests[index].allowed)
+                keys.positions.append(after)
+                own_scales.append(levels[0])
+                for level in range(1, count):
+                    allowed.append(None)
+                    keys.positions.append(after + level)
+                    own_scales.append(levels[min(level, len(levels) - 1)])
+        return RankingInputs(keys, self._lines(keys, allowed), own_scales, allowed, counts)
 
     def _groups(self, requests: Sequence[NodeRequest]) -> list[StepRows]:
         """The rows of each request, as far as memory allows.
@@ -270,10 +310,8 @@ class ModelSource:
                 groups.append(group)
         return groups
 
-    def _ranked_or_none(
-        self, groups: Sequence[StepRows], inputs: RankingInputs
-    ) -> Sequence[Candidates] | None:
-        """Candidates of all groups' nodes; None if the device is out of memory."""
+    def _ranked_or_none(self, groups: Sequence[StepRows], inputs: RankingInputs) -> Sequence[R] | None:
+        """Results of all groups' nodes; None if the device is out of memory."""
         batch = self.prepared(build_batch([group.rows for group in groups]), groups)
         try:
             result = within_memory(lambda: self._model.forward(batch))
@@ -284,6 +322,7 @@ class ModelSource:
         for group in groups:
             group.held.slots.extend(group.committed)
             group.held.nodes.update(group.new_nodes)
+            self.pool.free(group.temporary)
         result.completion.wait()
         prefilled = max(len(group.committed) for group in groups)
         self._is_warmup_step = result.includes_capture or prefilled > _PREFILL_TOKENS
@@ -318,19 +357,21 @@ class ModelSource:
         held = self.held[request]
         if len(held.slots) == len(held.tokens) and any(node.parent is None for node in nodes):
             self.pool.free([held.slots.pop()])  # the root's logits are needed again
+        # A node may have KV without a result, if memory was short when it was ranked.
+        self.pool.free([slot for node in nodes if (slot := held.nodes.pop(node.name, None)) is not None])
         first = held.start + len(held.tokens) - 1 - (root_of(nodes[0]).depth if nodes else 0)
         tree = TreeRowBuilder(held, first, most)
-        rows = [tree.row_of(node) for node in nodes]
+        order = sorted(range(len(nodes)), key=lambda place: nodes[place].depth)  # the rows ascend
+        rows = [self._rows_of(tree, nodes[place]) for place in order]
         slots = self._allocate(len(tree.tokens), held.slots.last(), busy)
         if slots is None:
             return None
-        order = sorted(range(len(nodes)), key=rows.__getitem__)
         part = RequestRows(
             tokens=tree.tokens,
             positions=tree.positions,
             write_slots=slots,
             prefix_slots=held.slots.view(),
-            wanted=[rows[place] for place in order],
+            wanted=[row for each in rows for row in each],
             ancestry=tree.ancestry,
             tree_slots=[*slots, *tree.earlier],
             tree_positions=[*tree.positions, *tree.earlier_positions],
@@ -339,20 +380,32 @@ class ModelSource:
             request,
             held,
             part,
-            new_nodes=dict(zip(tree.missing, slots[tree.committed :], strict=True)),
+            new_nodes={name: slots[row] for name, row in tree.missing.items()},
             parents=tree.parents,
             committed=slots[: tree.committed],
             indices=[indices[place] for place in order],
             after=[first + 1 + nodes[place].depth for place in order],
             names=[nodes[place].name for place in order],
+            counts=[len(each) for each in rows],
+            temporary=[slots[row] for row in tree.copies],
         )
+
+    def _rows_of(self, tree: TreeRowBuilder, node: Node) -> range:
+        """Hook: append the rows of a requested node, and return those with logits."""
+        row = tree.row_of(node)
+        return range(row, row + 1)
 
     def _lines(self, keys: SamplingKeys, allowed: Sequence[Mask | None]) -> list[int] | None:
         """Hook: prepare the noise of some rows, which `_rank` reads."""
         del allowed
         return self._noise.lines_of(keys.seeds, keys.positions)
 
-    def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Candidates]:
+    @abstractmethod
+    def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[R]:
+        """Rank the children of all nodes, from the logits of the wanted rows."""
+
+    def ranked(self, logits: torch.Tensor, inputs: RankingInputs) -> CandidateBatch:
+        """Return the best `fan_out` children of each row."""
         masked = apply_masks(logits, inputs.allowed)
         keys, scales = inputs.keys, inputs.scales
         ranked = rank_children(masked, keys, self._noise, scales, self._fan_out, self._native, inputs.lines)
@@ -371,19 +424,18 @@ class ModelSource:
             self.pool.free(evicted.take_slots())
 
 
-def in_order(
-    ranked: Sequence[Candidates | None], wanted: list[int], count: int
-) -> Sequence[Candidates | None]:
+class ModelSource(StepSource[Candidates]):
+    """Expands nodes with one forward, `fan_out` children each."""
+
+    def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Candidates]:
+        return self.ranked(logits, inputs)
+
+
+def in_order(ranked: Sequence[R | None], wanted: list[int], count: int) -> Sequence[R | None]:
     """Results in the order of all `count` nodes; `ranked` are those of the indices `wanted`."""
     if wanted == list(range(count)):
         return ranked
     if isinstance(ranked, CandidateBatch) and len(wanted) == count:
-        rows = np.argsort(wanted)
-        return CandidateBatch(
-            ranked.tokens[rows],
-            ranked.log_probabilities[rows],
-            ranked.scores[rows],
-            ranked.expected_scores[rows],
-        )
+        return cast("Sequence[R | None]", ranked.rows(np.argsort(wanted)))
     places = {index: row for row, index in enumerate(wanted)}
     return [ranked[places[index]] if index in places else None for index in range(count)]

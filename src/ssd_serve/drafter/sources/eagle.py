@@ -50,11 +50,37 @@ from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, trusted_rank
 
 
 @dataclass(slots=True)
-class _Inputs:
-    """Inputs of one request."""
+class TargetVectors:
+    """The committed tokens of a request, and vectors of the target: a token's row reads that of the position before."""
 
     committed: list[int]
-    fused: VectorTable = field(default_factory=VectorTable)
+    table: VectorTable = field(default_factory=VectorTable)
+
+    def add(self, held: DraftKvState, pool: SlotPool, position: int, vectors: torch.Tensor) -> bool:
+        """Add vectors [positions, hidden] from `position` on; after a gap, forget all earlier ones and return True."""
+        gap = position != self.table.end or not len(self.table)
+        if gap:
+            pool.free(held.take_slots())
+            held.start, held.tokens = position + 1, []
+            self.table.begin(position)
+        self.table.extend(vectors)
+        self.queue(held)
+        return gap
+
+    def queue(self, held: DraftKvState) -> None:
+        """Queue committed tokens that follow a position with a vector."""
+        end = min(len(self.committed), self.table.end + 1) if len(self.table) else 0
+        held.tokens.extend(self.committed[held.start + len(held.tokens) : end])
+
+    def complete(self, held: DraftKvState) -> bool:
+        """True if all committed tokens, after a gap all since, are queued."""
+        return bool(held.tokens) and held.start + len(held.tokens) == len(self.committed)
+
+
+@dataclass(slots=True)
+class _Inputs(TargetVectors):
+    """Inputs of one request."""
+
     outputs: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
 
@@ -93,7 +119,7 @@ class EagleSource(ModelSource):
         alive = {*kept, *path[-1:]}
         known.outputs = {name: own for name, own in known.outputs.items() if name in alive}
         known.committed.extend(tokens)
-        _queue(held, known)
+        known.queue(held)
 
     def read(self, request: int, position: int, features: torch.Tensor) -> None:
         if position < 0 or features.shape[1] != self._head.width:
@@ -108,14 +134,8 @@ class EagleSource(ModelSource):
         known = self._known.get(request)
         if known is None:
             return
-        held = self.held[request]
-        if position != known.fused.end or not len(known.fused):
-            self.pool.free(held.take_slots())
-            held.start, held.tokens = position + 1, []
-            known.fused.begin(position)
+        if known.add(self.held[request], self.pool, position, vectors):
             known.outputs.clear()
-        known.fused.extend(vectors)
-        _queue(held, known)
 
     def expand(
         self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
@@ -130,7 +150,7 @@ class EagleSource(ModelSource):
         parts: list[torch.Tensor] = []
         for group in groups:
             held, known = group.held, self._known[group.request]
-            parts.append(known.fused.part(held.start + len(held.slots) - 1, len(group.committed)))
+            parts.append(known.table.part(held.start + len(held.slots) - 1, len(group.committed)))
             parts += [known.outputs[parent][None] for parent in group.parents]
         return replace(batch, vectors=torch.cat(parts))
 
@@ -159,7 +179,7 @@ class EagleSource(ModelSource):
     def _can_grow(self, request: NodeRequest) -> bool:
         """True if committed tokens have features and the node's ancestors have outputs."""
         held, known = self.held[request.request], self._known[request.request]
-        if not held.tokens or held.start + len(held.tokens) < len(known.committed):
+        if not known.complete(held):
             return False
         node = request.at
         while node.parent is not None:
@@ -167,12 +187,6 @@ class EagleSource(ModelSource):
             if node.name not in known.outputs:
                 return False
         return True
-
-
-def _queue(held: DraftKvState, known: _Inputs) -> None:
-    """Queue committed tokens that follow a position with a vector."""
-    end = min(len(known.committed), known.fused.end + 1) if len(known.fused) else 0
-    held.tokens.extend(known.committed[held.start + len(held.tokens) : end])
 
 
 class _WithZeroFeatures(WrappedModel):
