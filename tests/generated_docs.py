@@ -5,14 +5,15 @@
 Knows which page holds which table; the words are those of the code.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ssd_serve.app.cli.main import EXIT_CODES
+from ssd_serve.app.cli.main import EXIT_CODES, build_parser
 from ssd_serve.app.cli.output import as_markdown
 from ssd_serve.base.attention_backends import BACKENDS
 from ssd_serve.base.engine_config import EngineConfig
@@ -25,6 +26,10 @@ from tests.server.fakes import READY, STATUS
 
 DOCS = Path(__file__).parents[1] / "docs"
 _BUCKETS_BOUND = "le"
+_ALWAYS = ("help", "help_all", "config")
+"""Flags of many commands, which the head of docs/cli.md describes."""
+_UNTITLED = ("positional arguments", "options", "optional arguments")
+"""Groups of argparse itself."""
 
 
 def settings_table() -> str:
@@ -63,7 +68,65 @@ def backends_table() -> str:
     return "\n".join(["| backend | where | what it is |", "|---|---|---|", *rows])
 
 
+def cli_reference() -> str:
+    """Every command with its own arguments, and once the groups of settings with their flags."""
+    root: Any = build_parser()
+    groups = ["| group | flags, in parentheses their other names |", "|---|---|"]
+    for group in _commands_below(root)["serve"][0]._action_groups:
+        settings = [each.option_strings for each in group._group_actions if _is_setting(each)]
+        flags = [f"`{own}`" + (f" ({_code(others)})" if others else "") for own, *others in settings]
+        groups += [f"| {group.title.partition(' (')[0]} | {', '.join(flags)} |"] * bool(flags)
+    return "\n\n".join([*_commands(root), "## Settings as flags", "\n".join(groups)])
+
+
+def _commands(parser: Any) -> Iterator[str]:
+    """Heading and table of each command, and of the commands below it."""
+    for command, text in _commands_below(parser).values():
+        if _commands_below(command):
+            yield from _commands(command)
+            continue
+        rows = [f"| `{command.prog}` | {text} |", "|---|---|"]
+        for group in command._action_groups:
+            own = [
+                each for each in group._group_actions if not _is_setting(each) and each.dest not in _ALWAYS
+            ]
+            rows += [f"| **{group.title}** | |"] * (bool(own) and group.title not in _UNTITLED)
+            rows += [_argument(command, each) for each in own]
+        if any(map(_is_setting, command._actions)):
+            rows.append("| settings | [as flags](#settings-as-flags) |")
+        yield f"## {command.prog}"
+        yield "\n".join(rows)
+
+
+def _commands_below(parser: Any) -> dict[str, tuple[Any, str]]:
+    """Commands below a parser by name, each with its help text."""
+    assert parser.words is not None  # this property fills a parser that is filled on first use
+    found = [each for each in parser._actions if isinstance(each.choices, dict)]
+    return {
+        each.dest: (found[0].choices[each.dest], each.help) for each in found and found[0]._choices_actions
+    }
+
+
+def _argument(parser: Any, argument: Any) -> str:
+    choices = "{" + ",".join(argument.choices) + "}" if argument.choices else ""
+    value = argument.metavar or choices or argument.dest.upper()
+    value = " ".join(value) if isinstance(value, tuple) else value
+    value += " ..." if argument.nargs in ("+", "*") else ""
+    name = " ".join([", ".join(argument.option_strings), value * (argument.nargs != 0)]).strip()
+    text = parser._get_formatter()._expand_help(argument) if argument.help else ""
+    return f"| `{name}` | {text} |"
+
+
+def _is_setting(argument: Any) -> bool:
+    return str(argument.dest).startswith("setting_")
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{each}`" for each in words)
+
+
 TABLES = {
+    "cli": cli_reference,
     "kernels": backends_table,
     "settings": settings_table,
     "exit-codes": exit_codes_table,
