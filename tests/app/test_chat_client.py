@@ -142,6 +142,15 @@ def test_summary_tells_what_speculation_gave() -> None:
     assert remote_summary(1, None, {"timings": {**timings, "draft_n": 0}}) == "[1 tokens, 61.2 tokens/s]"
 
 
+def test_progress_of_the_prompt_comes_before_the_answer() -> None:
+    asked = {"messages": [{"role": "user", "content": "hello"}], "return_progress": True, "cache_salt": "own"}
+    with listening_server(count) as address:
+        first, *others = ChatClient(address.url).stream(asked)
+    assert first.progress is not None
+    assert first.progress["processed"] == 5
+    assert not any(piece.progress for piece in others)
+
+
 def test_banner_shows_a_first_answer_unless_the_server_refuses() -> None:
     with listening_server(count, settings=Settings(api_key="secret-key-of-anna")) as address:
         for key, shown in (("wrong-key-of-anyone", ""), ("secret-key-of-anna", "Asked: What is the capital")):

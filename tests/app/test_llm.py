@@ -22,6 +22,7 @@ SETTINGS: dict[str, Any] = {
     "kv_memory_mb": 64,
     "budget": 8,
     "context": 256,
+    "prefill_chunk": 32,
 }
 SAMPLED = SamplingParams(seed=5, temperature=0.8, max_tokens=16)
 
@@ -172,6 +173,16 @@ def test_streamed_pieces_add_up_to_the_text(llm: LLM) -> None:
     assert last is not None
     assert (last.text, last.token_ids) == (whole.text, whole.token_ids)
     assert all(piece.output is None for piece in pieces[:-1])
+
+
+def test_streamed_chat_reports_the_progress_of_its_prompt(llm: LLM) -> None:
+    asked = [{"role": "user", "content": " ".join(f"x{n}" for n in range(60))}]
+    pieces = list(llm.stream_chat(asked, SAMPLED, progress=True))
+    progress = [piece.progress for piece in pieces if piece.progress is not None]
+    (whole,) = llm.chat(asked, SAMPLED)
+    size = len(whole.prompt_token_ids)
+    assert [(each.done, each.total) for each in progress] == [(done, size) for done in range(32, size, 32)]
+    assert "".join(piece.text for piece in pieces) == whole.text
 
 
 def test_abandoned_and_concurrent_streams_are_independent(llm: LLM) -> None:

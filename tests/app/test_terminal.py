@@ -60,3 +60,19 @@ def test_rate_is_shown_where_it_fits_and_is_erased(monkeypatch: pytest.MonkeyPat
     assert out.getvalue().endswith("x" * 30)
     shown.show("\nnew", 1)
     assert " tokens/s" in out.getvalue().rpartition("\nnew")[2]
+
+
+def test_long_wait_for_the_first_token_is_shown_until_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, out = terminal(colours=True)
+    shown.ask("")
+    shown.read(512, 3124, 256, 0.5)
+    assert out.getvalue() == ""
+    monkeypatch.setattr("ssd_serve.app.cli.terminal._PATIENCE_S", 0.0)
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    shown.ask("")
+    shown.read(512, 3124, 256, 0.5)
+    assert "512 of 3,124 tokens, 512 tokens/s, 6 s left" in out.getvalue()
+    shown.show("one", 1)
+    before = out.getvalue()
+    shown.read(1024, 3124, 256, 1.0)
+    assert out.getvalue() == before

@@ -58,6 +58,7 @@ _COMMON: dict[str, Any] = {
     "truncate_prompt_tokens": 3,
     "prompt_logprobs": 2,
     "speculation": {"max_nodes": 2, "num_speculative_tokens": 3, "shape": "tree"},
+    "return_progress": True,
     "cache_salt": "a-secret-of-this-test",
     "user": "eve",
     "safety_identifier": "eve",

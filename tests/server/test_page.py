@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ssd_serve.base.messages import Abort
 from ssd_serve.base.settings import Settings
 from tests.server import browser
 from tests.server.browser import Page
-from tests.server.fakes import Script, ScriptOf, say
+from tests.server.fakes import STATUS, Script, ScriptOf, say
 from tests.server.running_server import ListeningServer, listening_server
 
 pytestmark = [
@@ -142,6 +143,11 @@ def test_race_shows_ratio_and_identical_tokens(page: Page, opened: Callable[...,
     modes = [submit.options.max_nodes for submit in server.engine.submits()]
     assert modes == [0, 0, None], "the prompt is read once before both"
     assert len({submit.seed for submit in server.engine.submits()}) == 1
+    assert "one run of each" in page.text(".verdict")
+    page.click(".race-form .primary")
+    page.wait("document.querySelector('.verdict')?.textContent.includes('the median of 2 races')")
+    modes = [submit.options.max_nodes for submit in server.engine.submits()]
+    assert modes[3:] == [0, None, 0], "the modes take turns in beginning"
 
 
 def test_escape_stops_a_race(page: Page, opened: Callable[..., Any]) -> None:
@@ -206,19 +212,27 @@ def test_inside_shows_origins_and_the_tree_of_each_round(page: Page, opened: Cal
     facts = page.text(".facts")
     assert "accepted draft token" in facts
     assert "90 %" in facts
-    assert "hidden" in page.value("document.querySelector('#view-inside details').textContent")
+    rejected = page.value("document.querySelector('#view-inside details').textContent")
+    assert "#23suffix14 %2no" in rejected, "the page's own part of the prefix cache hides nothing"
     assert page.value("document.querySelectorAll('.timeline .growth').length") == 2
 
 
 def test_figures_show_the_last_answer_and_the_server(page: Page, opened: Callable[..., Any]) -> None:
-    opened(say("abcdefgh"))
+    server = opened(say("abcdefgh"))
+    server.engine.tell(STATUS)
     ask(page, "go")
     answered(page)
     page.click("#tab-figures")
-    page.wait("document.querySelector('#now-title')")
+    page.wait("document.querySelector('#live-title')")
+    assert "since the server started" in page.text("#live-title")
+    live = "document.querySelector('[aria-labelledby=live-title]').textContent"
+    for shown in ("Tokens a round3.00", "200of 800 verified", "draft180 of 700", "> 16100 %", "500 ms, 5 %"):
+        assert shown in page.value(live), page.value(live)
     captions = page.value("[...document.querySelectorAll('.bars caption')].map(each => each.textContent)")
-    assert "Acceptance by depth" in captions
-    assert "Time of the rounds" in captions
+    assert captions.count("Acceptance by depth") == captions.count("Time of the rounds") == 2
+    server.engine.tell(replace(STATUS, totals=replace(STATUS.totals, rounds=110, accepted=215)))
+    page.wait("document.querySelector('#live-title').textContent.includes('last ')")
+    assert "Tokens a round2.50" in page.value(live)
 
 
 def test_key_is_asked_once_and_kept_in_the_tab(page: Page, opened: Callable[..., Any]) -> None:

@@ -209,3 +209,15 @@ async def test_obfuscation_is_off_by_default() -> None:
             COMPLETIONS, json={"prompt": "a", "stream_options": {"include_obfuscation": True}}
         )
     assert refused.status_code == 400
+
+
+async def test_progress_of_prompts_is_reported_where_cached_tokens_may_be() -> None:
+    body = {"prompt": "a long prompt", "n": 2, "return_progress": True}
+    expected = {"processed": 5, "total": 14, "cache": 2, "time_ms": 500}
+    async with running_server(lambda _: say("x")) as server:
+        for more, progress in (({"cache_salt": "mine"}, [expected]), ({}, [])):
+            chunks = await events(server, COMPLETIONS, **body, **more)
+            assert [each["prompt_progress"] for each in chunks if "prompt_progress" in each] == progress
+        assert await post(server, COMPLETIONS, **body, cache_salt="mine")
+        wanted = [each.options.progress for each in server.engine.submits()]
+        assert wanted == [True, *[False] * 5]

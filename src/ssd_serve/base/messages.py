@@ -79,6 +79,8 @@ class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Fixed shape of the draft tokens; None: the server's choice."""
     trace: bool = False
     """Reports have a `RoundTrace` for each round."""
+    progress: bool = False
+    """Chunks of the prompt are reported, all but the last."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -227,17 +229,28 @@ class RoundTrace(msgspec.Struct, frozen=True, array_like=True):
     """True for the round after the last one with details: later rounds have no trace."""
 
 
+class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens in the KV cache, `cached` of which were there before, `seconds` after the first round."""
+
+    done: int
+    total: int
+    cached: int
+    seconds: float
+
+
 class Committed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Tokens that one round committed for a request, in order; `logprobs` is empty or has one for each."""
 
     request: int
     tokens: tuple[int, ...]
-    """Empty for a prefill chunk with requested log-probabilities."""
+    """Empty for a prefill chunk with requested log-probabilities or progress."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities of the prompt's next tokens, from its second token on."""
     trace: RoundTrace | None = None
     """Details of the round, where traced."""
+    progress: PromptProgress | None = None
+    """Progress of the prompt, where requested."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

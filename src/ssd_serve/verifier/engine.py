@@ -19,6 +19,7 @@ from ssd_serve.base.messages import (
     Figures,
     Finish,
     Finished,
+    PromptProgress,
     Refused,
     ServerMessage,
     Submit,
@@ -287,7 +288,9 @@ class Engine:
         committed = Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs, trace)
         if not walk.tokens:
             self.drafters.send_features(request)
-            return [committed] if walk.prompt_logprobs else []
+            if request.options.progress and not request.generated:
+                committed = replace(committed, progress=self._progress(request))
+            return [committed] if walk.prompt_logprobs or committed.progress else []
         before = request.generated
         if request.first_scheduled_at is not None and not request.figures.prompt_s:
             request.figures.prompt_s = self._clock() - request.first_scheduled_at
@@ -303,6 +306,11 @@ class Engine:
         if walk.ended:
             return [committed, self._finished(request, walk.ended)]
         return [committed, Finished(request.number, "error", self._final_figures(request), message=failed)]
+
+    def _progress(self, request: Request) -> PromptProgress:
+        seconds = self._clock() - (request.first_scheduled_at or 0.0)
+        cached = request.figures.cached_prompt_tokens
+        return PromptProgress(len(request.slots), request.prompt_length, cached, seconds)
 
     def _finished(self, request: Request, why: str) -> Finished:
         stop_token = request.tokens[-1] if why == "stop" else None

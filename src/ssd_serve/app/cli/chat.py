@@ -4,6 +4,7 @@ The model is in this process (`ssd chat`), behind a server that runs already (`s
 that lives as long as the chat (`ssd run`).
 """
 
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -92,8 +93,11 @@ def _talk(terminal: ChatTerminal, greeting: str, answer: Callable[[], None]) -> 
 
 
 def _own_answer(llm: LLM, terminal: ChatTerminal, params: SamplingParams) -> None:
-    with closing(llm.stream_chat(terminal.messages, params)) as pieces:
+    with closing(llm.stream_chat(terminal.messages, params, progress=True)) as pieces:
         for piece in pieces:
+            if (read := piece.progress) is not None:
+                terminal.read(read.done, read.total, read.cached, read.seconds)
+                continue
             drafted = piece.token_ids[:-1]
             terminal.show(piece.text, len(piece.token_ids), llm.tokenizer.decode(drafted) if drafted else "")
             if piece.output is not None:
@@ -102,7 +106,11 @@ def _own_answer(llm: LLM, terminal: ChatTerminal, params: SamplingParams) -> Non
 
 def _talk_to(client: ChatClient, wish: GenerateOptions, where: str = "") -> None:
     terminal, model = _terminal(), client.model()
-    sampling = {**({} if model.sampling is None else _added(model.sampling, wish)), **wish.sampling}
+    sampling: dict[str, Any] = {**wish.sampling}
+    if model.sampling is not None:
+        # With a part of the prefix cache of its own the server may say how much of a prompt it has read.
+        own = {"return_progress": True, "cache_salt": secrets.token_hex(16)}
+        sampling = {**own, **_added(model.sampling, wish), **sampling}
 
     def answer() -> None:
         _remote_answer(client, terminal, {"model": model.name, "messages": terminal.messages, **sampling})
@@ -115,6 +123,9 @@ def _remote_answer(client: ChatClient, terminal: ChatTerminal, body: Mapping[str
     figures: Mapping[str, Any] = {}
     with closing(client.stream(body)) as pieces:
         for piece in pieces:
+            if (read := piece.progress) is not None:
+                terminal.read(read["processed"], read["total"], read["cache"], read["time_ms"] / 1e3)
+                continue
             terminal.show(piece.text, piece.tokens - tokens)
             text, tokens, figures = text + piece.text, piece.tokens, piece.figures or figures
     terminal.end(text, remote_summary(tokens, terminal.rate(time.perf_counter()), figures))

@@ -30,6 +30,8 @@ class ChatPiece:
     text: str
     tokens: int
     figures: Mapping[str, Any]
+    progress: Mapping[str, int] | None = None
+    """Tokens of the prompt that were `processed`, of `total`, `cache` of which had been before, in `time_ms`."""
 
 
 class ChatClient:
@@ -76,7 +78,9 @@ class ChatClient:
                 text = "".join(
                     each.get("delta", {}).get("content") or "" for each in chunk.get("choices", ())
                 )
-                if text or total > tokens or "timings" in chunk:
+                if "prompt_progress" in chunk:
+                    yield ChatPiece("", tokens, {}, chunk["prompt_progress"])
+                elif text or total > tokens or "timings" in chunk:
                     tokens = max(tokens, total)
                     yield ChatPiece(text, tokens, chunk if "timings" in chunk else {})
 

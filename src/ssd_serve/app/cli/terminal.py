@@ -1,6 +1,10 @@
 """The terminal of a chat: lines and commands of the user, answers as they come, and their speed."""
 
+import contextlib
+import importlib
+import math
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,6 +12,7 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
+from ssd_serve.base.logs import DETAIL, ProgressLine
 from ssd_serve.base.names import suggestion
 
 COMMANDS = {
@@ -22,6 +27,43 @@ _NOTES = (
 _GREEN, _DIM, _PLAIN, _ERASE = "\x1b[32m", "\x1b[2m", "\x1b[0m", "\x1b[K"
 
 
+_PATIENCE_S = 1.0
+"""Seconds without a token until a line tells what the chat waits for."""
+_WAITING = "waiting for the first token"
+
+
+class WaitingLine:
+    """A line of progress that appears `_PATIENCE_S` after `begin`, unless `end` comes first."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._line = ProgressLine(out)
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._text, self._due = "", 0.0
+
+    def begin(self) -> None:
+        """Start to wait."""
+        self._text, self._due = _WAITING, time.monotonic() + _PATIENCE_S
+        self._timer = threading.Timer(_PATIENCE_S, self.update)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def update(self, text: str = "") -> None:
+        """Change the text."""
+        with self._lock:
+            self._text = text or self._text
+            if self._timer is not None and time.monotonic() >= self._due:
+                self._line.show(self._text)
+
+    def end(self) -> None:
+        """Remove the line. A second call does nothing."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+                self._line.clear()
+
+
 @dataclass(slots=True)
 class ChatTerminal:
     """Input and output of a terminal. `colours`: it shows colours and the current rate."""
@@ -34,13 +76,12 @@ class ChatTerminal:
     _tokens: int = 0
     _first: tuple[float, int] | None = None
     """Time of the first piece of an answer, and its tokens."""
+    _waiting: WaitingLine | None = None
 
     def asked(self) -> Iterator[str]:
         """Lines of the user, until /exit or the end. Commands are carried out; empty lines are ignored."""
         while True:
-            if self.colours:
-                self._write("> ")
-            line = self.lines.readline()
+            line = self._typed() if self.colours else self.lines.readline()
             text = line.strip()
             if not line or text == "/exit":
                 return
@@ -49,10 +90,31 @@ class ChatTerminal:
             elif text:
                 yield text[text.startswith("//") :]
 
+    def _typed(self) -> str:
+        """A line of the terminal, edited with readline: a terminal alone cuts it after 4,095 bytes, and pasted text at
+        its first newline."""
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")
+        self.out.flush()
+        try:
+            return input("> ") + "\n"
+        except EOFError:
+            return ""
+
     def ask(self, text: str) -> None:
         """Add a message of the user, and begin to measure the answer."""
         self.messages.append({"role": "user", "content": text})
         self._column, self._tokens, self._first = 0, 0, None
+        if self.colours:
+            self._waiting = WaitingLine(self.out)
+            self._waiting.begin()
+
+    def read(self, done: int, total: int, cached: int, seconds: float) -> None:
+        """Show how much of the prompt has been computed; `cached` tokens were computed before these seconds."""
+        rate = max(1e-9, (done - cached) / max(1e-9, seconds))
+        left = f"{rate:,.0f} tokens/s, {math.ceil((total - done) / rate)} s left"
+        if self._waiting is not None:
+            self._waiting.update(f"reading the prompt{DETAIL}{done:,} of {total:,} tokens, {left}")
 
     def show(self, text: str, tokens: int, guessed: str = "") -> None:
         """More of an answer, of which `guessed` is the beginning that had been drafted."""
@@ -100,5 +162,7 @@ class ChatTerminal:
             self._write(f"{name} is no command{suggestion(name, COMMANDS)} (/help lists them)\n")
 
     def _write(self, text: str, erase: bool = False) -> None:
+        if self._waiting is not None:
+            self._waiting.end()
         self.out.write((_ERASE if erase and self.colours else "") + text)
         self.out.flush()

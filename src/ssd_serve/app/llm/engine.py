@@ -23,8 +23,10 @@ from ssd_serve.base.messages import (
     Finish,
     Finished,
     Progress,
+    PromptProgress,
     Ready,
     Refused,
+    RequestOptions,
     SamplingParameters,
     SubmitChoices,
     TokenLogprobs,
@@ -80,6 +82,8 @@ class Piece:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     output: Output | None = None
+    progress: PromptProgress | None = None
+    """Progress of the prompt, where requested; then the piece has no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,9 @@ class Continuation:
 
     def take(self, report: Committed, now: float) -> None:
         """Add tokens, up to the one that completes a stop string."""
-        if self.stopped:
+        if report.progress is not None:
+            self.pieces.append(Piece("", progress=report.progress))
+        if self.stopped or not report.tokens:
             return
         text, before = "", self._assembler.tokens
         for token in report.tokens:
@@ -318,6 +324,8 @@ class Asked:
     parameters: SamplingParameters
     ending: frozenset[int]
     """Ids that end a text."""
+    progress: bool = False
+    """Its text has pieces with the progress of the prompt."""
 
 
 class Conversation:
@@ -388,7 +396,8 @@ class Conversation:
         self._running |= zip(numbers, texts, strict=True)
         for text in texts:
             text.begin(time.perf_counter())
-        self._access.submit(SubmitChoices(asked.prompt, asked.parameters, tuple(choices)))
+        options = RequestOptions(progress=asked.progress)
+        self._access.submit(SubmitChoices(asked.prompt, asked.parameters, tuple(choices), options))
 
     def _hear(self, text: Continuation, report: Report, now: float) -> None:
         if isinstance(report, Committed):

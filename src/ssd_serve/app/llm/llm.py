@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -153,10 +154,14 @@ class LLM:
         self,
         messages: Messages,
         params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
         **variables: Any,
     ) -> Generator[Piece]:
-        """Stream the answer to a conversation; the last piece has the whole output."""
-        return self._pieces(self._asked_of_chats(_conversations(messages), _of_one(params), variables))
+        """Stream the answer to a conversation; the last piece has the whole output. `progress`: with pieces about
+        the prompt."""
+        asked = self._asked_of_chats(_conversations(messages), _of_one(params), variables)
+        return self._pieces([replace(each, progress=progress) for each in asked])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Stream the continuation of one prompt; the last piece has the whole output."""

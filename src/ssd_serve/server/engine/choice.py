@@ -10,6 +10,7 @@ from ssd_serve.base.messages import (
     Committed,
     Figures,
     Finished,
+    PromptProgress,
     RoundTrace,
     SamplingParameters,
     TokenLogprobs,
@@ -65,6 +66,8 @@ class ChoiceOutput:
     """Log-probabilities of the prompt's tokens from the second on, where requested."""
     resumed_text: str = ""
     """Text that the client has from an earlier response; in the first delta only."""
+    progress: PromptProgress | None = None
+    """Progress of the prompt, before the first token."""
     end: ChoiceEnd | None = None
 
     @property
@@ -126,8 +129,9 @@ class RunningChoice:
         for report in reports:
             if self.stopped:
                 break
-            self._reports += bool(report.tokens)  # without tokens, a report has prompt_logprobs only
+            self._reports += bool(report.tokens)  # without tokens, a report is of a chunk of the prompt
             output.prompt_logprobs += report.prompt_logprobs
+            output.progress = report.progress or output.progress
             text, offsets = self._decode(report.tokens)
             count = len(offsets)
             output.texts.append(text)

@@ -147,6 +147,11 @@ class GenerationRequest(Lenient):
         None, description="report log-probabilities of each prompt token, and of so many other tokens"
     )
     speculation: SpeculationOptions | None = Field(None, description="limits of speculation")
+    return_progress: bool | None = Field(
+        None,
+        description="streams of choices have `prompt_progress` after each chunk of the prompt but the last, where "
+        "the number of cached tokens may be reported",
+    )
     cache_salt: CacheSalt | None = Field(
         None,
         description="a secret: requests share the prefix cache only with requests of the same salt",
@@ -191,6 +196,11 @@ class GenerationRequest(Lenient):
     def trace(self) -> bool:
         """True if details of each round are reported."""
         return self.speculation is not None and bool(self.speculation.trace)
+
+    @property
+    def progress(self) -> bool:
+        """True if progress of the prompt is reported."""
+        return bool(self.return_progress)
 
     def as_chat(self, **fields: Any) -> "ChatRequest":
         """Return a chat request with the fields of all generation requests, and these."""

@@ -184,6 +184,13 @@ class Whole(Head):
     timings: RequestTimings
 
 
+class PromptProgress(TypedDict):
+    processed: Annotated[int, Field(description="prompt tokens so far, with those of the prefix cache")]
+    total: int
+    cache: Annotated[int, Field(description="tokens found in the prefix cache")]
+    time_ms: Annotated[int, Field(description="since the request left the queue")]
+
+
 class Chunk(Head):
     """Fields of every chunk; only the first chunk has the seed."""
 
@@ -191,6 +198,7 @@ class Chunk(Head):
     usage: NotRequired[Usage | None]
     metrics: NotRequired[Metrics]
     timings: NotRequired[RequestTimings]
+    prompt_progress: NotRequired[PromptProgress]
     obfuscation: NotRequired[Annotated[str, Field(description="random padding, where requested")]]
 
 

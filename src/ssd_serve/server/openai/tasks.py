@@ -175,6 +175,8 @@ class GenerationTask:
         """Chunks are padded, so that their length does not reveal their text."""
         salt = service.tenants.salt(self.tenant, body.cache_salt)
         self._options = msgspec.structs.replace(body.options(), salt=salt)
+        if not (self.streamed and self.reveals_cache):
+            self._options = msgspec.structs.replace(self._options, progress=False)
         self._choices = body.n or 1
 
     @property

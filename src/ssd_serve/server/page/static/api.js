@@ -14,9 +14,12 @@ export const baseUrl = () => BASE.href.replace(/\/$/, "");
 export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 export const keepKey = (key) => sessionStorage.setItem(KEY, key);
 
+const authorized = () => (hasKey() ? { Authorization: `Bearer ${sessionStorage.getItem(KEY)}` } : {});
+// With a part of the prefix cache of its own, this tab may see what of a prompt was cached.
+const SALT = crypto.getRandomValues(new Uint32Array(4)).join("-");
+
 async function send(path, body, signal) {
-  const headers = {};
-  if (hasKey()) headers.Authorization = `Bearer ${sessionStorage.getItem(KEY)}`;
+  const headers = authorized();
   if (body) headers["Content-Type"] = "application/json";
   let answer;
   try {
@@ -41,6 +44,18 @@ async function errorText(answer) {
 }
 
 export const get = async (path, signal) => (await send(path, null, signal)).json();
+
+const COUNTER = /^[\w:]*?(spec_decode_\w+|engine_(?:forward|wait|host)_seconds)_total(?:\{(.*)\})? (\S+)$/gm;
+
+// Counters of the server by name, and by name and depth or source; null where this tab may not read them.
+export async function counters() {
+  const answer = await fetch(new URL("metrics", BASE), { headers: authorized() });
+  if (!answer.ok) return null;
+  return Object.fromEntries([...(await answer.text()).matchAll(COUNTER)].map(([, name, labels, value]) => {
+    const label = /(?:position|source)="([^"]*)"/.exec(labels)?.[1];
+    return [label === undefined ? name : `${name} ${label}`, Number(value)];
+  }));
+}
 
 async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -69,9 +84,10 @@ export function chatBody(messages, parameters) {
 export async function ask(messages, parameters, { mode = "auto", signal, changed = () => {} } = {}) {
   const found = {
     messages, mode, text: "", reasoning: "", ids: [], arrivals: [], trace: [], running: true,
-    finish: null, timings: null, metrics: null, seconds: 0, error: "", stopped: false,
+    finish: null, timings: null, metrics: null, progress: null, seconds: 0, error: "", stopped: false,
   };
-  const body = { ...chatBody(messages, parameters), return_token_ids: true, speculation: { mode, trace: true } };
+  const own = { cache_salt: SALT, return_progress: true, return_token_ids: true, speculation: { mode, trace: true } };
+  const body = { ...chatBody(messages, parameters), ...own };
   const began = performance.now();
   changed(found);
   try {
@@ -106,6 +122,7 @@ function take(found, event, at) {
     }
     found.finish = choice.finish_reason ?? found.finish;
   }
+  found.progress = event.prompt_progress ?? found.progress;
   found.timings = event.timings ?? found.timings;
   found.metrics = event.metrics?.speculative_decoding ?? found.metrics;
 }

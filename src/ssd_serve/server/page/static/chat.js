@@ -34,6 +34,7 @@ function Answer({ answer, last, onAgain, onInside }) {
   return html`<article class="turn answer" aria-label="Answer" aria-busy=${answer.running}>
     ${answer.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><p>${answer.reasoning}</p></details>`}
     <${Markdown} text=${answer.text} />
+    ${answer.running && !answer.ids.length && answer.progress && html`<p class="note">Reading the prompt: ${number(answer.progress.processed)} of ${number(answer.progress.total)} tokens</p>`}
     ${answer.running && html`<span class="cursor" aria-hidden="true"></span>`}
     <${Problem} text=${answer.error} />
     ${!answer.running && html`<footer>

@@ -63,8 +63,15 @@ function Lane({ lane, answer, clock, running }) {
   </section>`;
 }
 
-function verdict(plain, drafted) {
-  const ratio = plain.seconds / drafted.seconds;
+function median(values) {
+  const sorted = values.toSorted((one, other) => one - other);
+  const half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+}
+
+// Of the last race, with the median ratio of all that had its values.
+function verdict([plain, drafted], ratios) {
+  const ratio = median(ratios);
   const tokens = identical(plain, drafted);
   const all = tokens.same === tokens.of;
   return {
@@ -73,19 +80,21 @@ function verdict(plain, drafted) {
   };
 }
 
-function Verdict({ plain, drafted, busy, onInside }) {
-  const { ratio, tokens, all, text } = verdict(plain, drafted);
+function Verdict({ answers, ratios, busy, onInside }) {
+  const [plain, drafted] = answers;
+  const { ratio, tokens, all, text } = verdict(answers, ratios);
   return html`<div class="verdict">
     <p class="ratio"><strong>${number(ratio, 2)}×</strong> ${text}</p>
     <p><strong>${number(tokens.same)} of ${number(tokens.of)}</strong> tokens are identical${all ? "" : ", up to the first difference"}.
       <span class="note"> ${all ? "Draft tokens never change the text." : "In 16-bit weights rounding can change a choice; the documentation has the rates."}</span></p>
-    <p class="note">${number(plain.seconds, 2)} s and ${number(drafted.seconds, 2)} s from sending the request to the last token, as this browser saw them.</p>
+    <p class="note">${ratios.length === 1 ? "This is one run of each: race again for a median." : `The ratio is the median of ${ratios.length} races: ${ratios.map((each) => number(each, 2)).join(", ")}.`}${" "}
+      The last took ${number(plain.seconds, 2)} s and ${number(drafted.seconds, 2)} s from sending the request to the last token, as this browser saw them.</p>
     ${busy && html`<p class="warning" role="alert">${busy}</p>`}
     <button type="button" class="quiet" onClick=${onInside}>Look inside the drafted answer</button>
   </div>`;
 }
 
-function Form({ values, setValues, running, onStart, onStop }) {
+function Form({ values, setValues, running, again, onStart, onStop }) {
   const set = (name) => (value) => setValues({ ...values, [name]: value });
   const choose = (example) => setValues({ ...values, prompt: example.prompt, max_tokens: example.max_tokens });
   const submit = (event) => { event.preventDefault(); onStart(); };
@@ -100,7 +109,7 @@ function Form({ values, setValues, running, onStart, onStop }) {
       <${Numeric} label="Seed" value=${values.seed} min="0" step="1" onInput=${set("seed")} />
       ${running
         ? html`<button type="button" class="primary" onClick=${onStop}>Stop<kbd>Esc</kbd></button>`
-        : html`<button type="submit" class="primary" disabled=${!values.prompt.trim()}>Start the race</button>`}
+        : html`<button type="submit" class="primary" disabled=${!values.prompt.trim()}>${again ? "Race again" : "Start the race"}</button>`}
     </div>
   </form>`;
 }
@@ -111,10 +120,13 @@ export function Race({ last, onAnswer, onRace, onInside }) {
   const [phase, setPhase] = useState("idle"); // idle, 0 or 1 while a lane is measured, replay, done
   const [clock, setClock] = useState(null);
   const [speed, setSpeed] = useState("1");
+  const [runs, setRuns] = useState({ of: "", ratios: [] });
   const [problem, setProblem] = useState("");
   const [said, setSaid] = useState("");
   const abort = useRef(null);
   const running = phase === 0 || phase === 1;
+  const of = JSON.stringify(values);
+  const before = runs.of === of ? runs.ratios : []; // of races with the same values
 
   const start = async () => {
     abort.current = new AbortController();
@@ -134,17 +146,18 @@ export function Race({ last, onAnswer, onRace, onInside }) {
       const busy = await watched(async () => {
         // Both find the prompt in the cache: it is read once before.
         await run({ mode: "off" }, { ...parameters, max_tokens: 1 });
-        for (const [index, lane] of LANES.entries()) {
+        for (const index of before.length % 2 ? [1, 0] : [0, 1]) {
           setPhase(index);
           let latest = null;
           const timer = setInterval(() => setAnswers(found.with(index, { ...latest })), SHOW_MS);
           try {
-            found[index] = await run({ mode: lane.mode, changed: (answer) => { latest = answer; } });
+            found[index] = await run({ mode: LANES[index].mode, changed: (answer) => { latest = answer; } });
           } finally {
             clearInterval(timer);
           }
         }
       });
+      setRuns({ of, ratios: [...before, found[0].seconds / found[1].seconds] });
       onAnswer(found[1]);
       onRace({ answers: found, busy });
       setAnswers(found);
@@ -162,8 +175,8 @@ export function Race({ last, onAnswer, onRace, onInside }) {
     setPhase("replay"); setClock(0);
   };
   const finish = (found) => {
-    const { ratio, tokens, text } = verdict(...found);
     setPhase("done"); setClock(null);
+    const { ratio, tokens, text } = verdict(found, [found[0].seconds / found[1].seconds]);
     setSaid(`${number(ratio, 2)} times ${text}. ${tokens.same} of ${tokens.of} tokens are identical.`);
   };
   useEffect(() => {
@@ -182,14 +195,14 @@ export function Race({ last, onAnswer, onRace, onInside }) {
 
   return html`<div class="wide" onKeyDown=${(event) => running && event.key === "Escape" && abort.current.abort()}>
     <div class="intro"><h2>The same text, sooner</h2>
-      <p>One prompt and one seed are decoded twice, one after the other, and then replayed side by side with the times at which each token arrived.</p></div>
-    <${Form} ...${{ values, setValues, running }} onStart=${start} onStop=${() => abort.current.abort()} />
+      <p>One prompt and one seed are decoded twice, one after the other, and then replayed side by side with the times at which each token arrived. Races of the same values take turns in which mode begins.</p></div>
+    <${Form} ...${{ values, setValues, running }} again=${before.length > 0} onStart=${start} onStop=${() => abort.current.abort()} />
     <${Problem} text=${problem} />
     ${(answers[0] || running) && html`<div class="lanes">
       ${LANES.map((lane, index) => html`<${Lane} key=${lane.mode} lane=${lane} answer=${answers[index]} clock=${clock}
         running=${phase === index} />`)}
     </div>`}
-    ${phase === "done" && html`<${Verdict} plain=${answers[0]} drafted=${answers[1]} busy=${last?.busy} onInside=${onInside} />`}
+    ${phase === "done" && html`<${Verdict} answers=${answers} ratios=${runs.ratios} busy=${last?.busy} onInside=${onInside} />`}
     ${(phase === "done" || phase === "replay") && html`<div class="row">
       <button type="button" class="quiet" onClick=${() => { setPhase("replay"); setClock(0); }} disabled=${phase === "replay"}>Replay</button>
       <label class="inline">at <select value=${speed} disabled=${phase === "replay"} onChange=${(event) => setSpeed(event.target.value)}>
