@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,12 +20,14 @@ def measure_steps(
     repeats: int = 4,
     least_s: float = 0.0,
     most_s: float = math.inf,
+    report: Callable[[str], None] = lambda _text: None,
 ) -> dict[tuple[int, int], list[float]]:
     """Seconds of forwards by (rows, context), `repeats` of each, more of them in the first `least_s` seconds,
     and after `most_s` seconds no more than one of each.
 
     All counts take turns, so that a busy moment of the machine does not distort one of them. Writes only
-    garbage into KV slots: call it before any request runs. What does not fit the model is left out.
+    garbage into KV slots: call it before any request runs. What does not fit the model is left out. `report`
+    receives the progress of the first two turns, which are complete whatever they take.
     """
     most = min(model.slots, model.facts.context)
     batches = {
@@ -37,12 +39,15 @@ def measure_steps(
     seconds: dict[tuple[int, int], list[float]] = {key: [] for key in batches}
     began, turn, passed = time.perf_counter(), 0, 0.0
     while turn < 2 or (passed < most_s and (turn <= repeats or (passed < least_s and turn <= _MOST_REPEATS))):
-        for key, batch in batches.items():
+        for place, (key, batch) in enumerate(batches.items(), 1 + turn * len(batches)):
+            if turn < 2:
+                report(f"forward {place} of at least {2 * len(batches)}, {passed:.1f} s")
             started = time.perf_counter()
             taken = model.forward(batch).completion.wait() - started
             if turn:  # the first turn warms up
                 seconds[key].append(taken)
-        turn, passed = turn + 1, time.perf_counter() - began
+            passed = time.perf_counter() - began
+        turn += 1
     return seconds
 
 

@@ -13,7 +13,7 @@ from ssd_serve.base.devices import Device, parse_device
 from ssd_serve.base.draft_messages import NOISE_SCHEME, PROTOCOL_VERSION, Hello
 from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import MemoryShortError
-from ssd_serve.base.logs import Logger, get_logger
+from ssd_serve.base.logs import DETAIL, Logger, get_logger
 from ssd_serve.base.messages import Ready
 from ssd_serve.base.names import as_label, without_revision
 from ssd_serve.base.trusted_files import cache_folder
@@ -173,7 +173,8 @@ def assemble_verifier(
     alone = config.target_device_alone
     cores = Cores(parse_device(device), parse_device(alone) if alone else None)
     modes = _modes(config, cores)
-    times = StepTimes(model, TimingFiles(folder, log), folder)
+    files = TimingFiles(folder, log)
+    times = StepTimes(model, files, folder, lambda text: say(f"measuring step times{DETAIL}{text}"))
     mode_config = _mode_config(config, cores, modes, times)
     cost = mode_config.controller.costs[modes[0]]
     tokenizer = Tokenizer(path)

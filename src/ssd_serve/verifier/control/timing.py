@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -91,7 +92,15 @@ class TimingFiles:
 class StepTimes:
     """Step times of one model on each of its devices."""
 
-    def __init__(self, model: Model, files: TimingFiles, folder: Path) -> None:
+    def __init__(
+        self,
+        model: Model,
+        files: TimingFiles,
+        folder: Path,
+        report: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        """`report` receives the progress of measurements."""
+        self._report = report
         self._model = model
         self._files = files
         self._folder = folder
@@ -107,7 +116,9 @@ class StepTimes:
         if device.kind != "cpu":
             if device not in self._measured:
                 name, model = identity(self._model, str(device)), self._model
-                found = self._files.timings(name, lambda: _measure(model), lambda: _probe(model))
+                found = self._files.timings(
+                    name, lambda: _measure(model, self._report), lambda: _probe(model)
+                )
                 self._measured[device] = found
             return CostTable(self._measured[device])
         facts, cores = self._model.facts, len(device.indices) or torch.get_num_threads()
@@ -220,9 +231,10 @@ def identity(model: Model, device: str) -> dict[str, object]:
     }
 
 
-def _measure(model: Model) -> list[Timing]:
-    short = measure_steps(model, ROWS, least_s=_LEAST_S, most_s=_MOST_S)
-    longer = measure_steps(model, _LONG_ROWS, _CONTEXTS, least_s=_LEAST_S, most_s=_MOST_S)
+def _measure(model: Model, report: Callable[[str], None] = lambda _text: None) -> list[Timing]:
+    timed = partial(measure_steps, model, least_s=_LEAST_S, most_s=_MOST_S)
+    short = timed(ROWS, report=lambda text: report(f"short contexts, {text}"))
+    longer = timed(_LONG_ROWS, _CONTEXTS, report=lambda text: report(f"long contexts, {text}"))
     return _least((*_timings(short), *_timings(longer)))
 
 
