@@ -1,11 +1,12 @@
 """Writes small random targets, drafts and EAGLE heads with one tokenizer, for tests of whole processes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
@@ -76,6 +77,23 @@ def write_first_head(folder: Path, target: Path) -> Path:
     """
     hidden = read_config(target)["hidden_size"]
     return _write_layer(folder, target, "layers.0", hidden, {"fc": (hidden, 2 * hidden)}, {}, {})
+
+
+def write_pard(folder: Path, draft: Path, outputs: int = 0) -> Path:
+    """Write the draft with a mask token; with `outputs` as PARD-2, which reads so many first outputs of its target."""
+    shutil.copytree(draft, folder)
+    config, tensors = read_config(draft), load_file(draft / "model.safetensors")
+    hidden, width = config["hidden_size"], outputs * config["hidden_size"]
+    keys: dict[str, Any] = {"pard_token": 200, "pard_k": 3}
+    if outputs:
+        layers = [-1, *range(1, outputs)]
+        keys |= {"spd_type": "pard2", "pard2_target_dim": width, "pard2_target_layers": layers}
+        tensors["target_proj.weight"] = torch.randn(
+            (hidden, width), generator=torch.Generator().manual_seed(1)
+        )
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ssd_serve.bench.lossless.drafters import MemoryDrafter, RigDraft
 from ssd_serve.bench.lossless.rig import Case, LoadedTarget, Outputs, load_named, run_case
 from ssd_serve.bench.options import Devices
 from ssd_serve.verifier.engine import Engine
-from tests.end_to_end.tiny_pair import write_first_head, write_head, write_pair
+from tests.end_to_end.tiny_pair import write_first_head, write_head, write_pair, write_pard
 
 MakeDrafter = Callable[[RigDraft, Engine], MemoryDrafter]
 LAYERS = 3
@@ -32,6 +32,8 @@ DRAFTS = {
     "self": "self:2",
     "head": "{head}",
     "first head": "{first}",
+    "pard": "{pard}",
+    "pard2": "{pard2}",
     "ngram": "ngram",
     "suffix": "suffix",
     "shared texts": "suffix",
@@ -40,7 +42,7 @@ DRAFTS = {
     "head and lookup": "{head},suffix",
     "self and lookup": "self:1,ngram",
     "both heads": "{head},{first}",
-    "all": "{draft},{head},{first},self:1,prompt-lookup,ngram,suffix",
+    "all": "{draft},{head},{first},{pard},{pard2},self:1,prompt-lookup,ngram,suffix",
 }
 
 
@@ -59,9 +61,14 @@ class EverySource:
     """A random target, its plain outputs, and all its drafts, loaded on demand."""
 
     def __init__(self, folder: Path) -> None:
-        self._target, self._draft = write_pair(folder, layers=LAYERS)
-        self._head = write_head(folder / "head", self._target, range(60, 80))
-        self._first = write_first_head(folder / "first", self._target)
+        self._target, draft = write_pair(folder, layers=LAYERS)
+        self._drafts = {
+            "draft": draft,
+            "head": write_head(folder / "head", self._target, range(60, 80)),
+            "first": write_first_head(folder / "first", self._target),
+            "pard": write_pard(folder / "pard", draft),
+            "pard2": write_pard(folder / "pard2", draft, outputs=2),
+        }
         self._loaded: dict[str, LoadedTarget] = {}
         self.requests = requests()
         self.plain = run_case(self.of("ngram"), Case("ar", 1), self.requests)
@@ -70,7 +77,7 @@ class EverySource:
         if name not in self._loaded:
             settings = Settings(
                 target=str(self._target),
-                draft=DRAFTS[name].format(draft=self._draft, head=self._head, first=self._first),
+                draft=DRAFTS[name].format(**self._drafts),
                 dtype="fp32",
                 eagle_layers="0,1,2",
                 suffix_shared=4096 if name == "shared texts" else 0,

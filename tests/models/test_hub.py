@@ -29,6 +29,7 @@ FILES = {
     "model-00002-of-00002.safetensors": 4_000_000,
     "model.safetensors.index.json": 100,
     "pytorch_model.bin": 10_000_000,
+    "warp_model.bin": 100_000,
     "consolidated.safetensors": 10_000_000,
     "original/model.safetensors": 10_000_000,
 }
@@ -117,6 +118,7 @@ def test_only_needed_files_are_fetched(fake: FakeHub) -> None:
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
         "tokenizer.json",
+        "warp_model.bin",
     ]
 
 

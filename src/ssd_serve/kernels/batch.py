@@ -52,7 +52,9 @@ class Batch:
     tree_offsets: Int32Array  # [requests + 1]
     ancestry: UInt64Array  # [rows, words]
     rows_wanted: Int64Array  # [wanted], rows to return logits for, ascending
-    vectors: "torch.Tensor | None" = None  # [rows, hidden], of models with more input than tokens
+    vectors: "torch.Tensor | None" = (
+        None  # [rows, hidden], of models with more input than tokens; decoders add them to the embeddings
+    )
 
     @property
     def rows(self) -> int:

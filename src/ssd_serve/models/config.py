@@ -30,6 +30,8 @@ _WITHOUT_EFFECT = frozenset(
         *("dtype", "finetuning_task", "id2label", "initializer_range"),
         *("is_decoder", "is_llama_config", "label2id", "layer_types"),
         *("max_window_layers", "mlp_bias", "model_type", "pad_token_id"),
+        *("pard2", "pard2_proj_bias", "pard2_scale", "pard2_target_dim", "pard2_target_layers"),
+        *("pard_k", "pard_token", "spd_type"),  # of drafts, which read them
         *("pretraining_tp", "return_dict", "tokenizer_class", "torch_dtype"),
         *("transformers_version", "use_cache", "use_sliding_window"),
     }

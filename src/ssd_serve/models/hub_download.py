@@ -24,7 +24,7 @@ from ssd_serve.models.hub import PICKLES, SAFETENSORS, choose_gguf, downloaded, 
 _SMALL = re.compile(
     r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|tokenizer\.model"
     r"|special_tokens_map\.json|added_tokens\.json|chat_template\.(jinja|json)"
-    r"|additional_chat_templates/[\w.-]+\.jinja"
+    r"|additional_chat_templates/[\w.-]+\.jinja|warp_model\.(bin|safetensors)"
 )
 _TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 

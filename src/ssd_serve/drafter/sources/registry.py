@@ -21,6 +21,7 @@ ANY_MODEL, EAGLE = "*", "*eagle"
 SOURCES: dict[str, str] = {
     ANY_MODEL: "ssd_serve.drafter.sources.whole_model:load_draft_model",
     EAGLE: "ssd_serve.drafter.sources.eagle:SOURCE",
+    "*pard": "ssd_serve.drafter.sources.pard.source:SOURCE",
 }
 """`module:name` of a `RegisteredSource`, or of its `load` function where it has no needs.
 

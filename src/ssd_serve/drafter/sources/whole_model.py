@@ -1,6 +1,10 @@
 """A model as a draft, whole or its first layers: loading with KV slots, and measuring steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
 
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import PairMismatchError, SettingsError
@@ -22,9 +26,10 @@ from ssd_serve.models.sizes import model_sizes
 from ssd_serve.models.text.tokenizer import Tokenizer, common_tokens
 from ssd_serve.models.wrapped import MappedModel, wrap_model
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.sampling.ranking import trusted_ranking
+from ssd_serve.sampling.ranking import NativeRanking, trusted_ranking
 
 _LEAST_COMMON = 0.5
+StepSourceArguments: TypeAlias = tuple[Model, SlotPool, NoiseRows, int, NativeRanking | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +46,23 @@ class DraftModel:
 
     def source(self, fan_out: int) -> ModelSource:
         """A source with `fan_out` candidates for each node."""
+        return ModelSource(*self.arguments(fan_out))
+
+    def arguments(self, fan_out: int) -> StepSourceArguments:
+        """The arguments of a `StepSource`."""
         facts = self.model.facts
         noise = self.noise or NoiseRows(
             facts.vocabulary, capacity_for(facts.vocabulary), facts.device, self.native
         )
         native = trusted_ranking(self.native) if facts.device == "cpu" else None
-        return ModelSource(self.model, SlotPool(self.slots), noise, fan_out, native, self.prefill_rows)
+        return self.model, SlotPool(self.slots), noise, fan_out, native, self.prefill_rows
 
 
 def load_draft_model(source: SourceConfig) -> LoadedSource:
     """Load the draft model and measure its step."""
-    config, path, device = source.config, source.folder, source.device
-    if path is None:
-        raise SettingsError(f"{config.draft_model} names no model: set SSD_DRAFT to a folder or a hub id")
-    sizes = model_sizes(
-        path,
-        device=device,
-        dtype=config.dtype,
-        allow_pickle=config.allow_pickle,
-        layers=source.layers,
-        native=source.native,
-    )
-    slots = draft_slots(config, sizes, device)
-    loaded = load_served(config, path, device, slots, source.native, source.log, layers=source.layers)
-    model, info = _with_target_tokens(config, loaded, Tokenizer(path))
+    config = source.config
+    loaded, slots = load_weights(source)
+    model, info = with_target_tokens(config, loaded, Tokenizer(require_folder(source)))
     model = wrap_model(model, "draft", config.model_wrapper)
     seconds, prefill_s_per_token = draft_times(model, source)
     draft = DraftModel(model, slots, native=source.native, prefill_rows=prefill_rows_of(prefill_s_per_token))
@@ -73,10 +71,37 @@ def load_draft_model(source: SourceConfig) -> LoadedSource:
     )
 
 
-def _with_target_tokens(config: EngineConfig, model: Model, own: Tokenizer) -> tuple[Model, TokenizerInfo]:
+def require_folder(source: SourceConfig) -> Path:
+    """The folder of a draft. Raises `SettingsError` if it has none."""
+    if source.folder is None:
+        raise SettingsError(
+            f"{source.config.draft_model} names no model: set SSD_DRAFT to a folder or a hub id"
+        )
+    return source.folder
+
+
+def load_weights(source: SourceConfig, more_slots: int = 0) -> tuple[Model, int]:
+    """Load the model with KV slots for all requests, and `more_slots`; return it and the number of slots."""
+    config, path, layers = source.config, require_folder(source), source.layers
+    sizes = model_sizes(
+        path,
+        device=source.device,
+        dtype=config.dtype,
+        allow_pickle=config.allow_pickle,
+        layers=layers,
+        native=source.native,
+    )
+    slots = draft_slots(config, sizes, source.device) + more_slots
+    return load_served(config, path, source.device, slots, source.native, source.log, layers=layers), slots
+
+
+def with_target_tokens(
+    config: EngineConfig, model: Model, own: Tokenizer, extra: int = 0
+) -> tuple[Model, TokenizerInfo]:
     """The model, wrapped to translate token ids if its vocabulary differs from the target's.
 
-    Raises `PairMismatchError` if too few tokens are common. Without the target's files nothing is translated.
+    A wrapped model reads the id after the target's vocabulary as its own token `extra`. Raises
+    `PairMismatchError` if too few tokens are common. Without the target's files nothing is translated.
     """
     facts = model.facts
     own_info = TokenizerInfo(
@@ -94,4 +119,5 @@ def _with_target_tokens(config: EngineConfig, model: Model, own: Tokenizer) -> t
             f"the draft model {facts.name} has {tokens.share:.0%} of the target's tokens, and at least "
             f"{_LEAST_COMMON:.0%} are needed: choose a draft model of the same family"
         )
+    tokens = replace(tokens, read=np.append(tokens.read, extra))
     return MappedModel(model, tokens, info.ends), info

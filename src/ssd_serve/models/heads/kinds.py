@@ -23,6 +23,8 @@ class HeadKind(StrEnum):
 
     EAGLE1 = "EAGLE-1"
     EAGLE3 = "EAGLE-3"
+    PARD = "PARD"
+    """A whole model that guesses several positions; PARD-2 too."""
 
 
 EAGLE_KINDS = frozenset({HeadKind.EAGLE1, HeadKind.EAGLE3})
@@ -44,7 +46,7 @@ _OTHER_KEYS = ("medusa_", "hydra_", "dflash_", "dspark_")
 _FUSIONS = frozenset({"fc.weight", "fusion_fc.weight"})
 _KNOWN = (
     "heads that can draft are EAGLE-1 (EAGLE-2 and HASS are alike), EAGLE-3 and EAGLE-3.1, as SafeAILab, "
-    "SpecForge, SGLang, vLLM and speculators write them; other drafts are whole models, ngram, suffix and "
+    "SpecForge, SGLang, vLLM and speculators write them, and PARD; other drafts are whole models, ngram, suffix and "
     "self:N"
 )
 
@@ -74,6 +76,8 @@ def _declared(raw: Json) -> HeadKind | str:
     for name in architectures:
         if name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
+    if raw.get("pard_token") is not None:
+        return HeadKind.PARD
     if "draft_vocab_size" in raw:
         return HeadKind.EAGLE3
     if declared := next((key for key in raw if key.startswith(_OTHER_KEYS)), ""):

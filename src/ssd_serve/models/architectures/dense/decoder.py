@@ -100,6 +100,7 @@ class DenseDecoder(DenseModel):
             torch.from_numpy(batch.positions).to(self._device),
             self._attention.plan(batch),
             None if wanted == batch.rows else torch.from_numpy(batch.rows_wanted).to(self._device),
+            batch.vectors,
         )
         logits, features = self.run(inputs)
         return ForwardResult(logits, features, completion(self._device))
@@ -108,6 +109,8 @@ class DenseDecoder(DenseModel):
         """Return logits of the wanted rows and features; see `CapturableModel.run`."""
         rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2], complex64
         hidden = self._embed(inputs.tokens)  # [rows, hidden]
+        if inputs.vectors is not None:
+            hidden = hidden + inputs.vectors.to(hidden)
         features: dict[str, torch.Tensor] = {}
         added: torch.Tensor | None = None  # what the last block adds to `hidden`: the next norm does it
         layers, wanted = self._weights.layers, inputs.wanted

@@ -1,0 +1,198 @@
+"""PARD and PARD-2 drafts: a whole model that guesses several positions in one forward.
+
+Below an anchor, the node to expand, come copies of a mask token at consecutive positions; the logits of the anchor's
+row and of the copies are a block. Rows see the anchor's ancestors and earlier copies of the same anchor, so any number
+of anchors share a forward. Copies keep no KV. PARD reads nothing of its target and may draft ahead of it. PARD-2 adds
+the projected target outputs of the position before to a token's embedding; tokens after the last committed one, and
+masks, repeat the root's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+
+from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.errors import ProtocolError
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.cache.node import Node
+from ssd_serve.drafter.sources.contract import Block, NodeRequest, Scales
+from ssd_serve.drafter.sources.draft_model import (
+    RankingInputs,
+    StepRows,
+    StepSource,
+    TreeRowBuilder,
+    in_order,
+    prefill_rows_of,
+)
+from ssd_serve.drafter.sources.eagle import TargetVectors
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_times
+from ssd_serve.drafter.sources.pard.config import PardConfig, is_pard2, parse_pard
+from ssd_serve.drafter.sources.pard.projection import Projection, read_projection
+from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
+from ssd_serve.drafter.sources.whole_model import (
+    DraftModel,
+    StepSourceArguments,
+    load_weights,
+    require_folder,
+    with_target_tokens,
+)
+from ssd_serve.kernels.batch import Batch
+from ssd_serve.models.architectures.registry import load_description
+from ssd_serve.models.hub import find_model
+from ssd_serve.models.interface import ForwardResult, Model
+from ssd_serve.models.parallel import Parallel
+from ssd_serve.models.sizes import activation_dtype
+from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.models.weights.formats import read_config
+from ssd_serve.models.wrapped import MappedModel, WrappedModel, wrap_model
+
+
+class WithoutToken(WrappedModel):
+    """A model that never proposes one token."""
+
+    def __init__(self, model: Model, token: int) -> None:
+        super().__init__(model)
+        self._token = token
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> ForwardResult:
+        """See `Model.forward`; the token's logits are -inf."""
+        result = self._model.forward(batch)
+        result.logits[:, self._token] = -torch.inf
+        return result
+
+
+class PardSource(StepSource[Block]):
+    """Expands anchors with blocks of `positions` positions."""
+
+    def __init__(self, arguments: StepSourceArguments, *, mask: int, positions: int) -> None:
+        super().__init__(*arguments)
+        self._mask, self._positions = mask, positions
+
+    def _rows_of(self, tree: TreeRowBuilder, node: Node) -> range:
+        row = tree.row_of(node)
+        room = self._model.facts.context - 1 - tree.positions[row]
+        masks = tree.append_copies(node, self._mask, min(self._positions - 1, room))
+        return range(row, row + 1 + masks)  # the anchor's row is new, hence the last one
+
+    def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Block]:
+        ranked = self.ranked(logits, inputs)
+        parts = (ranked.rows(slice(*ends)) for ends in pairwise(accumulate(inputs.counts, initial=0)))
+        return [
+            Block(part.tokens, part.log_probabilities, part.scores, part.expected_scores) for part in parts
+        ]
+
+
+class Pard2Source(PardSource):
+    """Expands anchors of requests with target outputs for all committed tokens before the root.
+
+    The KV of accepted tokens is computed again with the outputs that have come since.
+    """
+
+    def __init__(
+        self, arguments: StepSourceArguments, *, mask: int, positions: int, projection: Projection
+    ) -> None:
+        super().__init__(arguments, mask=mask, positions=positions)
+        self._projection = projection
+        self._known: dict[int, TargetVectors] = {}
+
+    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
+        super().open(request, (), parameters, seed)
+        self._known[request] = TargetVectors(list(tokens))
+        if len(tokens) == 1:
+            self._begin(request)
+
+    def close(self, request: int) -> None:
+        super().close(request)
+        self._known.pop(request, None)
+
+    def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
+        held, known = self.held[request], self._known[request]
+        self.pool.free([slot for name in path if (slot := held.nodes.pop(name, None)) is not None])
+        super().commit(request, (), (), kept)
+        known.committed.extend(tokens)
+        known.queue(held)
+
+    def read(self, request: int, position: int, features: torch.Tensor) -> None:
+        """Take target outputs; see `FeatureSource.read`. The first token's row reads zeros."""
+        width = self._projection.width
+        if position < 0 or features.shape[1] != width:
+            raise ProtocolError(
+                f"features have width {features.shape[1]}, not {width}, or a negative position"
+            )
+        known = self._known.get(request)
+        if known is None:
+            return
+        if position == 0 and (not len(known.table) or known.table.end != 0):
+            self._begin(request)
+        known.add(self.held[request], self.pool, position, self._projection(features))
+
+    def _begin(self, request: int) -> None:
+        self._known[request].add(self.held[request], self.pool, -1, self._projection.zeros())
+
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[Block | None]:
+        """Run one forward for the requests with complete inputs."""
+        ready = [
+            index
+            for index, each in enumerate(requests)
+            if self._known[each.request].complete(self.held[each.request])
+        ]
+        found = super().expand([requests[index] for index in ready], [scales[index] for index in ready])
+        return in_order(found, ready, len(requests))
+
+    def prepared(self, batch: Batch, groups: Sequence[StepRows]) -> Batch:
+        """Add a vector for each row."""
+        parts: list[torch.Tensor] = []
+        for group in groups:
+            held, table, committed = group.held, self._known[group.request].table, len(group.committed)
+            parts.append(table.part(held.start + len(held.slots) - 1, committed))
+            root = table.part(held.start + len(held.tokens) - 2, 1)
+            parts.append(root.expand(len(group.rows.tokens) - committed, -1))
+        return replace(batch, vectors=torch.cat(parts))
+
+
+def describe_pard(config: EngineConfig, folder: Path | None) -> SourceDescription:
+    """The target layers of PARD-2, none of PARD."""
+    own = _parsed(config, folder) if folder is not None else PardConfig(0, 1)
+    return SourceDescription(features=own.features, keeps_tree=False)
+
+
+def load_pard(source: SourceConfig) -> LoadedSource:
+    """Load a draft with masks and measure its step."""
+    config, folder = source.config, require_folder(source)
+    own = _parsed(config, folder)
+    if own.features:
+        # Captured forwards have no vectors. With a number of layers, the files may have further tensors.
+        layers = int(read_config(folder)["num_hidden_layers"])
+        source = replace(source, config=replace(config, graphs=False), layers=layers)
+    weights, slots = load_weights(source, config.draft_width * (own.positions - 1))
+    proposing = WithoutToken(weights, own.mask)
+    model, info = with_target_tokens(config, proposing, Tokenizer(folder), own.mask)
+    mask = info.vocabulary if isinstance(model, MappedModel) else own.mask
+    model = wrap_model(model, "draft", config.model_wrapper)
+    rows = {width: own.positions * width for width in source.widths}
+    seconds, prefill_s_per_token = draft_times(model, replace(source, widths=list(rows.values())))
+    draft = DraftModel(model, slots, native=source.native, prefill_rows=prefill_rows_of(prefill_s_per_token))
+    arguments, facts = draft.arguments(config.draft_fan_out), weights.facts
+    pard = PardSource(arguments, mask=mask, positions=own.positions)
+    if own.features:
+        dtype, pickle = activation_dtype(facts.dtype), config.allow_pickle
+        projection = read_projection(folder, own, device=facts.device, dtype=dtype, allow_pickle=pickle)
+        pard = Pard2Source(arguments, mask=mask, positions=own.positions, projection=projection)
+    return LoadedSource(
+        pard, info, {width: seconds[each] for width, each in rows.items()}, prefill_s_per_token
+    )
+
+
+def _parsed(config: EngineConfig, folder: Path) -> PardConfig:
+    raw = read_config(folder)
+    if not is_pard2(raw):
+        return parse_pard(raw, config.draft_depth)
+    target = load_description(find_model(config, config.target, "target"))
+    return parse_pard(raw, config.draft_depth, len(target.sizes(Parallel()).kv), int(target.config.hidden))
+
+
+SOURCE = RegisteredSource(load_pard, describe_pard)
