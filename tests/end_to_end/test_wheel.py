@@ -34,6 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert not [member.name for member in packed if member.issym() or member.islnk()]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
     run([*PIP, "wheel", *offline, "--wheel-dir", str(folder), str(archive)], folder)
+    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, folder.glob("ssd_serve-*"))], folder)
     shutil.rmtree(sources)
     (built,) = folder.glob("*.whl")
     return built

@@ -17,6 +17,8 @@ _IDLE_FIELDS = (3, 4, 8, 9)
 """Fields of a core in /proc/stat in which it does not work, or that are counted in others."""
 _LEAST_S = 0.05
 """Least waiting a second that counts: a process that does little work waits for a tick now and then."""
+_SAMPLE_S = 0.2
+"""Seconds of a sample; the system counts in hundredths."""
 _TAKEN, _FREED = 0.65, 0.45
 """Shares of a second after which a core counts as taken by other programs, and no longer does. A program beside two
 threads of this process gets two thirds of a core, and one on two cores for 0.3 s of each second 0.4 to 0.6."""
@@ -31,6 +33,13 @@ def core_seconds(cores: Collection[int], stat: Path = Path("/proc/stat")) -> flo
             if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in cores:
                 ticks += sum(int(each) for at, each in enumerate(fields) if at not in _IDLE_FIELDS)
     return ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+
+
+def cores_in_use(cores: Collection[int]) -> float:
+    """Return how many of these cores are used, by any program, while the caller sleeps."""
+    before = core_seconds(cores)
+    time.sleep(_SAMPLE_S)
+    return (core_seconds(cores) - before) / _SAMPLE_S
 
 
 def family_seconds(parent: int, proc: Path = Path("/proc")) -> float:

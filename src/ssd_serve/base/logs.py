@@ -108,8 +108,9 @@ class Bridge(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line, a traceback included."""
+        own = record.name.startswith("ssd_serve") and self._to.style == "text"
         fields: dict[str, object] = {
-            "logger": record.name,
+            **({} if own else {"logger": record.name}),
             **self._context(),
             **getattr(record, "fields", {}),
         }

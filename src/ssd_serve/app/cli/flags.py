@@ -50,6 +50,7 @@ FOREIGN = {
     "--mem-fraction-static": "give the KV cache a size with --kv-memory-mb",
     "--quantization": "the number format is read from the model's files (docs/models.md)",
     "--n-gpu-layers": "name the device of the whole model with --target-device cuda:0",
+    "--prompt": "`ssd generate TEXT --target MODEL` takes the text without a flag",
     "-ngl": "name the device of the whole model with --target-device cuda:0",
 }
 """Flags of vLLM, SGLang and llama.cpp that have no counterpart, and what to do instead."""

@@ -10,8 +10,7 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ import setproctitle
 from rich.console import Console
 
 from ssd_serve.app.cli.chat_client import show_first_answer
-from ssd_serve.base.contention import core_seconds
+from ssd_serve.base.contention import cores_in_use
 from ssd_serve.base.devices import pin_cores
 from ssd_serve.base.logs import ProgressLine, carry_library_logs, get_logger
 from ssd_serve.base.messages import Ready
@@ -44,8 +43,6 @@ from ssd_serve.server.text import LoadedTokenizer
 _LOOK_EVERY_S = 0.1
 _FAREWELL_S = 0.5
 """Time from the engine's death to the server's exit, in which running requests receive their errors."""
-_SAMPLE_S = 0.2
-"""Seconds in which work of other programs is counted; the system counts in hundredths."""
 _LEAVES_WITHIN_S = 20.0
 """Seconds until the process exits even if threads, such as downloads, still run."""
 
@@ -99,7 +96,7 @@ def run_serve(settings: Settings, chat: Callable[[str], None] | None = None) -> 
                     if chat is None:
                         chats = bool(tokenizer().chat_template)
                         with contextlib.suppress(OSError):  # a closed terminal, or no free descriptors
-                            others = _cores_in_use(machine.cores)
+                            others = cores_in_use(machine.cores)
                             known = program_name(), chats, others, len(machine.cores)
                             show_banner(Console(), ready, settings, url, *known)
                             if chats and sys.stdout.isatty():
@@ -115,13 +112,6 @@ def run_serve(settings: Settings, chat: Callable[[str], None] | None = None) -> 
                     raise engine.supervisor.failure
     log.info("stopped")
     return 0
-
-
-def _cores_in_use(cores: Sequence[int]) -> float:
-    """Return how many cores other programs use: nothing of this server runs yet."""
-    before = core_seconds(cores)
-    time.sleep(_SAMPLE_S)
-    return (core_seconds(cores) - before) / _SAMPLE_S
 
 
 def _watch(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ssd_serve.app.doctor.collective import failure
+from ssd_serve.base.contention import cores_in_use
 from ssd_serve.base.devices import Device, check_device, parse_device, pin, this_machine
 from ssd_serve.base.errors import SettingsError, SsdError, UserError, in_a_line
 from ssd_serve.base.settings import Settings
@@ -20,6 +21,7 @@ from ssd_serve.kernels.attention.self_test import RATIOS, self_test
 from ssd_serve.kernels.device import dtype_name, layout_order
 from ssd_serve.kernels.native.library import NativeError, NativeLibrary, build, load_native
 from ssd_serve.kernels.native.packed import can_multiply_packed
+from ssd_serve.models.memory import available_memory
 from ssd_serve.models.parallel import MAX_RANKS
 from ssd_serve.models.roof import cpu_roofs, roof_dtype
 from ssd_serve.models.sizes import PACKED, kv_dtype, resolve_dtype
@@ -51,7 +53,16 @@ class Check:
 
 def devices(settings: Settings) -> Iterator[Check]:
     """Check cores and GPUs that torch can use, with the reason if there is no GPU."""
-    yield Check("cores", State.OK, f"{len(this_machine().cores)} that this process may use")
+    cores = this_machine().cores
+    yield Check("cores", State.OK, f"{len(cores)} that this process may use")
+    others = cores_in_use(cores)
+    slower = "answers are slower while others use cores; the server then uses fewer" if others > 0.5 else ""
+    state = State.NOTE if slower else State.OK
+    yield Check("other programs", state, f"use {others:.1f} of these cores", slower)
+    free = (
+        f"{available_memory('cpu') / 2**30:.1f} GiB free; on CPUs the KV cache takes at most a quarter of it"
+    )
+    yield Check("memory", State.OK, free)
     if not torch.cuda.is_available():
         yield _no_gpu(settings)
         return

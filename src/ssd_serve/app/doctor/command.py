@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssd_serve.app.cli.flags import Commands, add_settings_flags, given_flags
+from ssd_serve.app.cli.flags import Commands, add_settings_flags, given_config, given_flags
 from ssd_serve.base.devices import check_device, parse_device, this_machine
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.settings_sources import resolve
@@ -26,7 +26,7 @@ def add_doctor(commands: Commands) -> None:
     """Add the parser `doctor`; it sets `run`."""
     parser = commands.add_parser("doctor", help="check what the server can use of this machine")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    add_settings_flags(parser)
+    add_settings_flags(parser, others=True)
     parser.set_defaults(run=_run)
 
 
@@ -60,7 +60,7 @@ def _say(text: str) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    settings = resolve(given_flags(args))
+    settings = resolve(given_flags(args), config=given_config(args))
     os.environ.update(worker_environment())  # torch is not imported yet
     from ssd_serve.app.doctor.checks import State, examine
 
