@@ -22,6 +22,7 @@ from ssd_serve.base.settings_sources import origins, resolve
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.observability.metrics import ServerMetrics
+from ssd_serve.server.openapi import OPERATIONS, SecuritySchemes
 from tests.server.fakes import READY, STATUS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -66,6 +67,17 @@ def backends_table() -> str:
     """Every tree attention backend."""
     rows = [f"| `{name}` | {each.where.value} | {each.what} |" for name, each in BACKENDS.items()]
     return "\n".join(["| backend | where | what it is |", "|---|---|---|", *rows])
+
+
+def api_table() -> str:
+    """Every path of the API, with its statuses on a server that has keys."""
+    keys, rows = SecuritySchemes(keyed=True), list[str]()
+    for path, operation in OPERATIONS.items():
+        answers = f"{operation.summary} (whole or streamed)" if operation.chunk else operation.summary
+        methods = ", ".join(method.upper() for method in operation.methods)
+        statuses = ", ".join(map(str, keys.problems(path, operation)))
+        rows.append(f"| `{path}` | {methods} | {answers} | {statuses} |")
+    return "\n".join(["| path | methods | what | statuses besides 200 |", "|---|---|---|---|", *rows])
 
 
 def cli_reference() -> str:
@@ -126,6 +138,7 @@ def _code(words: Iterable[str]) -> str:
 
 
 TABLES = {
+    "api": api_table,
     "cli": cli_reference,
     "kernels": backends_table,
     "settings": settings_table,
