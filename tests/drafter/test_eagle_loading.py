@@ -16,7 +16,8 @@ from ssd_serve.models.hub import embedded_folder
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.wrapped import WrappedModel
 from ssd_serve.recipes.checkpoint import read_checkpoint, shape_of
-from ssd_serve.recipes.eagle3 import HeadRecipe, TrainedHead, export_head
+from ssd_serve.recipes.eagle3 import EagleHead
+from ssd_serve.recipes.heads import export_head
 
 
 class Counted(WrappedModel):
@@ -42,7 +43,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     shape = dataclasses.replace(shape_of(read_checkpoint(embedded_folder("target")).config), layers=1)
     folder = tmp_path_factory.mktemp("head") / "head"
-    export_head(TrainedHead(shape, torch.arange(0, 4096, 64)), HeadRecipe(layers=(0, 2, 4)), folder)
+    export_head(EagleHead(shape, torch.arange(0, 4096, 64), (0, 2, 4), 1), folder)
     return folder
 
 

@@ -17,9 +17,9 @@ from ssd_serve.models.heads.load import target_head
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.recipes.chats import ChatLessons, prepare_chats, read_conversations
 from ssd_serve.recipes.data import Workspace
-from ssd_serve.recipes.eagle3 import head_loss, steps_of, train_head
+from ssd_serve.recipes.heads import head_loss, train_head
 from ssd_serve.recipes.training import Lesson, Teacher
-from tests.recipes.test_eagle3 import RECIPE, SHAPE, random_pair
+from tests.recipes.test_eagle3 import RECIPE, SHAPE, guesses_of, random_pair
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
@@ -133,16 +133,17 @@ def test_half_written_file_of_outputs_is_completed(
 
 
 def test_loss_is_the_mean_over_the_places_that_count() -> None:
-    head, target = random_pair()
+    head, target = random_pair(steps=2)
     tokens = torch.randint(0, SHAPE.vocabulary, (2, 12))
     counted = torch.rand(2, 12) < 0.5
     lesson = Lesson(torch.randn(2, 12, len(head.ids)), torch.randn(2, 12, 2 * SHAPE.hidden), counted)
     embedding = target.model.embed_tokens.weight.detach()
-    found = head_loss(head, embedding, tokens, lesson, 2)
+    found = head_loss(head, embedding, tokens, lesson, head.anchors(counted))
     expected = torch.zeros(())
-    for step, (guesses, truth) in enumerate(steps_of(head, embedding, tokens, lesson, 2)):
+    for step, guesses in enumerate(guesses_of(head, embedding, tokens, lesson)):
+        truth = lesson.logits[:, 1 + step :].softmax(-1)
         each = [
-            functional.cross_entropy(guesses[text, row].float()[None], truth[text, row].softmax(-1)[None])
+            functional.cross_entropy(guesses[text, row][None], truth[text, row][None])
             for text in range(2)
             for row in range(10)
             if counted[text, row + 1 + step]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.errors import UserError
 from ssd_serve.models.text.tokenizer import Tokenizer
 from ssd_serve.recipes.data import Ids, Stream, Workspace, load_tokenizer
@@ -112,11 +113,14 @@ class ChatLessons:
     """The target's outputs for each token of the conversations, from a file that is completed first.
 
     Windows are cut from places of the stream instead of tokens. The last vector of a place is the input of the
-    target's LM head, the others are the head's features.
+    target's LM head.
     """
 
-    def __init__(self, workspace: Workspace, teacher: Teacher, head: Tensor) -> None:
-        """`head` is the matrix of the target's LM head, [vocabulary, hidden]."""
+    def __init__(
+        self, workspace: Workspace, teacher: Teacher, head: Tensor, features: Sequence[int] | None = None
+    ) -> None:
+        """`head` is the matrix of the target's LM head, [vocabulary, hidden]; `features` are the layers that lessons
+        give the outputs of, all of the teacher's but the last if None."""
         self._head, self._hidden, folder = head, head.shape[1], workspace.folder
         train = workspace.stream().astype(np.int64)
         self._trained, tokens = len(train), np.concatenate([train, *workspace.held_out()])
@@ -124,10 +128,16 @@ class ChatLessons:
         # The target's distribution at a place counts where an answer's token follows.
         answers: Flags = np.load(folder / "answers.npy")
         self._counted = torch.from_numpy(np.append(answers[1:], False))
-        names = "-".join(map(str, teacher.layers[:-1]))
-        self._outputs = _completed(
-            folder / f"outputs-{names}.bin", tokens, np.load(folder / "ends.npy"), teacher
-        )
+        layers = teacher.layers[:-1]
+        ends, file = np.load(folder / "ends.npy"), folder / f"outputs-{'-'.join(map(str, layers))}.bin"
+        for other in folder.glob("outputs-*.bin"):  # with more layers, for another head
+            kept = tuple(int(each) for each in other.stem.split("-")[1:] if each)
+            whole = len(tokens) * (len(kept) + 1) * self._hidden * torch.bfloat16.itemsize
+            if set(layers) < set(kept) and other.stat().st_size == whole:
+                layers, file = kept, other
+        places = (*layers, FINAL)
+        self._outputs = _completed(file, tokens, ends, teacher, len(places) * self._hidden)
+        self._columns = [places.index(each) for each in (features or teacher.layers[:-1])]
 
     def stream(self) -> Stream:
         """Return the places of the training conversations."""
@@ -148,18 +158,20 @@ class ChatLessons:
         outputs = self._outputs[places].to(device)
         head = self._head if ids is None else self._head[ids]
         logits = (outputs[..., -self._hidden :].to(head.dtype) @ head.T).float()
-        lesson = Lesson(logits, outputs[..., : -self._hidden], self._counted[places].to(device))
+        parts = torch.split(outputs, self._hidden, dim=-1)
+        features = torch.cat([parts[each] for each in self._columns], dim=-1)
+        lesson = Lesson(logits, features, self._counted[places].to(device))
         return self._tokens[places].to(device), lesson
 
 
-def _completed(file: Path, tokens: Ids, ends: Ids, teacher: Teacher) -> Tensor:
+def _completed(file: Path, tokens: Ids, ends: Ids, teacher: Teacher, width: int) -> Tensor:
     """Return the outputs bf16 [tokens, width], mapped from `file`, after those that it lacks are computed."""
-    row = teacher.width * torch.bfloat16.itemsize
+    row = width * torch.bfloat16.itemsize
     with file.open("ab") as written:
         first = int(np.searchsorted(ends, written.tell() // row, side="right"))
         written.truncate((int(ends[first - 1]) if first else 0) * row)
         for document in np.split(tokens, ends[:-1])[first:]:
             outputs = teacher.outputs(document).to("cpu", torch.bfloat16)
             written.write(outputs.view(torch.int16).numpy().tobytes())
-    kept = torch.from_file(str(file), shared=False, size=len(tokens) * teacher.width, dtype=torch.bfloat16)
-    return kept.view(len(tokens), teacher.width)
+    kept = torch.from_file(str(file), shared=False, size=len(tokens) * width, dtype=torch.bfloat16)
+    return kept.view(len(tokens), width)

@@ -1,4 +1,5 @@
-"""The command line `ssd recipe eagle3 | distil | ballast`. Heavy modules are imported when a command runs."""
+"""The command line `ssd recipe`: heads of five families, distil, ballast. Heavy modules are imported when a command
+runs."""
 
 import argparse
 import math
@@ -16,13 +17,32 @@ if TYPE_CHECKING:
 def add_commands(recipe: argparse.ArgumentParser) -> None:
     """Add the subcommands of `ssd recipe`; each sets `run`."""
     commands = recipe.add_subparsers(required=True, metavar="RECIPE")
-    _add_eagle3(commands)
+    for family in _OPTIONS:
+        _add_head(commands, family)
     _add_distil(commands)
     _add_ballast(commands)
 
 
-def _add_eagle3(commands: Commands) -> None:
-    parser = commands.add_parser("eagle3", help="train an EAGLE-3 head for a target, or resume a training")
+_LAYERS = "target layers whose outputs are read, from 0"
+_OPTIONS: dict[str, dict[str, tuple[int, str]]] = {
+    "eagle3": {"steps": (4, "steps of the training-time test")},
+    "dflash": {
+        "block": (8, "tokens of a block, the known one included"),
+        "depth": (3, "layers of the head"),
+        "anchors": (128, "blocks of a window"),
+        "gap": (0, "most places before a block whose features are hidden, in a quarter of the blocks"),
+    },
+    "medusa": {"heads": (4, "heads, of a token each")},
+    "hydra": {"heads": (4, "heads, of a token each")},
+    "gumiho": {"heads": (5, "parallel heads, after two serial tokens")},
+}
+"""Families of heads, and their sizes."""
+_NAMES = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash head", "gumiho": "a Gumiho head"}
+
+
+def _add_head(commands: Commands, family: str) -> None:
+    what = _NAMES.get(family, f"{family.capitalize()} heads")
+    parser = commands.add_parser(family, help=f"train {what} for a target, or resume a training")
     parser.add_argument("target", help="a model that the server can load")
     parser.add_argument(
         "--work", type=Path, default=Path("training"), help="folder of corpus and checkpoints"
@@ -33,20 +53,23 @@ def _add_eagle3(commands: Commands) -> None:
     parser.add_argument(
         "--chats", type=Path, nargs="+", help="JSON lines with the target's own answers, instead of texts"
     )
-    parser.add_argument(
-        "--layers", type=int, nargs="+", required=True, help="target layers whose outputs are read, from 0"
-    )
+    if family == "eagle3":
+        parser.add_argument("--layers", type=int, nargs="+", required=True, help=_LAYERS)
+    elif family == "dflash":
+        parser.add_argument("--layers", type=int, nargs="+", help=f"{_LAYERS} (default: five, evenly spread)")
+    for name, (default, meaning) in _OPTIONS[family].items():
+        least = positive if default else _from_zero
+        parser.add_argument(f"--{name}", type=least, default=default, help=f"{meaning} ({default})")
     parser.add_argument(
         "--proposed", type=positive, default=2048, help="most frequent tokens that it can propose (2048)"
     )
-    parser.add_argument("--steps", type=positive, default=4, help="steps of the training-time test (4)")
     parser.add_argument("--tokens", type=positive, default=12_000_000, help="tokens to train on in all")
     parser.add_argument("--length", type=positive, default=384, help="tokens of a window (384)")
     parser.add_argument("--rows", type=positive, default=16, help="windows of a step (16)")
     parser.add_argument("--rate", type=_above_zero, default=1.0, help="factor on the learning rates (1)")
     parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
     _add_training(parser)
-    parser.set_defaults(run=run_eagle3)
+    parser.set_defaults(run=run_head, family=family)
 
 
 def _add_distil(commands: Commands) -> None:
@@ -102,6 +125,10 @@ def positive(text: str) -> int:
     return value
 
 
+def _from_zero(text: str) -> int:
+    return positive(text) if int(text) else 0
+
+
 def _above_zero(text: str) -> float:
     value = float(text)
     if not 0.0 < value < math.inf:
@@ -109,26 +136,41 @@ def _above_zero(text: str) -> float:
     return value
 
 
-def run_eagle3(args: argparse.Namespace) -> int:
+def run_head(args: argparse.Namespace) -> int:
     """Train and export a head."""
+    from ssd_serve.models.architectures.registry import load_description
     from ssd_serve.models.hub import find_model
     from ssd_serve.models.text.tokenizer import Tokenizer
     from ssd_serve.recipes import data
     from ssd_serve.recipes.chats import prepare_chats, read_conversations
-    from ssd_serve.recipes.eagle3 import HeadRecipe, export_head, train_head
+    from ssd_serve.recipes.dflash import BlockRecipe, spread_layers
+    from ssd_serve.recipes.eagle3 import EagleRecipe
+    from ssd_serve.recipes.gumiho import GumihoRecipe
+    from ssd_serve.recipes.heads import HeadRecipe, export_head, train_head
+    from ssd_serve.recipes.medusa import HydraRecipe, MedusaRecipe
 
     target = find_model(Settings().engine_config(), args.target, "target", _say)
     _refuse_to_replace(args.head, "--head", target)
-    recipe = HeadRecipe(
-        layers=tuple(args.layers),
+    sizes = {name: getattr(args, name) for name in _OPTIONS[args.family]}
+    if args.family in ("eagle3", "dflash"):
+        named: list[int] | None = args.layers
+        sizes["layers"] = tuple(named or spread_layers(load_description(target).config.layers))
+    families: dict[str, type[HeadRecipe]] = {
+        "eagle3": EagleRecipe,
+        "dflash": BlockRecipe,
+        "medusa": MedusaRecipe,
+        "hydra": HydraRecipe,
+        "gumiho": GumihoRecipe,
+    }
+    recipe = families[args.family](
         proposed=args.proposed,
-        steps=args.steps,
         tokens=args.tokens,
         rows=args.rows,
         length=args.length,
         rate=args.rate,
         chats=bool(args.chats),
         compiled=args.compile,
+        **sizes,
     )
     workspace = data.Workspace(args.work)
     if args.chats:
@@ -138,7 +180,7 @@ def run_eagle3(args: argparse.Namespace) -> int:
         corpus = data.split_texts(data.read_texts(args.text)) if args.text else data.library_corpus()
         workspace.prepare(corpus, data.load_tokenizer(target), recipe.min_tokens)
     training = train_head(recipe, workspace, target, _say, args.device, _native(args.threads))
-    export_head(training.model, recipe, args.head, training.history)
+    export_head(training.model, args.head, training.history)
     print(f"exported {args.head}")
     return 0
 

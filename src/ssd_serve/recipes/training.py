@@ -118,11 +118,12 @@ class Optimiser:
         if not hasattr(torch.optim, "Muon"):
             raise UserError(f"Training needs torch 2.9 or later, not {torch.__version__}.")
         named = dict(decoder.named_parameters())
-        matrices = [p for n, p in named.items() if p.dim() == 2 and ("_proj" in n or n.startswith("fc."))]
+        outer = [n for n in named if "embed_tokens" in n or "lm_head" in n]
+        matrices = [p for n, p in named.items() if p.dim() == 2 and n not in outer]
         groups: list[dict[str, Any]] = [
             {"params": [p for n, p in named.items() if "embed_tokens" in n], "lr": rates.embedding},
             {"params": [p for n, p in named.items() if "lm_head" in n], "lr": rates.head},
-            {"params": [p for p in named.values() if p.dim() == 1], "lr": rates.norm},
+            {"params": [p for n, p in named.items() if p.dim() == 1 and n not in outer], "lr": rates.norm},
         ]
         self._muon = torch.optim.Muon(matrices, lr=rates.matrix, weight_decay=rates.matrix_decay)
         self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-10, weight_decay=0.0, fused=True)
