@@ -147,7 +147,7 @@ def test_progress_of_the_prompt_comes_before_the_answer() -> None:
     with listening_server(count) as address:
         first, *others = ChatClient(address.url).stream(asked)
     assert first.progress is not None
-    assert first.progress["processed"] == 5
+    assert first.progress.processed == 5
     assert not any(piece.progress for piece in others)
 
 

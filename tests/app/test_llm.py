@@ -181,7 +181,9 @@ def test_streamed_chat_reports_the_progress_of_its_prompt(llm: LLM) -> None:
     progress = [piece.progress for piece in pieces if piece.progress is not None]
     (whole,) = llm.chat(asked, SAMPLED)
     size = len(whole.prompt_token_ids)
-    assert [(each.done, each.total) for each in progress] == [(done, size) for done in range(32, size, 32)]
+    assert [(each.processed, each.total) for each in progress] == [
+        (done, size) for done in range(32, size, 32)
+    ]
     assert "".join(piece.text for piece in pieces) == whole.text
 
 

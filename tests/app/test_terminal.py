@@ -5,6 +5,7 @@ import io
 import pytest
 
 from ssd_serve.app.cli.terminal import COMMANDS, ChatTerminal
+from ssd_serve.base.messages import PromptProgress
 
 
 def terminal(lines: str = "", colours: bool = False) -> tuple[ChatTerminal, io.StringIO]:
@@ -65,14 +66,14 @@ def test_rate_is_shown_where_it_fits_and_is_erased(monkeypatch: pytest.MonkeyPat
 def test_long_wait_for_the_first_token_is_shown_until_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, out = terminal(colours=True)
     shown.ask("")
-    shown.read(512, 3124, 256, 0.5)
+    shown.read(PromptProgress(512, 3124, 256, 500))
     assert out.getvalue() == ""
     monkeypatch.setattr("ssd_serve.app.cli.terminal._PATIENCE_S", 0.0)
     monkeypatch.setattr(out, "isatty", lambda: True)
     shown.ask("")
-    shown.read(512, 3124, 256, 0.5)
+    shown.read(PromptProgress(512, 3124, 256, 500))
     assert "512 of 3,124 tokens, 512 tokens/s, 6 s left" in out.getvalue()
     shown.show("one", 1)
     before = out.getvalue()
-    shown.read(1024, 3124, 256, 1.0)
+    shown.read(PromptProgress(1024, 3124, 256, 1000))
     assert out.getvalue() == before

@@ -315,8 +315,8 @@ class FakeEngine:
             self.channel.send(Committed(request, (), prompt_logprobs=of_prompt[:size]))
             of_prompt = of_prompt[size:]
         trace = _trace_of(play, kept) if play.submit.options.trace else None
-        if play.submit.options.progress and play.played == 1:
-            progress = PromptProgress(5, len(play.submit.prompt), 2, 0.5)
+        if play.submit.options.return_progress and play.played == 1:
+            progress = PromptProgress(5, len(play.submit.prompt), 2, 500)
             self.channel.send(Committed(request, (), progress=progress))
         self.channel.send(Committed(request, tuple(kept), self._logprobs(play, kept), of_prompt, trace))
         self._end_if_over(play, kept)

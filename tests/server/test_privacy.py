@@ -219,5 +219,5 @@ async def test_progress_of_prompts_is_reported_where_cached_tokens_may_be() -> N
             chunks = await events(server, COMPLETIONS, **body, **more)
             assert [each["prompt_progress"] for each in chunks if "prompt_progress" in each] == progress
         assert await post(server, COMPLETIONS, **body, cache_salt="mine")
-        wanted = [each.options.progress for each in server.engine.submits()]
+        wanted = [each.options.return_progress for each in server.engine.submits()]
         assert wanted == [True, *[False] * 5]

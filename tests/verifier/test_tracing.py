@@ -112,14 +112,14 @@ def test_round_that_drafted_nothing_has_a_bonus_token_only() -> None:
 
 def test_progress_of_a_prompt_counts_its_chunks_and_cached_tokens() -> None:
     engine, _ = make_engine(Case(slots=4096, prefill_chunk=32))
-    asked = RequestOptions(progress=True)
+    asked = RequestOptions(return_progress=True)
     for number, cached in ((1, 0), (2, 64)):
         prompt = (*[token % 30 for token in range(64)], *[30 + number] * 50)
         reports = committed(engine, Submit(number, prompt, GREEDY, 0, options=asked))
         found = [report.progress for report in reports if report.progress is not None]
-        assert [(each.done, each.total, each.cached) for each in found] == [
+        assert [(each.processed, each.total, each.cache) for each in found] == [
             (done, 114, cached) for done in range(cached + 32, 114, 32)
         ]
-        assert all(earlier.seconds <= later.seconds for earlier, later in pairwise(found))
+        assert all(earlier.time_ms <= later.time_ms for earlier, later in pairwise(found))
         assert not any(report.progress for report in reports if report.tokens)
     assert all(report.tokens for report in committed(engine, Submit(3, (5,) * 100, GREEDY, 0)))

@@ -79,7 +79,7 @@ class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Fixed shape of the draft tokens; None: the server's choice."""
     trace: bool = False
     """Reports have a `RoundTrace` for each round."""
-    progress: bool = False
+    return_progress: bool = False
     """Chunks of the prompt are reported, all but the last."""
 
 
@@ -229,13 +229,14 @@ class RoundTrace(msgspec.Struct, frozen=True, array_like=True):
     """True for the round after the last one with details: later rounds have no trace."""
 
 
-class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens in the KV cache, `cached` of which were there before, `seconds` after the first round."""
+class PromptProgress(msgspec.Struct, frozen=True):
+    """Prompt tokens in the KV cache, `cache` of which were found there, `time_ms` after the request left the queue:
+    llama.cpp's object."""
 
-    done: int
+    processed: int
     total: int
-    cached: int
-    seconds: float
+    cache: int
+    time_ms: int
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -288,7 +288,7 @@ class Engine:
         committed = Committed(request.number, walk.tokens, walk.logprobs, walk.prompt_logprobs, trace)
         if not walk.tokens:
             self.drafters.send_features(request)
-            if request.options.progress and not request.generated:
+            if request.options.return_progress and not request.generated:
                 committed = replace(committed, progress=self._progress(request))
             return [committed] if walk.prompt_logprobs or committed.progress else []
         before = request.generated
@@ -308,9 +308,9 @@ class Engine:
         return [committed, Finished(request.number, "error", self._final_figures(request), message=failed)]
 
     def _progress(self, request: Request) -> PromptProgress:
-        seconds = self._clock() - (request.first_scheduled_at or 0.0)
+        time_ms = round(1e3 * (self._clock() - (request.first_scheduled_at or 0.0)))
         cached = request.figures.cached_prompt_tokens
-        return PromptProgress(len(request.slots), request.prompt_length, cached, seconds)
+        return PromptProgress(len(request.slots), request.prompt_length, cached, time_ms)
 
     def _finished(self, request: Request, why: str) -> Finished:
         stop_token = request.tokens[-1] if why == "stop" else None

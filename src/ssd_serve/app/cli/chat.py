@@ -95,8 +95,8 @@ def _talk(terminal: ChatTerminal, greeting: str, answer: Callable[[], None]) -> 
 def _own_answer(llm: LLM, terminal: ChatTerminal, params: SamplingParams) -> None:
     with closing(llm.stream_chat(terminal.messages, params, progress=True)) as pieces:
         for piece in pieces:
-            if (read := piece.progress) is not None:
-                terminal.read(read.done, read.total, read.cached, read.seconds)
+            if piece.progress is not None:
+                terminal.read(piece.progress)
                 continue
             drafted = piece.token_ids[:-1]
             terminal.show(piece.text, len(piece.token_ids), llm.tokenizer.decode(drafted) if drafted else "")
@@ -123,8 +123,8 @@ def _remote_answer(client: ChatClient, terminal: ChatTerminal, body: Mapping[str
     figures: Mapping[str, Any] = {}
     with closing(client.stream(body)) as pieces:
         for piece in pieces:
-            if (read := piece.progress) is not None:
-                terminal.read(read["processed"], read["total"], read["cache"], read["time_ms"] / 1e3)
+            if piece.progress is not None:
+                terminal.read(piece.progress)
                 continue
             terminal.show(piece.text, piece.tokens - tokens)
             text, tokens, figures = text + piece.text, piece.tokens, piece.figures or figures

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TextIO, TypeAlias
 from urllib.parse import urlsplit
 
+import msgspec
+
 from ssd_serve.base.errors import SettingsError, SsdError, in_a_line
+from ssd_serve.base.messages import PromptProgress
 from ssd_serve.server.banner import QUESTION
 
 _SILENCE_S = 600.0
@@ -30,8 +33,7 @@ class ChatPiece:
     text: str
     tokens: int
     figures: Mapping[str, Any]
-    progress: Mapping[str, int] | None = None
-    """Tokens of the prompt that were `processed`, of `total`, `cache` of which had been before, in `time_ms`."""
+    progress: PromptProgress | None = None
 
 
 class ChatClient:
@@ -79,7 +81,7 @@ class ChatClient:
                     each.get("delta", {}).get("content") or "" for each in chunk.get("choices", ())
                 )
                 if "prompt_progress" in chunk:
-                    yield ChatPiece("", tokens, {}, chunk["prompt_progress"])
+                    yield ChatPiece("", tokens, {}, msgspec.convert(chunk["prompt_progress"], PromptProgress))
                 elif text or total > tokens or "timings" in chunk:
                     tokens = max(tokens, total)
                     yield ChatPiece(text, tokens, chunk if "timings" in chunk else {})

@@ -13,6 +13,7 @@ from typing import TextIO
 from rich.cells import cell_len
 
 from ssd_serve.base.logs import DETAIL, ProgressLine
+from ssd_serve.base.messages import PromptProgress
 from ssd_serve.base.names import suggestion
 
 COMMANDS = {
@@ -109,12 +110,14 @@ class ChatTerminal:
             self._waiting = WaitingLine(self.out)
             self._waiting.begin()
 
-    def read(self, done: int, total: int, cached: int, seconds: float) -> None:
-        """Show how much of the prompt has been computed; `cached` tokens were computed before these seconds."""
-        rate = max(1e-9, (done - cached) / max(1e-9, seconds))
-        left = f"{rate:,.0f} tokens/s, {math.ceil((total - done) / rate)} s left"
+    def read(self, done: PromptProgress) -> None:
+        """Show how much of the prompt has been computed."""
+        rate = max(1, done.processed - done.cache) / max(1e-3, done.time_ms / 1e3)
+        left = f"{rate:,.0f} tokens/s, {math.ceil((done.total - done.processed) / rate)} s left"
         if self._waiting is not None:
-            self._waiting.update(f"reading the prompt{DETAIL}{done:,} of {total:,} tokens, {left}")
+            self._waiting.update(
+                f"reading the prompt{DETAIL}{done.processed:,} of {done.total:,} tokens, {left}"
+            )
 
     def show(self, text: str, tokens: int, guessed: str = "") -> None:
         """More of an answer, of which `guessed` is the beginning that had been drafted."""

@@ -396,7 +396,7 @@ class Conversation:
         self._running |= zip(numbers, texts, strict=True)
         for text in texts:
             text.begin(time.perf_counter())
-        options = RequestOptions(progress=asked.progress)
+        options = RequestOptions(return_progress=asked.progress)
         self._access.submit(SubmitChoices(asked.prompt, asked.parameters, tuple(choices), options))
 
     def _hear(self, text: Continuation, report: Report, now: float) -> None:

@@ -94,7 +94,7 @@ class GenerationStream:
                 options = (
                     self._options
                     if choice.index == 0
-                    else msgspec.structs.replace(self._options, trace=False, progress=False)
+                    else msgspec.structs.replace(self._options, trace=False, return_progress=False)
                 )
                 submit = Submit(
                     choice.request, plan.prompt, plan.parameters, plan.seed, plan.generated, 0, options

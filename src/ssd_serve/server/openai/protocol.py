@@ -197,11 +197,6 @@ class GenerationRequest(Lenient):
         """True if details of each round are reported."""
         return self.speculation is not None and bool(self.speculation.trace)
 
-    @property
-    def progress(self) -> bool:
-        """True if progress of the prompt is reported."""
-        return bool(self.return_progress)
-
     def as_chat(self, **fields: Any) -> "ChatRequest":
         """Return a chat request with the fields of all generation requests, and these."""
         common = {name: getattr(self, name) for name in GenerationRequest.model_fields}

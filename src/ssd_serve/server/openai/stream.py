@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 from fastapi import Request, Response
 
-from ssd_serve.base.messages import PromptProgress, Ready, RoundTrace
+from ssd_serve.base.messages import Ready, RoundTrace
 from ssd_serve.server.engine.choice import ChoiceEnd, ChoiceOutput
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.http.middleware import REQUEST_ID_HEADER, log_as_request
@@ -212,7 +212,7 @@ async def _choice_events(task: GenerationTask) -> AsyncGenerator[bytes, None]:
                 for chunk in _openings(task, base):
                     yield write(chunk)
             if delta.progress is not None:
-                yield write({**base, "choices": [], "prompt_progress": _progress(delta.progress)})
+                yield write({**base, "choices": [], "prompt_progress": delta.progress})
             tokens += len(delta.tokens)
             task.tenant.output(len(delta.tokens))
             if task.continuous_usage:
@@ -247,15 +247,6 @@ def _openings(task: GenerationTask, base: dict[str, object]) -> list[dict[str, o
         chunks = [{**base, "choices": []}]
     chunks[0] |= {"seed": task.head.seed, **task.serializer.extra_fields()}
     return chunks
-
-
-def _progress(progress: PromptProgress) -> dict[str, int]:
-    """Return llama.cpp's object; `processed` includes cached tokens."""
-    time_ms, names = round(1e3 * progress.seconds), ("processed", "total", "cache")
-    return {
-        **dict(zip(names, (progress.done, progress.total, progress.cached), strict=True)),
-        "time_ms": time_ms,
-    }
 
 
 def _failure(stream: MessageStream | None, error: ApiError) -> bytes:

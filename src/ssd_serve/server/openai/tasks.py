@@ -176,7 +176,7 @@ class GenerationTask:
         salt = service.tenants.salt(self.tenant, body.cache_salt)
         self._options = msgspec.structs.replace(body.options(), salt=salt)
         if not (self.streamed and self.reveals_cache):
-            self._options = msgspec.structs.replace(self._options, progress=False)
+            self._options = msgspec.structs.replace(self._options, return_progress=False)
         self._choices = body.n or 1
 
     @property
