@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ssd_serve.base.draft_messages import Growth
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.seeds import mix
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, unpack
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_arrays, unpack
 
 VOCABULARY = 1000
 CANDIDATES = st.lists(
@@ -102,3 +102,42 @@ def test_an_expansion_does_not_keep_a_large_message_in_memory() -> None:
     assert packed is not None
     assert {len(each.tokens) + len(each.log_probabilities) for each in packed} == {16}
     assert [each.read() for each in packed[:2]] == [((0, 7), (-0.5, -1.0)), ((1, 7), (-0.5, -1.0))]
+
+
+def shared_rows() -> Growth:
+    """Three expansions of which two share the candidates of a row."""
+    tokens, values = np.array([[1, 2], [3, 4]], np.int32), np.array([[-0.1, -2.0], [-0.3, -1.5]], np.float32)
+    places = [(5, ROOT_STEP), (5, 1), (5, 2)]
+    return pack_arrays(1, 1, 0, places, [2, 2], tokens, values, "d", rows=[0, 1, 1])
+
+
+def test_expansions_share_the_candidates_of_a_row() -> None:
+    packed = unpack(shared_rows(), VOCABULARY)
+    assert packed is not None
+    assert [each.read()[0] for each in packed] == [(1, 2), (3, 4), (3, 4)]
+    assert [each.name for each in packed] == [5, mix(5, 1), mix(5, 2)]
+    assert packed[1].read()[1] == pytest.approx((-0.3, -1.5))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": np.array([0, 1, 2], "<u2").tobytes()},
+        {"rows": np.array([0, 1], "<u2").tobytes()},
+        {"rows": b"\0" * 5},
+        {"counts": np.array([2, 1], "<u2").tobytes()},
+        {"counts": b"\1"},
+        {"parents": b"", "steps": b""},
+    ],
+)
+def test_malformed_rows_are_rejected(change: dict[str, bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        unpack(replace(shared_rows(), **change), VOCABULARY)
+
+
+def test_rows_cannot_multiply_a_small_message_into_a_large_tree() -> None:
+    row = np.arange(200, dtype=np.int32)[None]
+    places = [(5, step) for step in range(400)]
+    growth = pack_arrays(1, 1, 0, places, [200], row, -row.astype(np.float32), "d", rows=[0] * 400)
+    with pytest.raises(ProtocolError, match="more than 65536 candidates"):
+        unpack(growth, VOCABULARY)

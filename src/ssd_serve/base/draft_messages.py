@@ -111,6 +111,9 @@ class Growth(msgspec.Struct, frozen=True, tag=True):
     of that node itself where the step is -1 (a root). It brings `counts[i]` (u16) candidates: `tokens` (i32),
     best first, with `log_probabilities` (f32) conditional on the expanded node. `sequence` counts the growth
     messages of (request, epoch) from 0; a `snapshot` holds the whole tree below the drafter's root.
+
+    A block of positions sends the candidates of each position once: `rows[i]` (u16) is then the row of expansion i, and
+    `counts` are those of the rows.
     """
 
     request: int
@@ -123,6 +126,7 @@ class Growth(msgspec.Struct, frozen=True, tag=True):
     log_probabilities: bytes
     source: str = "model"
     snapshot: bool = False
+    rows: bytes = b""
 
 
 class Resync(msgspec.Struct, frozen=True, tag=True):

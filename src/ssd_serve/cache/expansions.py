@@ -5,7 +5,7 @@ have no object for it. A receiver validates a whole message at once and reads th
 first access; most are never read. Knows messages and buffers, not trees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, repeat
 from struct import Struct
@@ -83,20 +83,23 @@ def pack_arrays(
     log_probabilities: npt.NDArray[np.float32],
     source: str,
     snapshot: bool = False,
+    rows: Sequence[int] = (),
 ) -> Growth:
-    """`pack` for arrays of all candidates in order; `places` are parents and steps, `counts` candidates."""
-    as_parents, as_steps, as_counts = _places(len(places))
+    """`pack` for arrays of all candidates in order; `places` are parents and steps, `counts` candidates, of rows if
+    there are `rows`, which several expansions may share."""
+    as_parents, as_steps, as_rows = _places(len(places))
     return Growth(
         request=request,
         epoch=epoch,
         sequence=sequence,
         parents=as_parents.pack(*[parent for parent, _ in places]),
         steps=as_steps.pack(*[step for _, step in places]),
-        counts=as_counts.pack(*counts),
+        counts=_places(len(counts))[2].pack(*counts),
         tokens=tokens.astype(_SIGNED, copy=False).tobytes(),
         log_probabilities=log_probabilities.astype(_FLOATS, copy=False).tobytes(),
         source=source,
         snapshot=snapshot,
+        rows=as_rows.pack(*rows) if rows else b"",
     )
 
 
@@ -104,18 +107,18 @@ def unpack(growth: Growth, vocabulary: int) -> list[PackedExpansion] | None:
     """The expansions of a message; None if a token is not in the target's vocabulary.
 
     Raises `ProtocolError` for buffers of inconsistent lengths, nodes without candidates, more than
-    `MAX_CANDIDATES` candidates and log-probabilities that are not finite.
+    `MAX_CANDIDATES` candidates, rows that do not exist and log-probabilities that are not finite.
     """
-    count, edges = len(growth.parents) // 8, len(growth.tokens) // 4
-    sizes = (len(growth.parents), len(growth.steps), len(growth.counts))
-    if sizes != (8 * count, 4 * count, 2 * count):
+    count, edges, sets = len(growth.parents) // 8, len(growth.tokens) // 4, len(growth.counts) // 2
+    sizes = (len(growth.parents), len(growth.steps), len(growth.rows or growth.counts), len(growth.counts))
+    if sizes != (8 * count, 4 * count, 2 * count, 2 * sets):
         raise ProtocolError("the buffers of a growth message have inconsistent lengths")
     if (len(growth.tokens), len(growth.log_probabilities)) != (4 * edges, 4 * edges):
         raise ProtocolError("the candidates of a growth message have inconsistent lengths")
-    if max(count, edges) > MAX_CANDIDATES:
+    if max(count, edges, sets) > MAX_CANDIDATES:
         raise ProtocolError(f"a growth message has more than {MAX_CANDIDATES} candidates")
-    as_parents, as_steps, as_counts = _places(count)
-    counts = as_counts.unpack(growth.counts)
+    as_parents, as_steps, as_rows = _places(count)
+    counts = _places(sets)[2].unpack(growth.counts)
     if sum(counts) != edges or 0 in counts:
         raise ProtocolError("a growth message expands nodes without candidates")
     if not np.logical_and.reduce(np.isfinite(np.frombuffer(growth.log_probabilities, _FLOATS))):
@@ -128,12 +131,22 @@ def unpack(growth: Growth, vocabulary: int) -> list[PackedExpansion] | None:
         parent if step == ROOT_STEP else mix(parent, step)
         for parent, step in zip(parents, steps, strict=True)
     ]
-    starts = accumulate(counts, initial=0)
+    starts: Iterable[int] = accumulate(counts, initial=0)
+    if growth.rows:
+        rows = as_rows.unpack(growth.rows)
+        if max(rows) >= sets:
+            raise ProtocolError("a growth message names a row of candidates that it does not have")
+        all_starts = list(starts)
+        counts, starts = tuple([counts[row] for row in rows]), [all_starts[row] for row in rows]
+        if sum(counts) > MAX_CANDIDATES:
+            raise ProtocolError(f"a growth message has more than {MAX_CANDIDATES} candidates")
     buffers = repeat(growth.tokens), repeat(growth.log_probabilities)
     found = list(
         map(PackedExpansion._make, zip(names, parents, steps, counts, starts, *buffers, strict=False))
     )
-    return found if len(growth.tokens) <= _SHARED_BYTES else [each.detached() for each in found]
+    return (
+        found if growth.rows or len(growth.tokens) <= _SHARED_BYTES else [each.detached() for each in found]
+    )
 
 
 @lru_cache(256)

@@ -10,6 +10,7 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.logs import Logger, get_logger
 from ssd_serve.base.names import as_label, without_revision
+from ssd_serve.drafter.blocks import NativeTrees, grow_tree
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths
@@ -60,7 +61,8 @@ def assemble_drafter(
     )
     compiled = (grammars or _grammars(info)) if config.draft_grammars else None
     paths = None if compiled is None else GrammarPaths(compiled)
-    core = DrafterCore(loaded.source, limits, info.ends, name, log, widths, paths, loaded.description)
+    trees = grow_tree if native is None else NativeTrees(native)
+    core = DrafterCore(loaded.source, limits, info.ends, name, log, widths, paths, loaded.description, trees)
     return AssembledDrafter(core, hello_of(loaded, draft, name, loaded.seconds[widths.width]))
 
 

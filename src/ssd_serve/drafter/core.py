@@ -26,11 +26,19 @@ from ssd_serve.base.draft_messages import (
     Resync,
 )
 from ssd_serve.base.logs import Logger, get_logger
-from ssd_serve.cache.expansions import ROOT_STEP, Expansion, pack, pack_arrays
+from ssd_serve.base.seeds import mix
+from ssd_serve.cache.expansions import ROOT_STEP, Expansion, PackedExpansion, pack, pack_arrays, unpack
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cache.vectors import from_bytes
-from ssd_serve.drafter.blocks import block_branches
+from ssd_serve.drafter.blocks import (
+    BlockTree,
+    CandidateRows,
+    TreeGrower,
+    branches_of,
+    candidate_rows,
+    grow_tree,
+)
 from ssd_serve.drafter.calibration import DEEPEST, UNIT_SCALES, Calibration
 from ssd_serve.drafter.frontier import Frontier, GrowthLimits
 from ssd_serve.drafter.grammar_paths import GrammarPaths, only
@@ -53,6 +61,9 @@ from ssd_serve.drafter.step_time import LiveWidth
 if TYPE_CHECKING:
     import torch
 
+_ANCHOR_NODES = 16
+"""Nodes of a block where many anchors share a tree."""
+_ANY_TOKEN = 1 << 31
 _NO_RESULT: tuple[Sequence[ExpandResult], int, int] = ((None,), 0, 0)
 
 
@@ -101,6 +112,39 @@ class DraftRequest:
                 made.append(expansion_of(node, tokens, values))
         return made
 
+    def rows_of(self, node: Node, block: Block) -> CandidateRows | None:
+        """Return a block's rows of candidates as far as this text goes."""
+        return candidate_rows(block, self.frontier.levels_below(node), self.frontier.ends)
+
+    def room_of(self, rows: CandidateRows) -> int:
+        """Return the number of nodes with such candidates that a block may add; at least 1."""
+        candidates: int = rows.tokens.shape[1]
+        most = self.tree.limit if self.frontier.roots_only else _ANCHOR_NODES
+        return max(1, min(most, (self.tree.limit - len(self.tree)) // candidates))
+
+    def least_below(self, node: Node) -> float:
+        """Return the least log reach of nodes below this one, relative to it."""
+        return self.frontier.least - (node.cumulative - self.tree.root.cumulative)
+
+    def attach_block(
+        self, top: Node, block: Block, names: Sequence[int], tree: BlockTree, made: Sequence[PackedExpansion]
+    ) -> bool:
+        """Add the nodes of a block; returns False if the tree is full."""
+        before = len(self.tree)
+        for expansion in made:
+            self.tree.take(expansion)
+        if len(self.tree) == before and not top.tokens:
+            return False
+        levels = [Candidates(*each) for each in zip(*block[:3], block.expected_scores.tolist(), strict=True)]
+        depth = top.depth - self.tree.root.depth
+        for name, row in zip(names, tree.rows, strict=True):
+            if block.pairs is None or row == 0:
+                self.results[name] = levels, row, depth + row
+        if not self.frontier.roots_only:
+            nodes = [node for name in names if (node := self.tree.get(name)) is not None and node.tokens]
+            self.frontier.offer_all(nodes)
+        return True
+
     def reach(self) -> float:
         """Log reach of the next node to expand, or -inf. A paused request expands its root at most."""
         if self.paused and (self.tree.root.expanded or not self.prefills_paused):
@@ -121,8 +165,9 @@ class DrafterCore:
         widths: LiveWidth | None = None,
         paths: GrammarPaths | None = None,
         description: SourceDescription = NODE_BY_NODE,
+        trees: TreeGrower = grow_tree,
     ) -> None:
-        """`ends` are EOS ids; `name` is the source name in growth messages.
+        """`ends` are EOS ids; `name` is the source name in growth messages. `trees` builds trees from blocks.
 
         `widths` overrides the width of `limits` at each step; `paths` drops candidates that a grammar
         forbids.
@@ -130,6 +175,7 @@ class DrafterCore:
         if description.block is not None:
             limits = replace(limits, depth=description.block, roots_only=True)
         self._description = description
+        self._trees = trees
         self._widths = widths
         self._paths = paths
         self._source = source
@@ -240,12 +286,21 @@ class DrafterCore:
         if free and isinstance(results, CandidateBatch) and np.isfinite(results.log_probabilities).all():
             return self._grow_batch(picked, results)
         made: dict[int, list[Expansion]] = {}
+        blocks: list[Growth] = []
         for index, ((request, node, allowed), result) in enumerate(zip(picked, results, strict=True)):
             if result is None:
                 continue
             draft = self._requests[request]
-            if isinstance(result, Subtree | Block):
-                branches = result.branches if isinstance(result, Subtree) else self._branches(draft, result)
+            if isinstance(result, Block):
+                if (rows := draft.rows_of(node, result)) is None:
+                    continue
+                tree = self._trees(rows, draft.room_of(rows), draft.least_below(node))
+                if allowed is None:
+                    blocks += self._block_growth(picked[index], result, rows, tree)
+                    continue
+                result = Subtree(branches_of(rows, tree))
+            if isinstance(result, Subtree):
+                branches = result.branches
                 if allowed is not None and self._paths is not None:
                     branches = self._paths.branches(request, picked[index].tokens, branches)
                 attached = draft.attach(node, branches)
@@ -258,11 +313,28 @@ class DrafterCore:
             if tokens and draft.tree.expand(node, tokens, values):
                 draft.record([(index, node)], results)
                 made.setdefault(request, []).append(expansion_of(node, tokens, values))
-        return [self._growth(request, new) for request, new in made.items()]
+        return blocks + [self._growth(request, new) for request, new in made.items()]
 
-    def _branches(self, draft: DraftRequest, block: Block) -> Sequence[Branch]:
-        room = max(1, (self._limits.nodes - len(draft.tree)) // max(1, block.tokens.shape[1]))
-        return block_branches(block, room, math.log(self._limits.min_reach))
+    def _block_growth(
+        self, picked: NodeRequest, block: Block, rows: CandidateRows, tree: BlockTree
+    ) -> list[Growth]:
+        """Attach the tree of a block; returns the message, if anything fits."""
+        draft, node = self._requests[picked.request], picked.at
+        names, places = [node.name], [address_of(node)]
+        tokens: list[list[int]] = rows.tokens.tolist()
+        for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
+            step = tokens[tree.rows[parent]][rank]
+            places.append((names[parent], step))
+            names.append(mix(names[parent], step))
+        counts = [rows.tokens.shape[1]] * len(tokens)
+        place = picked.request, draft.epoch, draft.sequence
+        growth = pack_arrays(
+            *place, places, counts, rows.tokens, rows.log_probabilities, self._name, rows=tree.rows
+        )
+        if not draft.attach_block(node, block, names, tree, unpack(growth, _ANY_TOKEN) or ()):
+            return []
+        draft.sequence += 1
+        return [growth]
 
     def _grow_batch(self, picked: Sequence[NodeRequest], results: CandidateBatch) -> list[Growth]:
         """`_grow` with array operations over all nodes."""
@@ -360,7 +432,7 @@ class DrafterCore:
             if node is None or not isinstance(candidates, Candidates):
                 return
             self._calibration.observe(draft.parameters.temperature, candidates, token, depth)
-            node = node.children.get(token)
+            node = draft.tree.child(node, token)
 
     def _snapshot(self, message: Resync) -> list[DrafterMessage]:
         draft = self._requests.get(message.request)

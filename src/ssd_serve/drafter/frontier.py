@@ -42,9 +42,11 @@ class Frontier:
     ) -> None:
         self._tree = tree
         self._limits = limits
-        self._least = math.log(limits.min_reach)
+        self.least = math.log(limits.min_reach)
+        """The least log reach of a node to expand."""
         self._deepest = deepest
-        self._ends = ends
+        self.ends = ends
+        """Tokens that end the text."""
         self._heap: list[tuple[float, int, Node, int]] = []
         self._order = 0
         self._root_taken = False
@@ -58,9 +60,17 @@ class Frontier:
         self._reach = None
         self.offer_all(self._tree.expanded())
 
+    @property
+    def roots_only(self) -> bool:
+        return self._limits.roots_only
+
+    def levels_below(self, node: Node) -> int:
+        """Return the levels of candidates that a node and the nodes below it may get."""
+        return max(0, self._bottom - node.depth)
+
     def may_grow(self, node: Node) -> bool:
         """True if depth and token allow children of this node."""
-        return node.depth < self._bottom and node.token not in self._ends
+        return node.depth < self._bottom and node.token not in self.ends
 
     def offer_all(self, nodes: Iterable[Node]) -> None:
         """Add the candidates of newly expanded nodes; earlier ones win ties."""
@@ -89,7 +99,7 @@ class Frontier:
         if not self._heap:
             return -math.inf
         value = -self._heap[0][0] - tree.root.cumulative
-        return value if value >= self._least else -math.inf
+        return value if value >= self.least else -math.inf
 
     def take(self, most: int, beyond: float, ties: bool = True) -> list[Node]:
         """Take up to `most` next nodes with a log reach above `beyond`, or equal to it with `ties`.
@@ -97,11 +107,11 @@ class Frontier:
         Requires that `reach()` satisfies the same.
         """
         self._reach = None
-        tree, heap, ends = self._tree, self._heap, self._ends
+        tree, heap, ends = self._tree, self._heap, self.ends
         if not tree.root.tokens:
             self._root_taken = True
             return [tree.root]
-        least, above = self._least, tree.root.cumulative
+        least, above = self.least, tree.root.cumulative
         taken: list[Node] = []
         while heap and len(taken) < most:
             negative, _, parent, rank = heap[0]
@@ -119,7 +129,7 @@ class Frontier:
             _, _, parent, rank = self._heap[0]
             token = parent.tokens[rank]
             child = parent.children.get(token)
-            if token not in self._ends and (child is None or not child.tokens):
+            if token not in self.ends and (child is None or not child.tokens):
                 return
             self._pass()
 

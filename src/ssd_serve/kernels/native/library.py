@@ -21,7 +21,8 @@ from ssd_serve.base.errors import SsdError
 from ssd_serve.base.logs import Logger
 from ssd_serve.base.trusted_files import cache_folder, is_own_file, make_folder, open_lock, weakness
 
-POINTER, SIZE, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+POINTER, SIZE, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+FLOAT, DOUBLE = ctypes.c_float, ctypes.c_double
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")

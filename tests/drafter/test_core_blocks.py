@@ -1,0 +1,144 @@
+"""The drafter's core with blocks: its tree, the verifier's replica, calibration and limits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ssd_serve.base.draft_messages import Growth, Outcome
+from ssd_serve.base.seeds import mix
+from ssd_serve.cache.node import Node
+from ssd_serve.cache.replica import Replica
+from ssd_serve.drafter.blocks import grow_tree
+from ssd_serve.drafter.core import DrafterCore
+from ssd_serve.drafter.frontier import GrowthLimits
+from ssd_serve.drafter.sources.contract import Block, NodeRequest, Scales
+from ssd_serve.drafter.sources.registry import SourceDescription
+from tests.drafter.core_factory import ROOT, grown, opening
+from tests.fakes import EOS, VOCABULARY, ScriptedSource
+
+POSITIONS = 4
+LIMITS = GrowthLimits(width=3, fan_out=3, depth=12, nodes=60)
+
+
+class RandomBlocks(ScriptedSource):
+    """Drafts random blocks; the same below the same node."""
+
+    def __init__(self, paired: bool = False) -> None:
+        super().__init__()
+        self.paired = paired
+        self.anchors: list[NodeRequest] = []
+
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Any:
+        self.anchors += requests
+        return [self.block(each.node) for each in requests]
+
+    def block(self, name: int) -> Block:
+        random = np.random.default_rng(name)
+        tokens = np.stack([random.permutation(VOCABULARY)[:3] for _ in range(POSITIONS)]).astype(np.int32)
+        values = -np.sort(random.exponential(1.0, (POSITIONS, 3))).astype(np.float32)
+        pairs = -random.exponential(1.0, (POSITIONS - 1, 3, 3)).astype(np.float32) if self.paired else None
+        return Block(tokens, values, values, np.zeros(POSITIONS, np.float32), pairs)
+
+
+def block_core(source: RandomBlocks, block: int | None, limits: GrowthLimits = LIMITS) -> DrafterCore:
+    core = DrafterCore(
+        source, limits, (EOS,), "d0", description=SourceDescription(block=block), trees=grow_tree
+    )
+    core.handle(opening(max_tokens=10_000))
+    return core
+
+
+Described = dict[int, tuple[tuple[int, ...], tuple[float, ...]]]
+
+
+def described(nodes: Sequence[Node]) -> Described:
+    return {node.name: (tuple(node.tokens), tuple(np.round(node.cumulatives, 4))) for node in nodes}
+
+
+@given(
+    st.booleans(),
+    st.sampled_from([None, POSITIONS]),
+    st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=6),
+)
+def test_the_replica_has_the_tree_of_the_drafter(
+    paired: bool, block: int | None, rounds: list[list[int]]
+) -> None:
+    core = block_core(RandomBlocks(paired), block)
+    replica = Replica(1, 1, ROOT, 60, VOCABULARY)
+    position = 3
+    for ranks in [[], *rounds]:
+        for growth in grown(core):
+            assert isinstance(growth, Growth)
+            assert replica.apply(growth)
+        draft = core._requests[1]
+        assert described(list(draft.tree.expanded())) == described(list(replica.tree.expanded()))
+        assert len(draft.tree) == len(replica.tree) <= 60
+        node, tokens = replica.tree.root, list[int]()
+        for rank in ranks or [3]:  # a rank that no candidate has is a miss
+            tokens.append(node.tokens[rank] if rank < len(node.tokens) else VOCABULARY - 1)
+            child = replica.tree.child(node, tokens[-1])
+            if child is None:
+                break
+            node = child
+        root = replica.tree.root.name
+        for token in tokens:
+            root = mix(root, token)
+        assert core.handle(Outcome(1, 1, position, tuple(tokens), root)) == []
+        replica.advance(tuple(tokens))
+        position += len(tokens)
+
+
+def test_a_block_is_sent_as_positions_and_candidates() -> None:
+    core = block_core(RandomBlocks(), POSITIONS)
+    (growth,) = core.step()
+    assert len(growth.counts) == 2 * POSITIONS
+    assert len(growth.tokens) == 4 * 3 * POSITIONS
+    assert len(growth.rows) // 2 == len(growth.parents) // 8 > POSITIONS
+
+
+@pytest.mark.parametrize("block", [None, POSITIONS])
+def test_anchors_are_roots_alone_or_leaves_by_reach(block: int | None) -> None:
+    source = RandomBlocks()
+    core = block_core(source, block, GrowthLimits(width=2, fan_out=3, depth=12, nodes=300))
+    grown(core)
+    assert source.anchors[0].node == ROOT
+    if block is not None:
+        assert len(source.anchors) == 1
+        return
+    assert len(source.anchors) > 5
+    names = [each.node for each in source.anchors]
+    assert len(set(names)) == len(names), "no node is an anchor twice"
+
+
+def test_a_block_ends_where_the_text_must() -> None:
+    source = RandomBlocks()
+    core = DrafterCore(source, LIMITS, (EOS,), "d0", description=SourceDescription(block=POSITIONS))
+    core.handle(opening(max_tokens=3))
+    (growth,) = core.step()
+    assert len(growth.counts) == 2 * 2, "the third token has no draft below it"
+
+
+def test_choices_along_a_block_calibrate_each_depth() -> None:
+    source = RandomBlocks()
+    core = block_core(source, POSITIONS)
+    grown(core)
+    seen: list[int] = []
+    observe = core._calibration.observe
+
+    def record(temperature: float, candidates: Any, token: int, depth: int = 0) -> None:
+        seen.append(depth)
+        assert tuple(candidates.tokens) == tuple(source.block(ROOT).tokens[depth])
+        observe(temperature, candidates, token, depth)
+
+    core._calibration.observe = record  # type: ignore[method-assign]
+    tokens = tuple(int(each) for each in source.block(ROOT).tokens[:3, 0])
+    root = ROOT
+    for token in tokens:
+        root = mix(root, token)
+    core.handle(Outcome(1, 1, 3, tokens, root))
+    assert len(seen) > 1
+    assert seen == list(range(len(seen)))
