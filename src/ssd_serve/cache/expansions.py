@@ -46,6 +46,8 @@ class PackedExpansion(NamedTuple):
     start: int
     tokens: bytes
     log_probabilities: bytes
+    fresh: bool = False
+    """True for expansions of a block: estimates from nearer by, which replace earlier ones of the same source."""
 
     def read(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The candidates, best first, and their conditional log-probabilities."""
@@ -140,7 +142,7 @@ def unpack(growth: Growth, vocabulary: int) -> list[PackedExpansion] | None:
         counts, starts = tuple([counts[row] for row in rows]), [all_starts[row] for row in rows]
         if sum(counts) > MAX_CANDIDATES:
             raise ProtocolError(f"a growth message has more than {MAX_CANDIDATES} candidates")
-    buffers = repeat(growth.tokens), repeat(growth.log_probabilities)
+    buffers = repeat(growth.tokens), repeat(growth.log_probabilities), repeat(bool(growth.rows))
     found = list(
         map(PackedExpansion._make, zip(names, parents, steps, counts, starts, *buffers, strict=False))
     )

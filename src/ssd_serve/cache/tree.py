@@ -114,7 +114,7 @@ class SpeculationTree:
         if name in self._known or name in self._pending:
             node = self.get(name)
             if node is not None:
-                self.expand(node, *expansion.read(), source)
+                self.expand(node, *expansion.read(), source, expansion.fresh)
             return True
         above = self._pending.get(expansion.parent)
         if above is not None:  # whether its candidates include this step is checked on access
@@ -134,16 +134,21 @@ class SpeculationTree:
         return True
 
     def expand(
-        self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float], source: int = 0
+        self,
+        node: Node,
+        tokens: Sequence[int],
+        log_probabilities: Sequence[float],
+        source: int = 0,
+        fresh: bool = False,
     ) -> bool:
         """Give `node` its candidates, best first, with conditional log-probabilities. False: the tree is
         full.
 
         A second expansion is merged: the same source keeps the better estimate of each token, so duplicates
-        are harmless; estimates of different sources (one bit each) are blended.
+        are harmless, or the later one if it is `fresh`; estimates of different sources (one bit each) are blended.
         """
         if node.tokens or len(set(tokens)) < len(tokens):
-            return self._merge(node, tokens, log_probabilities, source)
+            return self._merge(node, tokens, log_probabilities, source, fresh)
         if self._size + len(tokens) > self.limit:
             return False
         if tokens and node.depth >= self._deepest:
@@ -274,10 +279,15 @@ class SpeculationTree:
             expansion = pending.expansion
             del self._pending_names[expansion.parent, expansion.step]
             self._size -= expansion.size
-            self.expand(node, *expansion.read(), pending.source)
+            self.expand(node, *expansion.read(), pending.source, expansion.fresh)
 
     def _merge(
-        self, node: Node, tokens: Sequence[int], log_probabilities: Sequence[float], source: int
+        self,
+        node: Node,
+        tokens: Sequence[int],
+        log_probabilities: Sequence[float],
+        source: int,
+        fresh: bool,
     ) -> bool:
         self.merge_budget -= len(node.tokens) + len(tokens)
         if self.merge_budget < 0:
@@ -288,7 +298,11 @@ class SpeculationTree:
         estimates: dict[int, dict[int, float]] = {}
         if node.estimates == source or not node.tokens:
             before = dict(zip(node.tokens, node.cumulatives, strict=True))
-            merged = best_of(before, {token: node.cumulative + value for token, value in new.items()})
+            found = {token: node.cumulative + value for token, value in new.items()}
+            if fresh:  # tokens that are no candidates any more stay as the least likely: a round may use them
+                least = min(found.values())
+                before = {token: min(value, least) for token, value in before.items() if token not in found}
+            merged = best_of(found, before)
         else:
             estimates = node.source_estimates()
             estimates = {**estimates, source: best_of(estimates.get(source, {}), new)}

@@ -61,8 +61,8 @@ from ssd_serve.drafter.step_time import LiveWidth
 if TYPE_CHECKING:
     import torch
 
-_ANCHOR_NODES = 16
-"""Nodes of a block where many anchors share a tree."""
+_ROOT_NODES, _ANCHOR_NODES = 32, 8
+"""Nodes of a block below the root, and below a later anchor: many anchors share a tree."""
 _ANY_TOKEN = 1 << 31
 _NO_RESULT: tuple[Sequence[ExpandResult], int, int] = ((None,), 0, 0)
 
@@ -85,6 +85,8 @@ class DraftRequest:
         deepest = min(left - 1, limits.context - self.position)
         self.frontier = Frontier(self.tree, limits, deepest, stops)
         self.sequence = 0
+        self.anchors: set[int] = set()
+        """Names of nodes that blocks were drafted below."""
         self.results: dict[int, tuple[Sequence[ExpandResult], int, int]] = {}
         """The results of the step that expanded a node, its index there and its depth, by name."""
 
@@ -116,10 +118,10 @@ class DraftRequest:
         """Return a block's rows of candidates as far as this text goes."""
         return candidate_rows(block, self.frontier.levels_below(node), self.frontier.ends)
 
-    def room_of(self, rows: CandidateRows) -> int:
+    def room_of(self, node: Node, rows: CandidateRows) -> int:
         """Return the number of nodes with such candidates that a block may add; at least 1."""
         candidates: int = rows.tokens.shape[1]
-        most = self.tree.limit if self.frontier.roots_only else _ANCHOR_NODES
+        most = _ROOT_NODES if node.parent is None else _ANCHOR_NODES
         return max(1, min(most, (self.tree.limit - len(self.tree)) // candidates))
 
     def least_below(self, node: Node) -> float:
@@ -135,6 +137,7 @@ class DraftRequest:
             self.tree.take(expansion)
         if len(self.tree) == before and not top.tokens:
             return False
+        self.anchors.add(top.name)
         levels = [Candidates(*each) for each in zip(*block[:3], block.expected_scores.tolist(), strict=True)]
         depth = top.depth - self.tree.root.depth
         for name, row in zip(names, tree.rows, strict=True):
@@ -294,7 +297,7 @@ class DrafterCore:
             if isinstance(result, Block):
                 if (rows := draft.rows_of(node, result)) is None:
                     continue
-                tree = self._trees(rows, draft.room_of(rows), draft.least_below(node))
+                tree = self._trees(rows, draft.room_of(node, rows), draft.least_below(node))
                 if allowed is None:
                     blocks += self._block_growth(picked[index], result, rows, tree)
                     continue
@@ -412,11 +415,13 @@ class DrafterCore:
             return [Resync(message.request, message.epoch)]
         if self._paths is not None:
             self._paths.commit(message.request, message.tokens)
-        if not self._description.keeps_tree:
+        within = draft.anchors and draft.tree.root.name not in draft.anchors  # within an older block
+        if within or not self._description.keeps_tree:
             draft.tree.clear()
         draft.frontier.rebuild()
         kept = [node.name for node in draft.tree.expanded()]
         alive = set(kept)
+        draft.anchors &= alive
         draft.results = {name: each for name, each in draft.results.items() if name in alive}
         self._source.commit(message.request, message.tokens, [node.name for node in advance.path], kept)
         return []

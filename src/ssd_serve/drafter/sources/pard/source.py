@@ -157,7 +157,7 @@ class Pard2Source(PardSource):
 def describe_pard(config: EngineConfig, folder: Path | None) -> SourceDescription:
     """The target layers of PARD-2, none of PARD."""
     own = _parsed(config, folder) if folder is not None else PardConfig(0, 1)
-    return SourceDescription(features=own.features, keeps_tree=False)
+    return SourceDescription(features=own.features, keeps_tree=not own.features)
 
 
 def load_pard(source: SourceConfig) -> LoadedSource:
