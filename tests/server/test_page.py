@@ -214,7 +214,7 @@ def test_inside_shows_origins_and_the_tree_of_each_round(page: Page, opened: Cal
     assert "90 %" in facts
     rejected = page.value("document.querySelector('#view-inside details').textContent")
     assert "#23suffix14 %2no" in rejected, "the page's own part of the prefix cache hides nothing"
-    assert page.value("document.querySelectorAll('.timeline .growth').length") == 2
+    assert page.value("document.querySelectorAll('.timeline .growth').length") == 3
 
 
 def test_figures_show_the_last_answer_and_the_server(page: Page, opened: Callable[..., Any]) -> None:
