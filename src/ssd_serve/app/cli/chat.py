@@ -81,7 +81,7 @@ def _added(defaults: Mapping[str, object], wish: GenerateOptions) -> Mapping[str
 def _talk(terminal: ChatTerminal, greeting: str, answer: Callable[[], None]) -> None:
     """Run all turns; a turn that fails or is stopped is left out of the conversation."""
     if terminal.colours:
-        print(f"{greeting} /help lists commands, /exit ends the chat.")
+        print(f"{greeting} Ctrl-C stops an answer, /help lists commands, /exit ends the chat.")
     for text in terminal.asked():
         terminal.ask(text)
         try:
