@@ -29,7 +29,7 @@ SHAPE = Shape(300, 32, layers=3, heads=4, kv_heads=2, head=8, intermediate=48, c
 RECIPE = EagleRecipe(
     layers=(0, 1),
     proposed=100,
-    steps=2,
+    depths=2,
     tokens=20_000,
     rows=4,
     length=48,
@@ -144,7 +144,7 @@ def test_training_time_test_sees_what_drafting_sees() -> None:
         (dataclasses.replace(RECIPE, layers=(0, 2)), "name some of 0 to 1"),
         (dataclasses.replace(RECIPE, layers=(1, 0)), "ascending"),
         (dataclasses.replace(RECIPE, proposed=100_000), "1 to [0-9]+ tokens"),
-        (dataclasses.replace(RECIPE, steps=48), "1 to 47 tokens, not 48"),
+        (dataclasses.replace(RECIPE, depths=48), "1 to 47 tokens, not 48"),
         (dataclasses.replace(RECIPE, length=100_000), "context of [0-9]+ tokens"),
     ],
 )

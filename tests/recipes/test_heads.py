@@ -48,10 +48,10 @@ SIZES: dict[str, Any] = {
     "chats": True,
 }
 RECIPES: dict[str, HeadRecipe] = {
-    "dflash": BlockRecipe(layers=(0, 1), block=4, depth=2, anchors=16, gap=2, **SIZES),
-    "medusa": MedusaRecipe(heads=3, **SIZES),
-    "hydra": HydraRecipe(heads=3, **SIZES),
-    "gumiho": GumihoRecipe(heads=2, **SIZES),
+    "dflash": BlockRecipe(layers=(0, 1), depths=3, depth=2, anchors=16, gap=2, **SIZES),
+    "medusa": MedusaRecipe(depths=3, **SIZES),
+    "hydra": HydraRecipe(depths=3, **SIZES),
+    "gumiho": GumihoRecipe(depths=4, **SIZES),
 }
 
 

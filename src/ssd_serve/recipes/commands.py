@@ -17,31 +17,32 @@ if TYPE_CHECKING:
 def add_commands(recipe: argparse.ArgumentParser) -> None:
     """Add the subcommands of `ssd recipe`; each sets `run`."""
     commands = recipe.add_subparsers(required=True, metavar="RECIPE")
-    for family in _OPTIONS:
+    for family in _FAMILIES:
         _add_head(commands, family)
     _add_distil(commands)
     _add_ballast(commands)
 
 
 _LAYERS = "target layers whose outputs are read, from 0"
-_OPTIONS: dict[str, dict[str, tuple[int, str]]] = {
-    "eagle3": {"steps": (4, "steps of the training-time test")},
-    "dflash": {
-        "block": (8, "tokens of a block, the known one included"),
-        "depth": (3, "layers of the head"),
-        "anchors": (128, "blocks of a window"),
-        "gap": (0, "most places before a block whose features are hidden, in a quarter of the blocks"),
-    },
-    "medusa": {"heads": (4, "heads, of a token each")},
-    "hydra": {"heads": (4, "heads, of a token each")},
-    "gumiho": {"heads": (5, "parallel heads, after two serial tokens")},
+_FAMILIES: dict[str, tuple[str, str, int, int, str]] = {
+    "eagle3": ("an EAGLE-3 head", "steps", 4, 0, "steps of the training-time test"),
+    "dflash": ("a DFlash head", "block", 8, -1, "tokens of a block, the known one included"),
+    "medusa": ("Medusa heads", "heads", 4, 0, "heads, of a token each"),
+    "hydra": ("Hydra heads", "heads", 4, 0, "heads, of a token each"),
+    "gumiho": ("a Gumiho head", "heads", 5, 2, "parallel heads, after two serial tokens"),
 }
-"""Families of heads, and their sizes."""
-_NAMES = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash head", "gumiho": "a Gumiho head"}
+"""Families of heads: what is trained, and the option that says how many tokens it guesses: its name, default, how many
+more those are, and meaning."""
+_BLOCKS = {
+    "depth": (3, "layers of the head"),
+    "anchors": (128, "blocks of a window"),
+    "gap": (0, "most places before a block that features are hidden of, in a quarter of the blocks"),
+}
+"""Further options of DFlash."""
 
 
 def _add_head(commands: Commands, family: str) -> None:
-    what = _NAMES.get(family, f"{family.capitalize()} heads")
+    what, guessed, usual, _, use = _FAMILIES[family]
     parser = commands.add_parser(family, help=f"train {what} for a target, or resume a training")
     parser.add_argument("target", help="a model that the server can load")
     parser.add_argument(
@@ -57,7 +58,7 @@ def _add_head(commands: Commands, family: str) -> None:
         parser.add_argument("--layers", type=int, nargs="+", required=True, help=_LAYERS)
     elif family == "dflash":
         parser.add_argument("--layers", type=int, nargs="+", help=f"{_LAYERS} (default: five, evenly spread)")
-    for name, (default, meaning) in _OPTIONS[family].items():
+    for name, (default, meaning) in {guessed: (usual, use), **_more(family)}.items():
         least = positive if default else _from_zero
         parser.add_argument(f"--{name}", type=least, default=default, help=f"{meaning} ({default})")
     parser.add_argument(
@@ -70,6 +71,10 @@ def _add_head(commands: Commands, family: str) -> None:
     parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
     _add_training(parser)
     parser.set_defaults(run=run_head, family=family)
+
+
+def _more(family: str) -> dict[str, tuple[int, str]]:
+    return _BLOCKS if family == "dflash" else {}
 
 
 def _add_distil(commands: Commands) -> None:
@@ -151,7 +156,8 @@ def run_head(args: argparse.Namespace) -> int:
 
     target = find_model(Settings().engine_config(), args.target, "target", _say)
     _refuse_to_replace(args.head, "--head", target)
-    sizes = {name: getattr(args, name) for name in _OPTIONS[args.family]}
+    _, guessed, _, more, _ = _FAMILIES[args.family]
+    sizes = {name: getattr(args, name) for name in _more(args.family)}
     if args.family in ("eagle3", "dflash"):
         named: list[int] | None = args.layers
         sizes["layers"] = tuple(named or spread_layers(load_description(target).config.layers))
@@ -170,6 +176,7 @@ def run_head(args: argparse.Namespace) -> int:
         rate=args.rate,
         chats=bool(args.chats),
         compiled=args.compile,
+        depths=getattr(args, guessed) + more,
         **sizes,
     )
     workspace = data.Workspace(args.work)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ssd_serve.base.errors import UserError
 from ssd_serve.recipes.decoder import Mlp, Norm, Shape, rotary_tables, rotate
 from ssd_serve.recipes.heads import Anchors, Head, HeadRecipe, TargetParts
 
@@ -95,13 +94,13 @@ class BlockLayer(nn.Module):
 
 
 class BlockHead(Head):
-    """A head that guesses `block - 1` tokens after a known one from the outputs of the target's `layers`."""
+    """A head that guesses `depths` tokens after a known one from the outputs of the target's `layers`."""
 
     mask: Tensor
 
     def __init__(self, recipe: "BlockRecipe", parts: TargetParts) -> None:
-        shape, gamma = replace(parts.shape, layers=recipe.depth), _GAMMA_SHARE * recipe.block
-        super().__init__(shape, parts.ids, [math.exp(-depth / gamma) for depth in range(recipe.block - 1)])
+        shape, gamma = replace(parts.shape, layers=recipe.depth), _GAMMA_SHARE * (recipe.depths + 1)
+        super().__init__(shape, parts.ids, [math.exp(-depth / gamma) for depth in range(recipe.depths)])
         self._recipe, self._parts = recipe, parts
         self.register_buffer("mask", parts.mask, persistent=False)
         self.fc = nn.Linear(len(recipe.layers) * shape.hidden, shape.hidden, bias=False)
@@ -149,7 +148,7 @@ class BlockHead(Head):
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "draft_vocab_size": len(self.ids),
-            "block_size": self._recipe.block,
+            "block_size": self.depths + 1,
             "num_target_layers": self._parts.layers,
             "layer_types": ["full_attention"] * self.shape.layers,
             "dflash_config": {
@@ -163,32 +162,17 @@ class BlockHead(Head):
 class BlockRecipe(HeadRecipe):
     """The training of a DFlash head.
 
-    `layers`: numbers of the target layers, from 0; the head reads their outputs. `block`: tokens of a block, the known
-    one included. `depth`: layers of the head. `anchors`: blocks of a window. `gap`: the most places before an anchor
-    whose features are hidden, in a quarter of the blocks: asynchronous drafting lacks those of tokens in verification.
+    `depth`: its layers. `anchors`: blocks of a window. `gap`: the most places before an anchor that features are hidden
+    of, in a quarter of the blocks: asynchronous drafting lacks those of tokens in verification.
     """
 
-    layers: tuple[int, ...]
-    block: int = 8
     depth: int = 3
     anchors: int = 128
     gap: int = 0
     name: str = "dflash"
 
-    @property
-    def features(self) -> tuple[int, ...]:
-        """Return `layers`."""
-        return self.layers
-
-    @property
-    def depths(self) -> int:
-        """Return the number of masks."""
-        return self.block - 1
-
     def make(self, parts: TargetParts) -> BlockHead:
         """Make a head with the target's LM head, and a smaller norm, so that first guesses are weak."""
-        if self.block < 2:
-            raise UserError("a block has at least two tokens")
         head = BlockHead(self, parts)
         with torch.no_grad():
             head.lm_head.weight.copy_(parts.output)

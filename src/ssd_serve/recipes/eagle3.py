@@ -128,29 +128,13 @@ class EagleHead(Head):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleRecipe(HeadRecipe):
-    """The training of an EAGLE-3 head.
+    """The training of an EAGLE-3 head, with `depths` steps of the training-time test."""
 
-    `layers`: numbers of the target layers, from 0; the head reads their outputs. `steps`: steps of the training-time
-    test.
-    """
-
-    layers: tuple[int, ...]
-    steps: int = 4
     peak: Rates = field(default_factory=Rates)
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        """Return `layers`."""
-        return self.layers
-
-    @property
-    def depths(self) -> int:
-        """Return the number of steps."""
-        return self.steps
 
     def make(self, parts: TargetParts) -> EagleHead:
         """Make a head with the target's LM head and norm."""
-        head = EagleHead(parts.shape, parts.ids, self.layers, self.steps)
+        head = EagleHead(parts.shape, parts.ids, self.layers, self.depths)
         with torch.no_grad():
             head.lm_head.weight.copy_(parts.output)
             head.norm.weight.copy_(parts.norm)

@@ -65,12 +65,13 @@ class MlpBlock(nn.Module):
 
 
 class GumihoHead(Head):
-    """Two serial steps and `heads` parallel heads; logits are made by the target's LM head."""
+    """Two serial steps, then parallel heads; logits are made by the target's LM head."""
 
     output: Tensor
 
-    def __init__(self, shape: Shape, ids: Tensor, output: Tensor, heads: int) -> None:
+    def __init__(self, shape: Shape, ids: Tensor, output: Tensor, depths: int) -> None:
         """`output` [proposed, hidden] are the rows of the target's LM head."""
+        heads = max(depths - _SERIAL, 0)
         distances = [1.0] * _SERIAL + [_DECAY ** (head + 1) / _PARALLEL for head in range(heads)]
         super().__init__(shape, ids, [_CROSS_ENTROPY * each for each in distances])
         self.regressions = tuple(distances)
@@ -122,16 +123,11 @@ class GumihoHead(Head):
 
 @dataclass(frozen=True, kw_only=True)
 class GumihoRecipe(HeadRecipe):
-    """The training of a Gumiho head with `heads` parallel heads; tokens beyond `proposed` are not learnt."""
+    """The training of a Gumiho head, two of its `depths` in series; tokens beyond `proposed` are not learnt."""
 
-    heads: int = 5
+    depths: int = 7
     name: str = "gumiho"
-
-    @property
-    def depths(self) -> int:
-        """Return the number of serial steps and heads."""
-        return _SERIAL + self.heads
 
     def make(self, parts: TargetParts) -> Head:
         """Make a new head."""
-        return GumihoHead(replace(parts.shape, layers=_SERIAL), parts.ids, parts.output, self.heads)
+        return GumihoHead(replace(parts.shape, layers=_SERIAL), parts.ids, parts.output, self.depths)

@@ -95,10 +95,13 @@ class TargetParts:
 class HeadRecipe(Recipe):
     """The training of a head.
 
-    `proposed`: number of the most frequent tokens that the head can propose. `rate` multiplies the learning rates.
-    `chats`: the workspace holds conversations.
+    `layers`: numbers of the target layers, from 0, or `FINAL`; the head reads their outputs. `depths`: tokens that it
+    guesses. `proposed`: number of the most frequent tokens that it can propose. `rate` multiplies the learning rates.
+    `chats`: the workspace holds conversations. `name`: the checkpoint's in the workspace.
     """
 
+    layers: tuple[int, ...] = (FINAL,)
+    depths: int = 4
     proposed: int = 2048
     tokens: int = 12_000_000
     rows: int = 16
@@ -107,23 +110,12 @@ class HeadRecipe(Recipe):
     chats: bool = False
     seed: int = 2
     name: str = "head"
-    """The name of the checkpoint in the workspace."""
     peak: Rates = field(default_factory=lambda: Rates(head=0.001, norm=0.01))
 
     @property
     def rates(self) -> Rates:
         """Return the learning rates."""
         return self.peak.scaled(self.rate)
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        """Return the target layers that the head reads the outputs of, or `FINAL`."""
-        return (FINAL,)
-
-    @property
-    def depths(self) -> int:
-        """Return the number of tokens that the head guesses."""
-        raise NotImplementedError
 
     def make(self, parts: TargetParts) -> Head:
         """Make a new head."""
@@ -258,13 +250,13 @@ def train_head(
     _check(recipe, shape, layers)
     length = min(_LENGTH, shape.context)
     places = LONGEST if recipe.chats else max(recipe.rows * recipe.length, length)
-    read = (*(each for each in recipe.features if each != FINAL), FINAL) if recipe.chats else recipe.features
+    read = (*(each for each in recipe.layers if each != FINAL), FINAL) if recipe.chats else recipe.layers
     teacher = Teacher(target, places, read, device, native=native)
     place, sizes = teacher.device, (shape.vocabulary, shape.hidden)
     embedding = target_embedding(target, *sizes).to(place, torch.float32)
     output = target_head(target, *sizes).to(place, torch.bfloat16)
     lessons = (
-        ChatLessons(workspace, teacher, output, recipe.features)
+        ChatLessons(workspace, teacher, output, recipe.layers)
         if recipe.chats
         else TextLessons(workspace, teacher)
     )
@@ -318,8 +310,8 @@ def frequent_tokens(counts: Ids, proposed: int) -> Tensor:
 
 
 def _check(recipe: HeadRecipe, shape: Shape, target_layers: int) -> None:
-    layers = [each for each in recipe.features if each != FINAL]
-    if sorted(set(layers)) != layers or not recipe.features or {*layers} - {*range(target_layers)}:
+    layers = [each for each in recipe.layers if each != FINAL]
+    if sorted(set(layers)) != layers or not recipe.layers or {*layers} - {*range(target_layers)}:
         raise UserError(f"layers {layers} cannot be read: name some of 0 to {target_layers - 1}, ascending")
     if not 0 < recipe.proposed <= shape.vocabulary:
         raise UserError(f"a head can propose 1 to {shape.vocabulary} tokens, not {recipe.proposed}")

@@ -19,28 +19,25 @@ HEAD_WEIGHT = 0.8
 
 
 class ResidualBlock(nn.Module):
-    """Medusa's layers; they begin as the identity."""
+    """Medusa's layer; it begins as the identity."""
 
-    def __init__(self, hidden: int, layers: int) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(layers))
-        for layer in self.layers:
-            nn.init.zeros_(layer.get_parameter("weight"))
+        self.layers = nn.ModuleList([nn.Linear(hidden, hidden, bias=False)])
+        nn.init.zeros_(self.layers[0].get_parameter("weight"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., hidden] to the same shape."""
-        for layer in self.layers:
-            x = x + functional.silu(layer(x))
-        return x
+        result: Tensor = x + functional.silu(self.layers[0](x))
+        return result
 
 
 class MedusaHeads(Head):
-    """Heads of residual layers, with an LM head each."""
+    """Heads of a residual layer, with an LM head each."""
 
-    def __init__(self, shape: Shape, ids: Tensor, heads: int, layers: int) -> None:
+    def __init__(self, shape: Shape, ids: Tensor, heads: int) -> None:
         super().__init__(shape, ids, [HEAD_WEIGHT**head for head in range(heads)])
-        self._layers = layers
-        self.blocks = nn.ModuleList(ResidualBlock(shape.hidden, layers) for _ in range(heads))
+        self.blocks = nn.ModuleList(ResidualBlock(shape.hidden) for _ in range(heads))
         self.lm_heads = nn.ModuleList(nn.Linear(shape.hidden, len(ids), bias=False) for _ in range(heads))
 
     def forward(self, embedded: Tensor, features: Tensor, anchors: Anchors) -> list[Tensor]:
@@ -59,7 +56,7 @@ class MedusaHeads(Head):
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "num_heads": self.depths,
-            "num_hidden_layers": self._layers,
+            "num_hidden_layers": 1,
             "truncated_vocab_size": len(self.ids),
             "medusa_fc_bias": False,
         }
@@ -127,37 +124,24 @@ class HydraHeads(Head):
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaRecipe(HeadRecipe):
-    """The training of Medusa heads: `heads` of `layers` residual layers."""
+    """The training of `depths` Medusa heads."""
 
-    heads: int = 4
-    layers: int = 1
     name: str = "medusa"
-
-    @property
-    def depths(self) -> int:
-        """Return the number of heads."""
-        return self.heads
 
     def make(self, parts: TargetParts) -> Head:
         """Make heads that begin as the target's LM head."""
-        return _with_heads(MedusaHeads(parts.shape, parts.ids, self.heads, self.layers), parts)
+        return _with_heads(MedusaHeads(parts.shape, parts.ids, self.depths), parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HydraRecipe(HeadRecipe):
-    """The training of grounded heads."""
+    """The training of `depths` grounded heads."""
 
-    heads: int = 4
     name: str = "hydra"
-
-    @property
-    def depths(self) -> int:
-        """Return the number of heads."""
-        return self.heads
 
     def make(self, parts: TargetParts) -> Head:
         """Make heads that begin as the target's LM head."""
-        return _with_heads(HydraHeads(parts.shape, parts.ids, self.heads), parts)
+        return _with_heads(HydraHeads(parts.shape, parts.ids, self.depths), parts)
 
 
 @torch.no_grad()
