@@ -145,7 +145,8 @@ class SpeculationTree:
         full.
 
         A second expansion is merged: the same source keeps the better estimate of each token, so duplicates
-        are harmless, or the later one if it is `fresh`; estimates of different sources (one bit each) are blended.
+        are harmless; estimates of different sources (one bit each) are blended. `fresh` ones of the same source
+        replace the others.
         """
         if node.tokens or len(set(tokens)) < len(tokens):
             return self._merge(node, tokens, log_probabilities, source, fresh)
