@@ -179,6 +179,7 @@ def test_leaves_of_a_block_are_anchors_though_nodes_above_have_no_kv(drafted: Dr
         tree.expand(node, block.tokens[level].tolist(), block.log_probabilities[level].tolist())
     leaf = tree.child_at(node, 0)
     drafted.check_all((1, leaf), (1, tree.root), (1, node))
+    drafted.check_all((1, node), (1, leaf))  # their logits are computed again
 
 
 def test_blocks_after_hits_and_misses_and_no_kv_of_masks(drafted: Drafted) -> None:
@@ -327,3 +328,10 @@ def test_the_projection_is_read_from_each_published_place(tmp_path: Path) -> Non
     )
     with pytest.raises(CheckpointError, match=r"has shape \[96, 64\], config.json says \[64, 96\]"):
         drafted.load()
+
+
+@pytest.mark.parametrize(("mode", "block"), [("sd", POSITIONS), ("ssd", None)])
+def test_only_roots_are_anchors_in_mode_sync(mode: str, block: int | None, tmp_path: Path) -> None:
+    drafted = Drafted(FAMILIES[0], tmp_path)
+    drafted.load(mode=mode)
+    assert drafted.loaded.description.block == block

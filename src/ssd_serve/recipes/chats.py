@@ -159,7 +159,7 @@ class ChatLessons:
         head = self._head if ids is None else self._head[ids]
         logits = (outputs[..., -self._hidden :].to(head.dtype) @ head.T).float()
         parts = torch.split(outputs, self._hidden, dim=-1)
-        features = torch.cat([parts[each] for each in self._columns], dim=-1)
+        features = torch.cat([parts[each] for each in self._columns], dim=-1) if self._columns else None
         lesson = Lesson(logits, features, self._counted[places].to(device))
         return self._tokens[places].to(device), lesson
 

@@ -1,5 +1,5 @@
-"""The command line `ssd recipe`: heads of five families, distil, ballast. Heavy modules are imported when a command
-runs."""
+"""The command line `ssd recipe`: heads of five families, distil, pard, ballast. Heavy modules are imported when a
+command runs."""
 
 import argparse
 import math
@@ -20,6 +20,7 @@ def add_commands(recipe: argparse.ArgumentParser) -> None:
     for family in _FAMILIES:
         _add_head(commands, family)
     _add_distil(commands)
+    _add_pard(commands)
     _add_ballast(commands)
 
 
@@ -100,9 +101,40 @@ def _add_distil(commands: Commands) -> None:
     parser.set_defaults(run=run_distil)
 
 
-def _add_training(parser: argparse.ArgumentParser) -> None:
+def _add_pard(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "pard", help="adapt a Llama draft to guess several tokens at once on your target's answers, or resume"
+    )
+    parser.add_argument("target", help="a model that the server can load")
+    draft = parser.add_mutually_exclusive_group(required=True)
+    draft.add_argument("--draft", type=Path, help="a Llama checkpoint with the same tokenizer; not changed")
+    draft.add_argument("--layers", type=int, nargs="+", help="target layers that the draft begins as, from 0")
+    parser.add_argument(
+        "--chats", type=Path, nargs="+", required=True, help="JSON lines with the target's own answers"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("adapting"), help="folder of the texts' tokens and the checkpoint"
+    )
+    parser.add_argument("--out", type=Path, default=Path("pard"), help="where the new draft is written")
+    parser.add_argument("--positions", type=positive, default=8, help="tokens that a forward guesses (8)")
+    parser.add_argument(
+        "--mask", type=int, help="token of the masks (default: a special one not in the texts)"
+    )
+    parser.add_argument("--tokens", type=positive, default=2_000_000, help="tokens to train on (2,000,000)")
+    parser.add_argument("--length", type=positive, default=512, help="tokens of a window (512)")
+    parser.add_argument("--rows", type=positive, default=4, help="windows of a step (4)")
+    parser.add_argument("--rate", type=_above_zero, default=1.0, help="factor on the learning rates (1)")
+    _add_device(parser)
+    parser.set_defaults(run=run_pard)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="device of both models: cpu (default), cuda:0")
     parser.add_argument("--threads", type=positive, help="threads of torch (default: its own choice)")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    _add_device(parser)
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -208,6 +240,32 @@ def run_distil(args: argparse.Namespace) -> int:
     native = _native(args.threads)
     distilled = distil(recipe, workspace, args.target, args.draft, _say, args.device, native)
     export_distilled(distilled, args.draft, args.out)
+    print(f"exported {args.out}")
+    return 0
+
+
+def run_pard(args: argparse.Namespace) -> int:
+    """Adapt and export a draft."""
+    from ssd_serve.models.hub import find_model
+    from ssd_serve.models.text.tokenizer import Tokenizer
+    from ssd_serve.recipes.chats import prepare_chats, read_conversations
+    from ssd_serve.recipes.checkpoint import read_checkpoint
+    from ssd_serve.recipes.data import Workspace
+    from ssd_serve.recipes.distil import check_tokenizers
+    from ssd_serve.recipes.pard import PardRecipe, adapt, export_pard, first_draft
+
+    target = find_model(Settings().engine_config(), args.target, "target", _say)
+    draft: Path = args.draft or target
+    _refuse_to_replace(args.out, "--out", target, draft)
+    check_tokenizers(target, draft)
+    source = read_checkpoint(draft) if args.draft else first_draft(target, args.layers)
+    shape = {"tokens": args.tokens, "rows": args.rows, "length": args.length, "rate": args.rate}
+    recipe = PardRecipe(positions=args.positions, mask=args.mask, **shape)
+    workspace = Workspace(args.work)
+    conversations = read_conversations(args.chats, Tokenizer(target))
+    prepare_chats(workspace, conversations, target, recipe.min_tokens)
+    adapted = adapt(recipe, workspace, target, source, _say, args.device, _native(args.threads))
+    export_pard(adapted, draft, args.out)
     print(f"exported {args.out}")
     return 0
 

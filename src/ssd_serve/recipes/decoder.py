@@ -47,7 +47,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -57,8 +57,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map x [batch, length, hidden] to the same shape; cos and sin are [length, head]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Map x [batch, length, hidden] to the same shape; cos and sin are [length, head].
+
+        `visible` is bool [length, length]: the rows that each row attends to; None: causal.
+        """
         batch, length, _ = x.shape
         head = self.shape.head
         q = self.q_proj(x).view(batch, length, -1, head).transpose(1, 2)  # [batch, heads, length, head]
@@ -68,7 +71,7 @@ class Attention(nn.Module):
         group = self.shape.heads // self.shape.kv_heads
         if group > 1:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None)
         result: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return result
 
@@ -98,9 +101,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden, shape.epsilon)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
         """Map [batch, length, hidden] to the same shape."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, visible)
         result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return result
 
@@ -114,11 +117,11 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden, shape.epsilon)
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
         """Map tokens [batch, length] to [batch, length, hidden]."""
         x: Tensor = self.embed_tokens(tokens)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, visible)
         result: Tensor = self.norm(x)
         return result
 

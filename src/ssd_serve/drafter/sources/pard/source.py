@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
@@ -155,9 +155,10 @@ class Pard2Source(PardSource):
 
 
 def describe_pard(config: EngineConfig, folder: Path | None) -> SourceDescription:
-    """The target layers of PARD-2, none of PARD."""
+    """The target layers of PARD-2, none of PARD. In mode sync only roots are anchors."""
     own = _parsed(config, folder) if folder is not None else PardConfig(0, 1)
-    return SourceDescription(features=own.features, keeps_tree=not own.features)
+    block = own.positions if config.mode is Mode.SD else None
+    return SourceDescription(features=own.features, block=block, keeps_tree=not own.features)
 
 
 def load_pard(source: SourceConfig) -> LoadedSource:
