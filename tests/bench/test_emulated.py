@@ -41,6 +41,7 @@ def test_mi300x_tables_have_the_published_speeds() -> None:
     assert ms("mi300x-70b-1b-tp2", ONE) == pytest.approx(1000 / 32.87, rel=0.005)
     assert ms("mi300x-70b-1b", Forward.of_one(36, 384)) > 1.2 * ms("mi300x-70b-1b", ONE)
     assert device_table("mi300x-70b-1b").target_devices == 4
+    assert ms("mi300x-8b-1b", ONE) == pytest.approx(5.7, rel=0.01)
 
 
 def test_prompt_rows_cost_less_than_decoding_rows() -> None:

@@ -30,9 +30,14 @@ _WRAPPER = f"{__name__}:device:"
 _REPORT_S = 0.5
 _SPIN_S = 60e-6
 """A sleep ends late by about this much; the rest is spun."""
-_TARGET, _DRAFT = "llama-3.1-70b", "llama-3.2-1b"
-_TABLES = {"mi300x-70b-1b": ("mi300x", 4), "mi300x-70b-1b-tp2": ("mi300x", 2), "h100-70b-1b": ("h100", 4)}
-"""Data sheet and number of devices of Llama-3.1-70B in bf16; Llama-3.2-1B has one device more."""
+_DRAFT = "llama-3.2-1b"
+_TABLES = {
+    "mi300x-70b-1b": ("mi300x", 4, "llama-3.1-70b"),
+    "mi300x-70b-1b-tp2": ("mi300x", 2, "llama-3.1-70b"),
+    "mi300x-8b-1b": ("mi300x", 1, "llama-3.1-8b"),
+    "h100-70b-1b": ("h100", 4, "llama-3.1-70b"),
+}
+"""Data sheet, number of devices and name of the target, in bf16; Llama-3.2-1B has one device more."""
 
 ForwardTimes: TypeAlias = Callable[[Forward], float]
 """Returns the seconds of a forward of a model."""
@@ -56,9 +61,9 @@ def device_table(name: str) -> DeviceTable:
             f"device table {name!r} is unknown; known: {', '.join(sorted(_TABLES))}, "
             "and NAME*F: the same, F times slower"
         )
-    sheet, devices = table
+    sheet, devices, target = table
     factor = int(slower or 1)
-    return DeviceTable(_times(sheet, devices, _TARGET, factor), _times(sheet, 1, _DRAFT, factor), devices)
+    return DeviceTable(_times(sheet, devices, target, factor), _times(sheet, 1, _DRAFT, factor), devices)
 
 
 def _times(sheet: str, devices: int, model: str, factor: int) -> ForwardTimes:
