@@ -96,6 +96,43 @@ def write_pard(folder: Path, draft: Path, outputs: int = 0) -> Path:
     return folder
 
 
+def write_medusa(folder: Path, target: Path, heads: int = 3) -> Path:
+    """Write random Medusa heads in the original layout."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    hidden, vocabulary = read_config(target)["hidden_size"], read_config(target)["vocab_size"]
+    for head in range(heads):
+        shapes |= {f"{head}.0.linear.weight": (hidden, hidden), f"{head}.0.linear.bias": (hidden,)}
+        shapes[f"{head}.1.weight"] = (vocabulary, hidden)
+    return _write_heads(folder, "medusa_lm_head", shapes, {"medusa_num_heads": 2, "medusa_num_layers": 1})
+
+
+def write_hydra(folder: Path, target: Path, heads: int = 3) -> Path:
+    """Write random Hydra heads of one layer."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    hidden, vocabulary = read_config(target)["hidden_size"], read_config(target)["vocab_size"]
+    for head in range(heads):
+        for name in ("linear", "res_connection"):
+            shapes[f"hydra_mlp.{head}.0.{name}.weight"] = (hidden, (head + 2) * hidden)
+            shapes[f"hydra_mlp.{head}.0.{name}.bias"] = (hidden,)
+        shapes |= {
+            f"hydra_lm_head.{head}.weight": (vocabulary, hidden),
+            f"hydra_lm_head.{head}.bias": (vocabulary,),
+        }
+    kind = {"hydra_num_heads": heads, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
+    return _write_heads(folder, "model", shapes, kind)
+
+
+def _write_heads(folder: Path, file: str, shapes: dict[str, tuple[int, ...]], kind: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    source = torch.Generator().manual_seed(2)
+    save_file(
+        {name: 0.3 * torch.randn(shape, generator=source) for name, shape in shapes.items()},
+        folder / f"{file}.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(kind))
+    return folder
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config

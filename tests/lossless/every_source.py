@@ -10,7 +10,14 @@ from ssd_serve.bench.lossless.drafters import MemoryDrafter, RigDraft
 from ssd_serve.bench.lossless.rig import Case, LoadedTarget, Outputs, load_named, run_case
 from ssd_serve.bench.options import Devices
 from ssd_serve.verifier.engine import Engine
-from tests.end_to_end.tiny_pair import write_first_head, write_head, write_pair, write_pard
+from tests.end_to_end.tiny_pair import (
+    write_first_head,
+    write_head,
+    write_hydra,
+    write_medusa,
+    write_pair,
+    write_pard,
+)
 
 MakeDrafter = Callable[[RigDraft, Engine], MemoryDrafter]
 LAYERS = 3
@@ -34,6 +41,8 @@ DRAFTS = {
     "first head": "{first}",
     "pard": "{pard}",
     "pard2": "{pard2}",
+    "medusa": "{medusa}",
+    "hydra": "{hydra}",
     "ngram": "ngram",
     "suffix": "suffix",
     "shared texts": "suffix",
@@ -42,7 +51,7 @@ DRAFTS = {
     "head and lookup": "{head},suffix",
     "self and lookup": "self:1,ngram",
     "both heads": "{head},{first}",
-    "all": "{draft},{head},{first},{pard},{pard2},self:1,prompt-lookup,ngram,suffix",
+    "all": "{draft},{head},{first},{pard},{pard2},{medusa},{hydra},self:1,prompt-lookup,ngram,suffix",
 }
 
 
@@ -68,6 +77,8 @@ class EverySource:
             "first": write_first_head(folder / "first", self._target),
             "pard": write_pard(folder / "pard", draft),
             "pard2": write_pard(folder / "pard2", draft, outputs=2),
+            "medusa": write_medusa(folder / "medusa", self._target),
+            "hydra": write_hydra(folder / "hydra", self._target),
         }
         self._loaded: dict[str, LoadedTarget] = {}
         self.requests = requests()

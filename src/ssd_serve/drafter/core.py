@@ -177,6 +177,8 @@ class DrafterCore:
         """
         if description.block is not None:
             limits = replace(limits, depth=description.block, roots_only=True)
+        if description.depth is not None:
+            limits = replace(limits, depth=min(limits.depth, description.depth))
         self._description = description
         self._trees = trees
         self._widths = widths

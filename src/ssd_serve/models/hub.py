@@ -22,7 +22,7 @@ from ssd_serve.models.weights.gguf.file import files_of
 
 Role = Literal["target", "draft"]
 
-SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|medusa_lm_head\.safetensors")
 PICKLES = (
     "such files are pickles, which can run code of their author: take a revision with safetensors "
     "(owner/name@revision), or set SSD_ALLOW_PICKLE=1 if you trust where they come from"

@@ -26,7 +26,7 @@ _SMALL = re.compile(
     r"|special_tokens_map\.json|added_tokens\.json|chat_template\.(jinja|json)"
     r"|additional_chat_templates/[\w.-]+\.jinja|warp_model\.(bin|safetensors)"
 )
-_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
+_TORCH = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?|(medusa|hydra)_lm_head\.pt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -19,7 +20,14 @@ from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cache.vectors import VectorTable
-from ssd_serve.drafter.sources.contract import CandidateBatch, Candidates, NodeRequest, Scales
+from ssd_serve.drafter.sources.contract import (
+    CandidateBatch,
+    Candidates,
+    DraftSource,
+    FeatureSource,
+    NodeRequest,
+    Scales,
+)
 from ssd_serve.drafter.sources.draft_model import (
     MAX_PREFILL_ROWS,
     DraftKvState,
@@ -245,7 +253,11 @@ _TOKENS, _TURNS = 4, 4
 """Tokens of a measured request, and repetitions; the first one warms up."""
 
 
-def step_seconds(source: EagleSource, features: int, width: int) -> float:
+class _ReadingSource(DraftSource, FeatureSource, Protocol):
+    """A source that reads features."""
+
+
+def step_seconds(source: _ReadingSource, features: int, width: int) -> float:
     """Measure a whole step of `width` roots, as it is served: on CPUs Python takes about as long as the products.
 
     `features` is the width of the target's features. It must run before any request.

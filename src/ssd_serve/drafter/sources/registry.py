@@ -22,6 +22,8 @@ SOURCES: dict[str, str] = {
     ANY_MODEL: "ssd_serve.drafter.sources.whole_model:load_draft_model",
     EAGLE: "ssd_serve.drafter.sources.eagle:SOURCE",
     "*pard": "ssd_serve.drafter.sources.pard.source:SOURCE",
+    "*medusa": "ssd_serve.drafter.sources.lm_heads.source:SOURCE",
+    "*hydra": "ssd_serve.drafter.sources.lm_heads.source:SOURCE",
 }
 """`module:name` of a `RegisteredSource`, or of its `load` function where it has no needs.
 
@@ -42,6 +44,8 @@ class SourceDescription:
     block: int | None = None
     """Tokens below a root that one step drafts at once: only roots are expanded, and trees are no deeper.
     None: node by node."""
+    depth: int | None = None
+    """Tokens of the deepest path below a root that the source can draft; None: any number."""
     calibrated: bool = True
     """True: the core fits the scales of the source's scores to outcomes. False: every scale is 1."""
     keeps_tree: bool = True

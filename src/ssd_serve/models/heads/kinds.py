@@ -25,6 +25,8 @@ class HeadKind(StrEnum):
     EAGLE3 = "EAGLE-3"
     PARD = "PARD"
     """A whole model that guesses several positions; PARD-2 too."""
+    MEDUSA = "Medusa"
+    HYDRA = "Hydra"
 
 
 EAGLE_KINDS = frozenset({HeadKind.EAGLE1, HeadKind.EAGLE3})
@@ -38,7 +40,16 @@ _ARCHITECTURES = {
     "Eagle3LlamaForCausalLM": HeadKind.EAGLE3,
     "Eagle3Speculator": HeadKind.EAGLE3,
     "LlamaForCausalLMEagle3": HeadKind.EAGLE3,
+    "MedusaModel": HeadKind.MEDUSA,
+    "HydraModel": HeadKind.HYDRA,
 }
+_KEYS = {
+    "pard_token": HeadKind.PARD,
+    "medusa_num_heads": HeadKind.MEDUSA,
+    "hydra_num_heads": HeadKind.HYDRA,
+    "draft_vocab_size": HeadKind.EAGLE3,
+}
+"""Kinds by keys that only their configurations have; the first one decides."""
 _OTHERS = ("eagle", "medusa", "hydra", "mtp", "dflash", "dspark", "speculator")
 """Words in the names of other heads' architectures."""
 _OTHER_KEYS = ("medusa_", "hydra_", "dflash_", "dspark_")
@@ -46,8 +57,8 @@ _OTHER_KEYS = ("medusa_", "hydra_", "dflash_", "dspark_")
 _FUSIONS = frozenset({"fc.weight", "fusion_fc.weight"})
 _KNOWN = (
     "heads that can draft are EAGLE-1 (EAGLE-2 and HASS are alike), EAGLE-3 and EAGLE-3.1, as SafeAILab, "
-    "SpecForge, SGLang, vLLM and speculators write them, and PARD; other drafts are whole models, ngram, suffix and "
-    "self:N"
+    "SpecForge, SGLang, vLLM and speculators write them, PARD, Medusa and Hydra; other drafts are whole models, "
+    "ngram, suffix and self:N"
 )
 
 
@@ -76,10 +87,8 @@ def _declared(raw: Json) -> HeadKind | str:
     for name in architectures:
         if name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
-    if raw.get("pard_token") is not None:
-        return HeadKind.PARD
-    if "draft_vocab_size" in raw:
-        return HeadKind.EAGLE3
+    if found := next((kind for key, kind in _KEYS.items() if raw.get(key) is not None), None):
+        return found
     if declared := next((key for key in raw if key.startswith(_OTHER_KEYS)), ""):
         return declared
     spoken = (*architectures, str(raw.get("model_type", "")))

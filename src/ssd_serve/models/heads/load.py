@@ -92,7 +92,7 @@ def _architecture(
                     f"the head has no embedding, and is {config.hidden} wide, its target's "
                     f"{config.target_hidden}"
                 )
-            embedding = _target_table(target, *sizes, allow_pickle, native)
+            embedding = target_table(target, *sizes, allow_pickle, native)
             weights = replace(weights, embedding=embedding)
         if weights.head is None:
             weights = replace(weights, head=make.wrap(target_head(target, *sizes, allow_pickle=allow_pickle)))
@@ -111,7 +111,7 @@ def target_embedding(
         return checkpoint.read("model.embed_tokens.weight", (vocabulary, hidden))
 
 
-def _target_table(
+def target_table(
     target: Path, vocabulary: int, hidden: int, allow_pickle: bool, native: NativeLibrary | None
 ) -> Table:
     """Return the embedding of a whole model; with `native` in the blocks of its file, if it has some."""

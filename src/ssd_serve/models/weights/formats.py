@@ -27,6 +27,9 @@ FORMATS: dict[str, str] = {
     "safetensors": "ssd_serve.models.weights.huggingface:SAFETENSORS",
     "gguf": "ssd_serve.models.weights.gguf.format:GGUF",
     "pickle": "ssd_serve.models.weights.huggingface:PICKLE",
+    "medusa": "ssd_serve.models.weights.huggingface:MEDUSA",
+    "medusa pickle": "ssd_serve.models.weights.huggingface:MEDUSA_PICKLE",
+    "hydra pickle": "ssd_serve.models.weights.huggingface:HYDRA_PICKLE",
 }
 """Path of each `WeightFormat`, `module:name`. The first one that recognises a path reads it."""
 

@@ -76,6 +76,9 @@ class HuggingFaceFolder:
 
 SAFETENSORS = HuggingFaceFolder(("model.safetensors", "model.safetensors.index.json"))
 PICKLE = HuggingFaceFolder(("pytorch_model.bin", "pytorch_model.bin.index.json"))
+MEDUSA = HuggingFaceFolder(("medusa_lm_head.safetensors", "medusa_lm_head.safetensors.index.json"))
+MEDUSA_PICKLE = HuggingFaceFolder(("medusa_lm_head.pt", "medusa_lm_head.pt.index.json"))
+HYDRA_PICKLE = HuggingFaceFolder(("hydra_lm_head.pt", "hydra_lm_head.pt.index.json"))
 
 
 def _optional(path: Path) -> Json:

@@ -1,0 +1,205 @@
+"""Medusa and Hydra heads as draft sources: they read the target's last feature that a request has.
+
+A node g tokens beyond the first one that the feature guesses is drafted by head g. Medusa's heads read no tokens, so
+that all later ones join in one block; Hydra's read the tokens between feature and node. Keeps no KV.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssd_serve.base.draft_messages import FINAL
+from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.errors import ProtocolError, SettingsError
+from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.drafter.sources.contract import Block, CandidateBatch, Candidates, NodeRequest, Scales
+from ssd_serve.drafter.sources.draft_model import in_order
+from ssd_serve.drafter.sources.eagle import step_seconds
+from ssd_serve.drafter.sources.lm_heads.heads import LmHeads, check_heads, read_heads
+from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, target_tokenizer_info
+from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
+from ssd_serve.drafter.sources.whole_model import require_folder
+from ssd_serve.models.config import positive_size
+from ssd_serve.models.heads.kinds import HeadKind, head_kind
+from ssd_serve.models.hub import find_model
+from ssd_serve.models.weights.formats import read_config
+from ssd_serve.sampling.grammar import Mask
+from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
+from ssd_serve.sampling.parameters import is_greedy
+from ssd_serve.sampling.processors import apply_masks
+from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, rank_children, trusted_ranking
+
+_KEPT = 64
+"""Features of a request that are kept, the latest ones: a round's features come before its tokens."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """The tokens of a request, and features [kept, hidden] of positions before `end`."""
+
+    tokens: list[int]
+    seed: int | None
+    temperature: float
+    features: torch.Tensor | None = None
+    end: int = 0
+
+    def feature(self) -> tuple[int, torch.Tensor] | None:
+        """Return the last position before the root with a feature, and the feature [1, hidden]."""
+        position = min(self.end, len(self.tokens) - 1) - 1
+        kept = 0 if self.features is None else len(self.features)
+        if self.features is None or position < max(0, self.end - kept):
+            return None
+        return position, self.features[position - self.end :][:1]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of a step, in the order of its nodes, and what ranks each of them."""
+
+    inputs: dict[int, list[tuple[int, torch.Tensor, list[int]]]] = field(default_factory=dict[int, Any])
+    """Rows by head, each with a feature and the tokens after its position."""
+    keys: SamplingKeys = field(default_factory=lambda: SamplingKeys([], [], []))
+    scales: list[float] = field(default_factory=list[float])
+    allowed: list[Mask | None] = field(default_factory=list[Any])
+    ready: list[int] = field(default_factory=list[int])
+    """Indices of the nodes with rows."""
+    counts: list[int] = field(default_factory=list[int])
+    """Their rows."""
+
+
+class LmHeadSource:
+    """Expands the nodes that some head reaches."""
+
+    is_warmup_step = False
+
+    def __init__(
+        self, heads: LmHeads, noise: NoiseRows, fan_out: int, native: NativeRanking | None = None
+    ) -> None:
+        """`native` ranks on CPUs."""
+        self._heads, self._noise, self._fan_out, self._native = heads, noise, fan_out, native
+        self._proposed = None if heads.proposed is None else heads.proposed.to(torch.int32).numpy()
+        self._blocks = heads.embedding is None
+        self._known: dict[int, _Known] = {}
+
+    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
+        """See `DraftSource.open`."""
+        greedy = is_greedy(parameters)
+        temperature = 0.0 if greedy else parameters.temperature
+        self._known[request] = _Known(list(tokens), None if greedy else seed, temperature)
+
+    def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
+        """See `DraftSource.commit`."""
+        del path, kept
+        self._known[request].tokens.extend(tokens)
+
+    def close(self, request: int) -> None:
+        """See `DraftSource.close`."""
+        self._known.pop(request, None)
+
+    def read(self, request: int, position: int, features: torch.Tensor) -> None:
+        """Take the target's normed last hidden states; see `FeatureSource.read`."""
+        if position < 0 or features.shape[1] != self._heads.hidden:
+            raise ProtocolError(
+                f"features have width {features.shape[1]}, not {self._heads.hidden}, or a negative position"
+            )
+        known, end = self._known.get(request), position + len(features)
+        if known is None:
+            return
+        if known.features is not None and position == known.end:
+            features = torch.cat((known.features, features))
+        known.end, known.features = end, features[-_KEPT:].clone()
+
+    def expand(
+        self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
+    ) -> Sequence[Candidates | Block | None]:
+        """Run, for each node, the head that guesses the token after it, and in blocks all later ones."""
+        rows = _Rows()
+        for index, (each, levels) in enumerate(zip(requests, scales, strict=True)):
+            self._add(rows, index, each, levels)
+        if not rows.ready:
+            return [None] * len(requests)
+        ranked = self._rank(self._logits(rows), rows)
+        if not self._blocks:
+            return in_order(ranked, rows.ready, len(requests))
+        parts = (ranked.rows(slice(*ends)) for ends in pairwise(accumulate(rows.counts, initial=0)))
+        blocks = [
+            Block(part.tokens, part.log_probabilities, part.scores, part.expected_scores) for part in parts
+        ]
+        return in_order(blocks, rows.ready, len(requests))
+
+    def _add(self, rows: _Rows, index: int, request: NodeRequest, levels: Scales) -> None:
+        known = self._known[request.request]
+        if (found := known.feature()) is None:
+            return
+        position, feature = found
+        between = [*known.tokens[position + 1 :], *request.tokens]
+        first, end = len(between) - 1, len(self._heads.heads)
+        heads = range(first, end if self._blocks else min(end, first + 1))
+        if not heads:
+            return
+        rows.ready.append(index)
+        rows.counts.append(len(heads))
+        for level, head in enumerate(heads):
+            rows.inputs.setdefault(head, []).append((len(rows.scales), feature, between))
+            rows.scales.append(levels[min(level, len(levels) - 1)])
+            rows.allowed.append(None if level else request.allowed)
+            rows.keys.seeds.append(known.seed)
+            rows.keys.positions.append(position + 2 + head)
+            rows.keys.temperatures.append(known.temperature)
+
+    def _logits(self, rows: _Rows) -> torch.Tensor:
+        parts: list[torch.Tensor] = []
+        order: list[int] = []
+        for head, inputs in rows.inputs.items():
+            places, features, tokens = zip(*inputs, strict=True)
+            parts.append(self._heads.logits(head, torch.cat(features), tokens))
+            order.extend(places)
+        return torch.cat(parts)[np.argsort(order)] if len(parts) > 1 else parts[0]
+
+    def _rank(self, logits: torch.Tensor, rows: _Rows) -> CandidateBatch:
+        """Rank the proposed tokens alone where nothing needs the whole vocabulary."""
+        keys, scales, proposed = rows.keys, rows.scales, self._proposed
+        free = all(mask is None for mask in rows.allowed)
+        if self._native is not None and proposed is not None and free:
+            return CandidateBatch(*self._native.rank_proposed(logits, keys, scales, self._fan_out, proposed))
+        masked = apply_masks(self._heads.spread(logits), rows.allowed)
+        return CandidateBatch(*rank_children(masked, keys, self._noise, scales, self._fan_out, self._native))
+
+
+def describe_heads(config: EngineConfig, folder: Path | None) -> SourceDescription:
+    """Medusa's heads draft a whole tree at once, Hydra's node by node."""
+    if folder is None:
+        raise SettingsError(f"{config.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
+    kind, raw = head_kind(folder), read_config(folder)
+    check_heads(kind, raw)
+    if kind is HeadKind.MEDUSA:
+        return SourceDescription(features=(FINAL,), block=config.draft_depth, keeps_tree=False)
+    depth = positive_size(raw, "hydra_num_heads")
+    return SourceDescription(features=(FINAL,), depth=depth, keeps_tree=False)
+
+
+def load_heads(source: SourceConfig) -> LoadedSource:
+    """Load heads for the configured target and measure their step."""
+    config, native = source.config, source.native
+    heads = read_heads(
+        require_folder(source),
+        find_model(config, config.target, "target"),
+        device=source.device,
+        dtype=config.dtype,
+        allow_pickle=config.allow_pickle,
+        native=native,
+    )
+    vocabulary, device = heads.vocabulary, heads.device
+    noise = NoiseRows(vocabulary, capacity_for(vocabulary), device, native)
+    ranking = trusted_ranking(native) if device == "cpu" else None
+    made = LmHeadSource(heads, noise, config.draft_fan_out, ranking)
+    seconds = {width: step_seconds(made, heads.hidden, width) for width in source.widths}
+    return LoadedSource(made, target_tokenizer_info(config), seconds, prefill_s_per_token=0.0)
+
+
+SOURCE = RegisteredSource(load_heads, describe_heads)
