@@ -61,7 +61,7 @@ class DraftedTree:
 
     def expand(self, *nodes: Node) -> list[Candidates]:
         found = self.source.expand([NodeRequest(1, node) for node in nodes], [[1.0]] * len(nodes))
-        grown = [each for each in found if each is not None]
+        grown = [each for each in found if isinstance(each, Candidates)]
         for node, each in zip(nodes, grown, strict=True):
             self.tree.expand(node, each.tokens.tolist(), each.log_probabilities.tolist())
         return grown

@@ -79,6 +79,26 @@ def write_first_head(folder: Path, target: Path) -> Path:
     return _write_layer(folder, target, "layers.0", hidden, {"fc": (hidden, 2 * hidden)}, {}, {})
 
 
+def write_gumiho(folder: Path, target: Path, heads: int = 2) -> Path:
+    """Write a random Gumiho head, with the target's LM head and embedding."""
+    config = read_config(target)
+    hidden, wide, keys = config["hidden_size"], config["intermediate_size"], HEAD
+    queries = config["num_attention_heads"] * HEAD
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
+    for layer in ("layers.0", "layers.1"):
+        sizes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": shape for name, shape in sizes.items()}
+        sizes = {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
+        shapes |= {f"{layer}.mlp.{name}_proj.weight": shape for name, shape in sizes.items()}
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+    shapes["layers.1.input_layernorm.weight"] = (hidden,)
+    for head in range(heads):
+        for block in range(6):
+            shapes[f"mlp.{head}.{block}.linear.weight"] = (hidden, hidden if block else 2 * hidden)
+            shapes[f"mlp.{head}.{block}.linear.bias"] = (hidden,)
+    return _write_heads(folder, "model", shapes, config | {"num_hidden_layers": 2}, scale=0.1)
+
+
 def write_pard(folder: Path, draft: Path, outputs: int = 0) -> Path:
     """Write the draft with a mask token; with `outputs` as PARD-2, which reads so many first outputs of its target."""
     shutil.copytree(draft, folder)
@@ -122,11 +142,13 @@ def write_hydra(folder: Path, target: Path, heads: int = 3) -> Path:
     return _write_heads(folder, "model", shapes, kind)
 
 
-def _write_heads(folder: Path, file: str, shapes: dict[str, tuple[int, ...]], kind: dict[str, Any]) -> Path:
+def _write_heads(
+    folder: Path, file: str, shapes: dict[str, tuple[int, ...]], kind: dict[str, Any], scale: float = 0.3
+) -> Path:
     folder.mkdir(parents=True)
     source = torch.Generator().manual_seed(2)
     save_file(
-        {name: 0.3 * torch.randn(shape, generator=source) for name, shape in shapes.items()},
+        {name: scale * torch.randn(shape, generator=source) for name, shape in shapes.items()},
         folder / f"{file}.safetensors",
     )
     (folder / "config.json").write_text(json.dumps(kind))

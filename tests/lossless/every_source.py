@@ -12,6 +12,7 @@ from ssd_serve.bench.options import Devices
 from ssd_serve.verifier.engine import Engine
 from tests.end_to_end.tiny_pair import (
     write_first_head,
+    write_gumiho,
     write_head,
     write_hydra,
     write_medusa,
@@ -43,6 +44,7 @@ DRAFTS = {
     "pard2": "{pard2}",
     "medusa": "{medusa}",
     "hydra": "{hydra}",
+    "gumiho": "{gumiho}",
     "ngram": "ngram",
     "suffix": "suffix",
     "shared texts": "suffix",
@@ -51,7 +53,7 @@ DRAFTS = {
     "head and lookup": "{head},suffix",
     "self and lookup": "self:1,ngram",
     "both heads": "{head},{first}",
-    "all": "{draft},{head},{first},{pard},{pard2},{medusa},{hydra},self:1,prompt-lookup,ngram,suffix",
+    "all": "{draft},{head},{first},{pard},{pard2},{medusa},{hydra},{gumiho},self:1,prompt-lookup,ngram,suffix",
 }
 
 
@@ -79,6 +81,7 @@ class EverySource:
             "pard2": write_pard(folder / "pard2", draft, outputs=2),
             "medusa": write_medusa(folder / "medusa", self._target),
             "hydra": write_hydra(folder / "hydra", self._target),
+            "gumiho": write_gumiho(folder / "gumiho", self._target),
         }
         self._loaded: dict[str, LoadedTarget] = {}
         self.requests = requests()

@@ -12,7 +12,7 @@ from ssd_serve.base.seeds import mix
 from ssd_serve.base.settings import Settings
 from ssd_serve.bench.lossless.rig import Case, load_named, run_case
 from ssd_serve.bench.options import Devices
-from ssd_serve.drafter.sources.contract import Candidates, NodeRequest, Scales
+from ssd_serve.drafter.sources.contract import Block, Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.eagle import EagleSource
 from tests.end_to_end.tiny_pair import write_first_head, write_pair
 
@@ -42,13 +42,13 @@ def test_features_belong_to_their_positions(
 
     def watched(
         source: EagleSource, requests: Sequence[NodeRequest], scales: Sequence[Scales]
-    ) -> Sequence[Candidates | None]:
+    ) -> Sequence[Candidates | Block | None]:
         found = expand(source, requests, scales)
         for pick, each in zip(requests, found, strict=True):
             held = source.held[pick.request]
             # Prompts were not chosen by the target.
             if (
-                each is not None
+                isinstance(each, Candidates)
                 and pick.at.parent is None
                 and held.start + len(held.tokens) > len(texts[0]) + 3
             ):

@@ -215,6 +215,7 @@ def test_head_kind_from_configuration_or_tensor_names(tmp_path: Path) -> None:
     assert kind_of(folder, {"architectures": ["LlamaForCausalLMEagle"]}) is HeadKind.EAGLE1
     assert kind_of(folder, {"speculators_model_type": "eagle"}) is HeadKind.EAGLE1
     assert kind_of(folder, {**plain, "draft_vocab_size": 32000}) is HeadKind.EAGLE3
+    assert kind_of(folder, plain, layer, "fc.weight", "mlp.mlp.0.0.linear.weight") is HeadKind.GUMIHO
     assert kind_of(folder, {"medusa_num_heads": 2}) is HeadKind.MEDUSA
     assert kind_of(folder, {"architectures": ["MedusaModel"]}) is HeadKind.MEDUSA
     assert kind_of(folder, {"hydra_num_heads": 4, "draft_vocab_size": 32000}) is HeadKind.HYDRA
@@ -232,7 +233,11 @@ def test_head_kind_from_configuration_or_tensor_names(tmp_path: Path) -> None:
         ({"speculators_model_type": "dflash"}, (), "dflash"),
         ({"dflash_config": {}, "architectures": ["LlamaForCausalLM"]}, (), "dflash_config"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, (), "Eagle3DeepseekV2ForCausalLM"),
-        ({"architectures": ["LlamaForCausalLM"]}, ("fc.weight", "mlp.0.0.linear.weight"), "mlp.0.0.linear"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            ("fc.weight", "layers.1.mlp.up_proj.weight"),
+            "layers.1.mlp",
+        ),
     ],
 )
 def test_heads_of_other_kinds_are_refused(

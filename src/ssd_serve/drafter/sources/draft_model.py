@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -429,6 +430,12 @@ class ModelSource(StepSource[Candidates]):
 
     def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Candidates]:
         return self.ranked(logits, inputs)
+
+
+def blocks_of(ranked: CandidateBatch, counts: Sequence[int]) -> list[Block]:
+    """Blocks of so many consecutive rows each."""
+    parts = (ranked.rows(slice(*ends)) for ends in pairwise(accumulate(counts, initial=0)))
+    return [Block(part.tokens, part.log_probabilities, part.scores, part.expected_scores) for part in parts]
 
 
 def in_order(ranked: Sequence[R | None], wanted: list[int], count: int) -> Sequence[R | None]:

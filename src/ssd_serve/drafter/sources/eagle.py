@@ -21,6 +21,7 @@ from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import (
+    Block,
     CandidateBatch,
     Candidates,
     DraftSource,
@@ -31,9 +32,9 @@ from ssd_serve.drafter.sources.contract import (
 from ssd_serve.drafter.sources.draft_model import (
     MAX_PREFILL_ROWS,
     DraftKvState,
-    ModelSource,
     RankingInputs,
     StepRows,
+    StepSource,
     in_order,
     prefill_rows_of,
 )
@@ -92,7 +93,7 @@ class _Inputs(TargetVectors):
     outputs: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
 
-class EagleSource(ModelSource):
+class EagleSource(StepSource[Candidates | Block]):
     """Expands nodes with one forward of a head, for requests with all features received."""
 
     def __init__(
@@ -147,7 +148,7 @@ class EagleSource(ModelSource):
 
     def expand(
         self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
-    ) -> Sequence[Candidates | None]:
+    ) -> Sequence[Candidates | Block | None]:
         """Run one forward for the nodes with complete inputs."""
         ready = [index for index, each in enumerate(requests) if self._can_grow(each)]
         found = super().expand([requests[index] for index in ready], [scales[index] for index in ready])
@@ -171,11 +172,11 @@ class EagleSource(ModelSource):
     def _lines(self, keys: SamplingKeys, allowed: Sequence[Mask | None]) -> list[int] | None:
         return None if self._ranks_proposed(allowed) else super()._lines(keys, allowed)
 
-    def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Candidates]:
+    def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> CandidateBatch:
         """Rank the proposed tokens alone where nothing needs the whole vocabulary."""
         native, proposed = self._native, self._head.proposed
         if native is None or proposed is None or not self._ranks_proposed(inputs.allowed):
-            return super()._rank(self._head.spread(logits), inputs)
+            return self.ranked(self._head.spread(logits), inputs)
         ranked = native.rank_proposed(logits, inputs.keys, inputs.scales, self._fan_out, proposed)
         return CandidateBatch(*ranked)
 
@@ -216,6 +217,11 @@ def describe_eagle(config: EngineConfig, folder: Path | None) -> SourceDescripti
 
 def load_eagle(source: SourceConfig) -> LoadedSource:
     """Load a head for the configured target and measure its step."""
+    return load_head_source(source, EagleSource)
+
+
+def load_head_source(source: SourceConfig, kind: type[EagleSource]) -> LoadedSource:
+    """Load a head as a source of this class."""
     config, device = source.config, source.device
     folder, target = _require(source.folder, config), find_model(config, config.target, "target")
     sizes = head_sizes(
@@ -236,17 +242,11 @@ def load_eagle(source: SourceConfig) -> LoadedSource:
     noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, source.native)
     ranking = trusted_ranking(source.native) if facts.device == "cpu" else None
     prefill_rows = prefill_rows_of(prefill_s_per_token)
-    eagle = EagleSource(
-        *(head, SlotPool(slots), noise, config.draft_fan_out, ranking, prefill_rows), model=model
-    )
+    made = kind(*(head, SlotPool(slots), noise, config.draft_fan_out, ranking, prefill_rows), model=model)
     if facts.device == "cpu":
-        seconds = {width: step_seconds(eagle, head.width, width) for width in seconds}
-    return LoadedSource(
-        eagle,
-        tokenizer_info(target, facts.context),
-        seconds,
-        prefill_s_per_token,
-    )
+        seconds = {width: step_seconds(made, head.width, width) for width in seconds}
+    info = tokenizer_info(target, facts.context)
+    return LoadedSource(made, info, seconds, prefill_s_per_token)
 
 
 _TOKENS, _TURNS = 4, 4

@@ -24,6 +24,7 @@ SOURCES: dict[str, str] = {
     "*pard": "ssd_serve.drafter.sources.pard.source:SOURCE",
     "*medusa": "ssd_serve.drafter.sources.lm_heads.source:SOURCE",
     "*hydra": "ssd_serve.drafter.sources.lm_heads.source:SOURCE",
+    "*gumiho": "ssd_serve.drafter.sources.gumiho.source:SOURCE",
 }
 """`module:name` of a `RegisteredSource`, or of its `load` function where it has no needs.
 

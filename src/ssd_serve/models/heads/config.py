@@ -46,6 +46,8 @@ class EagleConfig:
     """`fc` must have a bias."""
     layer_norms: bool = False
     """EAGLE-1: the inputs of layer and head, and the embedding, are normed (`layernorms`)."""
+    guesses: int = 0
+    """Gumiho: heads that each guess one later token."""
 
     @property
     def hidden(self) -> int:
@@ -79,9 +81,9 @@ class EagleConfig:
 
     @property
     def joins(self) -> bool:
-        """Return True if `fc` makes one row of a token and the vector before it (EAGLE-1), instead of one
+        """Return True if `fc` makes one row of a token and the vector before it (EAGLE-1, Gumiho), instead of one
         vector of several layers' features (EAGLE-3)."""
-        return self.kind is HeadKind.EAGLE1
+        return self.kind is not HeadKind.EAGLE3
 
     @property
     def fuse_inputs(self) -> int:
@@ -121,20 +123,36 @@ def parse_eagle3(raw: Json, generation: Json) -> EagleConfig:
     )
 
 
-PARSERS = {HeadKind.EAGLE1: parse_eagle1, HeadKind.EAGLE3: parse_eagle3}
+def parse_gumiho(raw: Json, generation: Json) -> EagleConfig:
+    """Read `config.json` of a Gumiho head, that of a Llama of two layers; it does not tell the number of heads."""
+    layer = _layer(HeadKind.GUMIHO, _FAMILIES_OF_EAGLE1, raw, generation, layers=2)
+    return EagleConfig(
+        kind=HeadKind.GUMIHO,
+        layer=layer,
+        draft_vocabulary=int(raw.get("draft_vocab_size") or layer.vocabulary),
+        target_hidden=layer.hidden,
+        features=(FINAL,),
+        fuse_bias=True,
+    )
+
+
+PARSERS = {HeadKind.EAGLE1: parse_eagle1, HeadKind.EAGLE3: parse_eagle3, HeadKind.GUMIHO: parse_gumiho}
 """Parser of `config.json` for each kind."""
 
 
-def _layer(kind: HeadKind, families: Mapping[str, str], raw: Json, generation: Json) -> DecoderConfig:
-    """The one decoder layer, in either layout; `families` are architectures by `model_type`."""
+def _layer(
+    kind: HeadKind, families: Mapping[str, str], raw: Json, generation: Json, layers: int = 1
+) -> DecoderConfig:
+    """The decoder layers, in either layout; `families` are architectures by `model_type`."""
     nested = raw.get("transformer_layer_config")
     inner: Json = nested if isinstance(nested, dict) else raw
     family = str(inner.get("model_type", "llama"))
     if family not in families:
         known = ", ".join(families)
         raise CheckpointError(f"an {kind} head of the family {family!r} is not supported, only of {known}")
-    if (layers := positive_size(inner, "num_hidden_layers")) != 1:
-        raise CheckpointError(f"an {kind} head of {layers} layers is not supported, only of one")
+    if (found := positive_size(inner, "num_hidden_layers")) != layers:
+        only = "one" if layers == 1 else layers
+        raise CheckpointError(f"an {kind} head of {found} layers is not supported, only of {only}")
     usual = {"quantization_config": raw.get("quantization_config"), "tie_word_embeddings": False}
     layer = describe({**inner, **usual, "architectures": [families[family]]}, generation).config
     if not isinstance(layer, DecoderConfig):

@@ -17,7 +17,7 @@ from ssd_serve.kernels.native.packed import NativePackedLinear
 from ssd_serve.kernels.rows import NativeRows, RmsNorm
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.dense.decoder import DenseModel, packed_places
-from ssd_serve.models.architectures.dense.weights import LayerBlocks
+from ssd_serve.models.architectures.dense.weights import DecoderLayer, LayerBlocks
 from ssd_serve.models.heads.config import EagleConfig
 from ssd_serve.models.interface import ForwardResult, Inputs
 from ssd_serve.models.sizes import DTYPES
@@ -40,6 +40,10 @@ class EagleWeights:
     norm: RmsNorm | None  # [hidden]
     head: Linear | None  # hidden -> draft vocabulary
     proposed: torch.Tensor | None  # int64 [draft vocabulary], ids of the target; None: all
+    more_layers: tuple[DecoderLayer, ...] = ()  # Gumiho
+    guesses: tuple[
+        tuple[Linear, ...], ...
+    ] = ()  # Gumiho's heads: 2 * hidden -> hidden, then hidden -> hidden
 
 
 class EagleHead(DenseModel):

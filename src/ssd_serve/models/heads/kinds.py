@@ -27,6 +27,7 @@ class HeadKind(StrEnum):
     """A whole model that guesses several positions; PARD-2 too."""
     MEDUSA = "Medusa"
     HYDRA = "Hydra"
+    GUMIHO = "Gumiho"
 
 
 EAGLE_KINDS = frozenset({HeadKind.EAGLE1, HeadKind.EAGLE3})
@@ -54,11 +55,13 @@ _OTHERS = ("eagle", "medusa", "hydra", "mtp", "dflash", "dspark", "speculator")
 """Words in the names of other heads' architectures."""
 _OTHER_KEYS = ("medusa_", "hydra_", "dflash_", "dspark_")
 """Prefixes of keys that only other heads have."""
+GUMIHO_HEADS = frozenset({"mlp.0.0.linear.weight", "mlp.mlp.0.0.linear.weight"})
+"""The first matrix of a Gumiho head's first head, in either layout."""
 _FUSIONS = frozenset({"fc.weight", "fusion_fc.weight"})
 _KNOWN = (
     "heads that can draft are EAGLE-1 (EAGLE-2 and HASS are alike), EAGLE-3 and EAGLE-3.1, as SafeAILab, "
-    "SpecForge, SGLang, vLLM and speculators write them, PARD, Medusa and Hydra; other drafts are whole models, "
-    "ngram, suffix and self:N"
+    "SpecForge, SGLang, vLLM and speculators write them, PARD, Medusa, Hydra and Gumiho; other drafts are whole "
+    "models, ngram, suffix and self:N"
 )
 
 
@@ -66,16 +69,18 @@ def head_kind(folder: Path) -> HeadKind | None:
     """The kind of the head in a folder; None: a whole model. Raises `CheckpointError` for other heads."""
     raw = read_config(folder)
     declared = _declared(raw)
-    if isinstance(declared, HeadKind):
-        return declared
-    if declared:
+    if declared and not isinstance(declared, HeadKind):
         raise CheckpointError(f"the draft {folder} is a head of another kind ({declared}); {_KNOWN}")
-    names = {name.removeprefix("model.") for name in _tensor_names(folder)}
-    if not _FUSIONS & names:
-        return None
+    if declared and declared is not HeadKind.EAGLE3:
+        return declared
+    names = {name.removeprefix("model.") for name in tensor_names(folder)}
+    if _FUSIONS & names and GUMIHO_HEADS & names:  # with a reduced vocabulary its keys are EAGLE-3's
+        return HeadKind.GUMIHO
+    if declared or not _FUSIONS & names:
+        return declared or None
     if any(name.endswith(".hidden_norm.weight") for name in names):
         return HeadKind.EAGLE3
-    if other := sorted(name for name in names if name.startswith(("layers.1.", "mlp."))):
+    if other := sorted(name for name in names if name.startswith("layers.1.")):
         raise CheckpointError(f"the draft {folder} is a head of another kind (it has {other[0]}); {_KNOWN}")
     return HeadKind.EAGLE1
 
@@ -95,7 +100,7 @@ def _declared(raw: Json) -> HeadKind | str:
     return next((each for each in spoken if any(word in each.lower() for word in _OTHERS)), "")
 
 
-def _tensor_names(folder: Path) -> set[str]:
+def tensor_names(folder: Path) -> set[str]:
     """The names of all tensors; none where the files cannot be listed: loading them reports the reason."""
     try:
         for file in ("model.safetensors", "pytorch_model.bin"):

@@ -4,6 +4,7 @@ Knows names and shapes; not how matrices are stored or multiplied. Missing, miss
 are a `CheckpointError` that lists them.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from ssd_serve.kernels.native.packed import NativePackedLinear
 from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
 from ssd_serve.models.architectures.dense.config import dense_sizes
-from ssd_serve.models.architectures.dense.weights import read_blocks
+from ssd_serve.models.architectures.dense.weights import DecoderLayer, read_blocks
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.heads.config import PARSERS, EagleConfig, check_features, usual_features
 from ssd_serve.models.heads.eagle import EagleHead, EagleWeights
-from ssd_serve.models.heads.kinds import HeadKind, head_kind
+from ssd_serve.models.heads.gumiho import GumihoHead
+from ssd_serve.models.heads.kinds import HeadKind, head_kind, tensor_names
 from ssd_serve.models.load import ModelOptions, load_sized
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import PACKED, ModelSizes, model_dtype, sizes_of
@@ -33,6 +35,8 @@ from ssd_serve.models.weights.matrices import ScaledMatrix
 
 _LAYERS = ("midlayer", "layers.0", "transformer", "model.midlayer", "model.layers.0")
 """Names of the layer."""
+_BLOCKS = 6
+"""Matrices of each of Gumiho's heads."""
 
 
 def head_config(folder: Path, target: Path, features: Sequence[int] | None = None) -> EagleConfig:
@@ -43,7 +47,9 @@ def head_config(folder: Path, target: Path, features: Sequence[int] | None = Non
     theirs = load_description(target)
     layers = len(theirs.sizes(Parallel()).kv)
     config = PARSERS[kind](read_config(folder), {})
-    if kind is not HeadKind.EAGLE1:
+    if kind is HeadKind.GUMIHO:
+        config = replace(config, guesses=count_guesses(folder))
+    if kind is HeadKind.EAGLE3:
         named = tuple(each for each in features or () if each != FINAL)
         wanted = named or config.features or usual_features(layers)
         config = replace(config, features=check_features(wanted, layers))
@@ -53,6 +59,12 @@ def head_config(folder: Path, target: Path, features: Sequence[int] | None = Non
             f"tokens; {target} has width {theirs.config.hidden} and {theirs.config.vocabulary} tokens"
         )
     return replace(config, layer=replace(config.layer, eos_token_ids=theirs.config.eos_token_ids))
+
+
+def count_guesses(folder: Path) -> int:
+    """The heads of a Gumiho head."""
+    names = {name.removeprefix("model.").removeprefix("mlp.") for name in tensor_names(folder)}
+    return len({name for name in names if re.fullmatch(r"(mlp\.)?\d+\.0\.linear\.weight", name)})
 
 
 def head_sizes(
@@ -95,11 +107,14 @@ def _architecture(
             embedding = target_table(target, *sizes, allow_pickle, native)
             weights = replace(weights, embedding=embedding)
         if weights.head is None:
-            weights = replace(weights, head=make.wrap(target_head(target, *sizes, allow_pickle=allow_pickle)))
+            head = target_head(target, *sizes, allow_pickle=allow_pickle)
+            head = head if weights.proposed is None else head[weights.proposed]
+            weights = replace(weights, head=make.wrap(head))
         return weights
 
+    build = GumihoHead if config.kind is HeadKind.GUMIHO else EagleHead
     return Architecture(
-        models=config.kind, parse=PARSERS[config.kind], sizes=_sizes, read_weights=read, build=EagleHead
+        models=config.kind, parse=PARSERS[config.kind], sizes=_sizes, read_weights=read, build=build
     )
 
 
@@ -156,6 +171,7 @@ def _sizes(config: EagleConfig, parallel: Parallel) -> Sizes:
             qkv if config.joins else replace(qkv, inputs=2 * config.hidden),
             *rest,
             Matrices((config.hidden,), config.fuse_inputs),
+            *[Matrices((config.hidden,), (_BLOCKS + 1) * config.hidden) for _ in range(config.guesses)],
         ),
         head=Matrices((config.draft_vocabulary,), config.hidden),
         ranks=(1,),
@@ -194,6 +210,28 @@ class _HeadReader:
             norm=norm,
             head=self._head(),
             proposed=_read_proposed(c, self._checkpoint),
+            more_layers=tuple(self._decoder_layer(index) for index in range(1, c.layer.layers)),
+            guesses=tuple(self._guess(index) for index in range(c.guesses)),
+        )
+
+    def _decoder_layer(self, index: int) -> DecoderLayer:
+        name, c = f"{self._outside}layers.{index}", self._config
+        blocks = read_blocks(c.layer, self._make, name, c.hidden)
+        return DecoderLayer(input_norm=self._norm(f"{name}.input_layernorm"), blocks=blocks)
+
+    def _guess(self, index: int) -> tuple[Linear, ...]:
+        """One of Gumiho's heads."""
+        hidden, name = self._config.hidden, f"{self._outside}mlp"
+        name = (
+            f"{name}.mlp.{index}"
+            if f"{name}.mlp.0.0.linear.weight" in self._checkpoint
+            else f"{name}.{index}"
+        )
+        return tuple(
+            self._make.by_outputs(
+                [MatrixShare(f"{name}.{block}.linear", hidden)], hidden if block else 2 * hidden, bias=True
+            )
+            for block in range(_BLOCKS)
         )
 
     def _norms(self) -> tuple[str | None, str | None, str | None]:

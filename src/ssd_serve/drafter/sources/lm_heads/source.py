@@ -4,11 +4,10 @@ A node g tokens beyond the first one that the feature guesses is drafted by head
 that all later ones join in one block; Hydra's read the tokens between feature and node. Keeps no KV.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import ProtocolError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.drafter.sources.contract import Block, CandidateBatch, Candidates, NodeRequest, Scales
-from ssd_serve.drafter.sources.draft_model import in_order
+from ssd_serve.drafter.sources.draft_model import blocks_of, in_order
 from ssd_serve.drafter.sources.eagle import step_seconds
 from ssd_serve.drafter.sources.lm_heads.heads import LmHeads, check_heads, read_heads
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, target_tokenizer_info
@@ -34,6 +33,9 @@ from ssd_serve.sampling.parameters import is_greedy
 from ssd_serve.sampling.processors import apply_masks
 from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, rank_children, trusted_ranking
 
+T = TypeVar("T")
+_Key = tuple[int | None, float, int]
+"""Seed, temperature and position of a node's first drafted token."""
 _KEPT = 64
 """Features of a request that are kept, the latest ones: a round's features come before its tokens."""
 
@@ -58,11 +60,11 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Rows:
-    """The rows of a step, in the order of its nodes, and what ranks each of them."""
+class HeadRows(Generic[T]):
+    """The rows of a step in the order of its nodes, each of one head, with inputs T and what ranks them."""
 
-    inputs: dict[int, list[tuple[int, torch.Tensor, list[int]]]] = field(default_factory=dict[int, Any])
-    """Rows by head, each with a feature and the tokens after its position."""
+    inputs: dict[int, list[tuple[int, T]]] = field(default_factory=dict[int, Any])
+    """Rows and their inputs by head."""
     keys: SamplingKeys = field(default_factory=lambda: SamplingKeys([], [], []))
     scales: list[float] = field(default_factory=list[float])
     allowed: list[Mask | None] = field(default_factory=list[Any])
@@ -70,6 +72,30 @@ class _Rows:
     """Indices of the nodes with rows."""
     counts: list[int] = field(default_factory=list[int])
     """Their rows."""
+
+    def add(
+        self, index: int, heads: range, request: NodeRequest, levels: Scales, key: _Key, inputs: T
+    ) -> None:
+        """Add a node's rows, of consecutive heads."""
+        seed, temperature, position = key
+        self.ready.append(index)
+        self.counts.append(len(heads))
+        for level, head in enumerate(heads):
+            self.inputs.setdefault(head, []).append((len(self.scales), inputs))
+            self.scales.append(levels[min(level, len(levels) - 1)])
+            self.allowed.append(None if level else request.allowed)
+            self.keys.seeds.append(seed)
+            self.keys.positions.append(position + level)
+            self.keys.temperatures.append(temperature)
+
+    def logits(self, compute: Callable[[int, Sequence[T]], torch.Tensor]) -> torch.Tensor:
+        """Return the logits of all rows, which `compute` gives for one head's inputs."""
+        parts: list[torch.Tensor] = []
+        order: list[int] = []
+        for head, rows in self.inputs.items():
+            parts.append(compute(head, [inputs for _, inputs in rows]))
+            order.extend([place for place, _ in rows])
+        return torch.cat(parts)[np.argsort(order)] if len(parts) > 1 else parts[0]
 
 
 class LmHeadSource:
@@ -118,50 +144,29 @@ class LmHeadSource:
         self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
     ) -> Sequence[Candidates | Block | None]:
         """Run, for each node, the head that guesses the token after it, and in blocks all later ones."""
-        rows = _Rows()
+        rows = HeadRows[tuple[torch.Tensor, list[int]]]()
         for index, (each, levels) in enumerate(zip(requests, scales, strict=True)):
-            self._add(rows, index, each, levels)
+            known = self._known[each.request]
+            if (found := known.feature()) is None:
+                continue
+            position, feature = found
+            between = [*known.tokens[position + 1 :], *each.tokens]
+            first, end = len(between) - 1, len(self._heads.heads)
+            if heads := range(first, end if self._blocks else min(end, first + 1)):
+                key = known.seed, known.temperature, position + 2 + first
+                rows.add(index, heads, each, levels, key, (feature, between))
         if not rows.ready:
             return [None] * len(requests)
-        ranked = self._rank(self._logits(rows), rows)
+        ranked = self._rank(rows.logits(self._logits), rows)
         if not self._blocks:
             return in_order(ranked, rows.ready, len(requests))
-        parts = (ranked.rows(slice(*ends)) for ends in pairwise(accumulate(rows.counts, initial=0)))
-        blocks = [
-            Block(part.tokens, part.log_probabilities, part.scores, part.expected_scores) for part in parts
-        ]
-        return in_order(blocks, rows.ready, len(requests))
+        return in_order(blocks_of(ranked, rows.counts), rows.ready, len(requests))
 
-    def _add(self, rows: _Rows, index: int, request: NodeRequest, levels: Scales) -> None:
-        known = self._known[request.request]
-        if (found := known.feature()) is None:
-            return
-        position, feature = found
-        between = [*known.tokens[position + 1 :], *request.tokens]
-        first, end = len(between) - 1, len(self._heads.heads)
-        heads = range(first, end if self._blocks else min(end, first + 1))
-        if not heads:
-            return
-        rows.ready.append(index)
-        rows.counts.append(len(heads))
-        for level, head in enumerate(heads):
-            rows.inputs.setdefault(head, []).append((len(rows.scales), feature, between))
-            rows.scales.append(levels[min(level, len(levels) - 1)])
-            rows.allowed.append(None if level else request.allowed)
-            rows.keys.seeds.append(known.seed)
-            rows.keys.positions.append(position + 2 + head)
-            rows.keys.temperatures.append(known.temperature)
+    def _logits(self, head: int, inputs: Sequence[tuple[torch.Tensor, list[int]]]) -> torch.Tensor:
+        vectors = torch.cat([feature for feature, _ in inputs])
+        return self._heads.logits(head, vectors, [tokens for _, tokens in inputs])
 
-    def _logits(self, rows: _Rows) -> torch.Tensor:
-        parts: list[torch.Tensor] = []
-        order: list[int] = []
-        for head, inputs in rows.inputs.items():
-            places, features, tokens = zip(*inputs, strict=True)
-            parts.append(self._heads.logits(head, torch.cat(features), tokens))
-            order.extend(places)
-        return torch.cat(parts)[np.argsort(order)] if len(parts) > 1 else parts[0]
-
-    def _rank(self, logits: torch.Tensor, rows: _Rows) -> CandidateBatch:
+    def _rank(self, logits: torch.Tensor, rows: HeadRows[Any]) -> CandidateBatch:
         """Rank the proposed tokens alone where nothing needs the whole vocabulary."""
         keys, scales, proposed = rows.keys, rows.scales, self._proposed
         free = all(mask is None for mask in rows.allowed)

@@ -9,7 +9,6 @@ masks, repeat the root's.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from ssd_serve.drafter.sources.draft_model import (
     StepRows,
     StepSource,
     TreeRowBuilder,
+    blocks_of,
     in_order,
     prefill_rows_of,
 )
@@ -79,11 +79,7 @@ class PardSource(StepSource[Block]):
         return range(row, row + 1 + masks)  # the anchor's row is new, hence the last one
 
     def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Block]:
-        ranked = self.ranked(logits, inputs)
-        parts = (ranked.rows(slice(*ends)) for ends in pairwise(accumulate(inputs.counts, initial=0)))
-        return [
-            Block(part.tokens, part.log_probabilities, part.scores, part.expected_scores) for part in parts
-        ]
+        return blocks_of(self.ranked(logits, inputs), inputs.counts)
 
 
 class Pard2Source(PardSource):
