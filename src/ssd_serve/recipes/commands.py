@@ -65,10 +65,7 @@ def _add_head(commands: Commands, family: str) -> None:
     parser.add_argument(
         "--proposed", type=positive, default=2048, help="most frequent tokens that it can propose (2048)"
     )
-    parser.add_argument("--tokens", type=positive, default=12_000_000, help="tokens to train on in all")
-    parser.add_argument("--length", type=positive, default=384, help="tokens of a window (384)")
-    parser.add_argument("--rows", type=positive, default=16, help="windows of a step (16)")
-    parser.add_argument("--rate", type=_above_zero, default=1.0, help="factor on the learning rates (1)")
+    _add_sizes(parser, tokens=12_000_000, length=384, rows=16)
     parser.add_argument("--head", type=Path, default=Path("head"), help="where the head is exported")
     _add_training(parser)
     parser.set_defaults(run=run_head, family=family)
@@ -91,12 +88,7 @@ def _add_distil(commands: Commands) -> None:
         "--work", type=Path, default=Path("distilling"), help="folder of the texts' tokens and the checkpoint"
     )
     parser.add_argument("--out", type=Path, default=Path("distilled"), help="where the new draft is written")
-    parser.add_argument(
-        "--tokens", type=positive, default=2_000_000, help="tokens to train on in all (2,000,000)"
-    )
-    parser.add_argument("--length", type=positive, default=512, help="tokens of a window (512)")
-    parser.add_argument("--rows", type=positive, default=8, help="windows of a step (8)")
-    parser.add_argument("--rate", type=_above_zero, default=1.0, help="factor on the learning rates (1)")
+    _add_sizes(parser, tokens=2_000_000, length=512, rows=8)
     _add_training(parser)
     parser.set_defaults(run=run_distil)
 
@@ -117,15 +109,17 @@ def _add_pard(commands: Commands) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("pard"), help="where the new draft is written")
     parser.add_argument("--positions", type=positive, default=8, help="tokens that a forward guesses (8)")
-    parser.add_argument(
-        "--mask", type=int, help="token of the masks (default: a special one not in the texts)"
-    )
-    parser.add_argument("--tokens", type=positive, default=2_000_000, help="tokens to train on (2,000,000)")
-    parser.add_argument("--length", type=positive, default=512, help="tokens of a window (512)")
-    parser.add_argument("--rows", type=positive, default=4, help="windows of a step (4)")
-    parser.add_argument("--rate", type=_above_zero, default=1.0, help="factor on the learning rates (1)")
+    parser.add_argument("--mask", type=int, help="token of the masks (default: the last that no answer has)")
+    _add_sizes(parser, tokens=2_000_000, length=512, rows=8)
     _add_device(parser)
     parser.set_defaults(run=run_pard)
+
+
+def _add_sizes(parser: argparse.ArgumentParser, tokens: int, length: int, rows: int) -> None:
+    parser.add_argument("--tokens", type=positive, default=tokens, help=f"tokens to train on ({tokens:,})")
+    parser.add_argument("--length", type=positive, default=length, help=f"tokens of a window ({length})")
+    parser.add_argument("--rows", type=positive, default=rows, help=f"windows of a step ({rows})")
+    parser.add_argument("--rate", type=_above_zero, default=1.0, help="factor on the learning rates (1)")
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:

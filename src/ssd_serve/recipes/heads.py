@@ -146,7 +146,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (slope @ rows).float() * grads[0], matrix, bias, None
 
 
-_soft_cross_entropy: Callable[..., Tensor] = _SoftCrossEntropy.apply
+soft_cross_entropy: Callable[..., Tensor] = _SoftCrossEntropy.apply
+"""Its arguments are vectors, matrix, bias and distributions."""
 
 
 def head_loss(
@@ -164,7 +165,7 @@ def head_loss(
     for depth, every in enumerate(vectors):
         at, counts = _labels(anchors.places + depth, lesson)
         own, at = every.flatten(0, 1)[counts], at[counts]
-        total = total + head.weights[depth] * _soft_cross_entropy(own, *matrices[depth], shares[at])
+        total = total + head.weights[depth] * soft_cross_entropy(own, *matrices[depth], shares[at])
         if head.regressions[depth]:
             near = functional.smooth_l1_loss(own.float(), features.flatten(0, 1)[at])
             total = total + head.regressions[depth] * near
@@ -272,7 +273,7 @@ def train_head(
     def loss(model: Head, inputs: Tensor) -> Tensor:
         tokens, lesson = lessons.read(inputs, ids)
         generator = torch.Generator(place).manual_seed(recipe.seed * 1_000_003 + training.step)
-        anchors = model.anchors(_counted(tokens, lesson), generator)
+        anchors = model.anchors(counted_places(tokens, lesson), generator)
         return head_loss(model, embedding, tokens, lesson, anchors, forward)
 
     windows = torch.from_numpy(evaluation_windows(lessons.held_out(), length, _WINDOWS)).to(place)
@@ -281,7 +282,7 @@ def train_head(
         sums: dict[str, tuple[float, int]] = {}
         for each in windows:
             tokens, lesson = lessons.read(each[None, :-1])
-            anchors = model.anchors(_counted(tokens, lesson))
+            anchors = model.anchors(counted_places(tokens, lesson))
             for name, (right, count) in held_out_figures(model, embedding, tokens, lesson, anchors).items():
                 before = sums.get(name, (0.0, 0))
                 sums[name] = before[0] + right, before[1] + count
@@ -300,7 +301,8 @@ def train_head(
     return training
 
 
-def _counted(tokens: Tensor, lesson: Lesson) -> Tensor:
+def counted_places(tokens: Tensor, lesson: Lesson) -> Tensor:
+    """Return which places to learn the logits of: bool [texts, length]."""
     return torch.ones_like(tokens, dtype=torch.bool) if lesson.counted is None else lesson.counted
 
 

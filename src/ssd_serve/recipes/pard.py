@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.errors import UserError
@@ -23,26 +22,25 @@ from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.formats import format_of
 from ssd_serve.recipes.chats import LONGEST, ChatLessons
 from ssd_serve.recipes.checkpoint import LlamaCheckpoint
-from ssd_serve.recipes.data import Stream, Workspace, evaluation_windows, load_tokenizer
+from ssd_serve.recipes.data import Workspace, evaluation_windows, load_tokenizer
 from ssd_serve.recipes.decoder import Decoder, rotary_tables
 from ssd_serve.recipes.distil import Distilled, DistilRecipe, export_distilled, read_draft
+from ssd_serve.recipes.heads import counted_places, soft_cross_entropy
 from ssd_serve.recipes.training import Lesson, Teacher, Training, run
 
 KEPT, LEAST = 0.7, 0.1
 """Share of the places of a position that the next one keeps, and of all places that the last ones keep."""
 TEXT_WEIGHT = 0.1
-"""Weight of the text's own tokens besides the target's distribution."""
+"""Weight of the text's own tokens relative to the target's distribution."""
 _WINDOWS, _LENGTH = 12, 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class PardRecipe(DistilRecipe):
-    """`positions` that a block has, and the mask's token; None: one that the texts do not contain."""
+    """`positions` that a block has, and the mask's token; None: one that no answer contains."""
 
     positions: int = 8
     mask: int | None = None
-    rows: int = 4
-    compiled: bool = False
 
 
 def masked_rows(counted: Tensor, positions: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -60,10 +58,11 @@ def masked_rows(counted: Tensor, positions: int, seed: int) -> tuple[Tensor, Ten
     return torch.cat(masks).to(counted.device), torch.cat(places).to(counted.device)
 
 
-def masked_guesses(
+def masked_vectors(
     model: Decoder, window: Tensor, counted: Tensor, mask: int, positions: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits [rows, vocabulary] of the rows that count of a window int64 [length], their masks and places."""
+    """Return the LM head's inputs [rows, hidden] of a window int64 [length], where rows count, and their masks and
+    places."""
     masks, places = masked_rows(counted, positions, seed)
     anchors = places - masks
     own = (anchors[:, None] == anchors) & (masks <= masks[:, None])
@@ -71,41 +70,33 @@ def masked_guesses(
     cos, sin = (each[places] for each in rotary_tables(model.shape, len(window), window.device))
     counts = counted[places] & (places < len(window) - 1)  # the last token's follower is not in the window
     with torch.autocast(window.device.type, torch.bfloat16):
-        outputs = model.model(torch.where(masks == 0, window[places], mask)[None], cos, sin, visible)
-        return model.lm_head(outputs[0, counts]).float(), masks[counts], places[counts]
+        vectors = model.model(torch.where(masks == 0, window[places], mask)[None], cos, sin, visible)
+    return vectors[0, counts], masks[counts], places[counts]
 
 
 def pard_loss(model: Decoder, tokens: Tensor, lesson: Lesson, mask: int, positions: int) -> Tensor:
     """Return the loss on windows int64 [windows, length], in nats a row whose token the target wrote."""
-    losses: list[Tensor] = []
-    for window, truth, counted in zip(tokens, lesson.logits, _counted(lesson), strict=True):
-        guesses, _, places = masked_guesses(model, window, counted, mask, positions, int(window.sum()))
-        wanted = functional.softmax(truth.float(), dim=-1)[places]
+    counts, losses = counted_places(tokens, lesson), list[Tensor]()
+    for window, truth, counted in zip(tokens, lesson.logits, counts, strict=True):
+        vectors, _, places = masked_vectors(model, window, counted, mask, positions, int(window.sum()))
+        wanted = truth.float().softmax(-1)[places]
         wanted[torch.arange(len(places)), window[places + 1]] += TEXT_WEIGHT
-        each = (1 + TEXT_WEIGHT) * torch.logsumexp(guesses, dim=-1) - (wanted * guesses).sum(-1)
-        losses.append(each.sum() / max(1, len(each)))
+        losses.append(soft_cross_entropy(vectors, model.lm_head.weight, None, wanted / (1 + TEXT_WEIGHT)))
     return torch.stack(losses).mean()
 
 
 @torch.no_grad()
 def agreement_by_position(
     model: Decoder, tokens: Tensor, lesson: Lesson, mask: int, positions: int
-) -> list[float]:
-    """Return the share of answers' tokens at which both choose the same at temperature 0, for each position."""
-    right, seen = torch.zeros(positions), torch.zeros(positions)
-    for window, truth, counted in zip(tokens, lesson.logits, _counted(lesson), strict=True):
-        guesses, masks, places = masked_guesses(model, window, counted, mask, positions, 0)
-        same = guesses.argmax(-1) == truth.argmax(-1)[places]
-        right += torch.bincount(masks[same], minlength=positions).cpu()
-        seen += torch.bincount(masks, minlength=positions).cpu()
-    shares: list[float] = (right / seen.clamp(min=1)).tolist()
-    return shares
-
-
-def _counted(lesson: Lesson) -> Tensor:
-    if lesson.counted is None:
-        raise ValueError("a lesson of conversations counts places")
-    return lesson.counted
+) -> Tensor:
+    """Count the answers' tokens at which both choose the same at temperature 0, and all: [2, positions]."""
+    found = torch.zeros(2, positions)
+    for window, truth, counted in zip(tokens, lesson.logits, counted_places(tokens, lesson), strict=True):
+        vectors, masks, places = masked_vectors(model, window, counted, mask, positions, 0)
+        same = model.lm_head(vectors.float()).argmax(-1) == truth.argmax(-1)[places]
+        for row, those in enumerate((masks[same], masks)):
+            found[row] += torch.bincount(those, minlength=positions).cpu()
+    return found
 
 
 def first_draft(target: Path, layers: Sequence[int]) -> LlamaCheckpoint:
@@ -117,23 +108,12 @@ def first_draft(target: Path, layers: Sequence[int]) -> LlamaCheckpoint:
     weights: dict[str, Tensor] = {}
     with Checkpoint(target, partly=True) as file:
         for name in file.names():
-            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            layer = re.match(r"model\.layers\.(\d+)", name)
             if layer is None or int(layer[1]) in layers:
-                own = (
-                    name
-                    if layer is None
-                    else f"model.layers.{layers.index(int(layer[1]))}.{name[layer.end() :]}"
-                )
+                place = "" if layer is None else f"model.layers.{layers.index(int(layer[1]))}"
+                own = place + name.removeprefix(layer[0] if layer else "")
                 weights[own] = file.read(name, file.shape(name)).to(torch.bfloat16)
     return LlamaCheckpoint({**raw, "num_hidden_layers": len(layers)}, weights)
-
-
-def mask_token(tokens: Stream, folder: Path) -> int:
-    """Return a token that is not in the texts, the last special one if there is one."""
-    tokenizer = load_tokenizer(folder)
-    special = [token for token, each in tokenizer.get_added_tokens_decoder().items() if each.special]
-    absent = np.setdiff1d(special, tokens)
-    return int((absent if len(absent) else np.setdiff1d(np.arange(tokenizer.get_vocab_size()), tokens))[-1])
 
 
 def adapt(
@@ -146,19 +126,19 @@ def adapt(
     native: NativeLibrary | None = None,
 ) -> Distilled:
     """Train to the last token, from the checkpoint if there is one."""
-    student = read_draft(source, target).to(device)
-    shape, theirs = student.shape, load_description(target).config
-    mask = recipe.mask if recipe.mask is not None else mask_token(workspace.stream(), target)
-    if not 0 <= mask < shape.vocabulary == theirs.vocabulary or not recipe.length <= shape.context:
+    student, theirs = read_draft(source, target).to(device), load_description(target).config
+    teacher = Teacher(target, LONGEST, (FINAL,), device, native=native)
+    head = target_head(target, theirs.vocabulary, theirs.hidden).to(teacher.device, torch.bfloat16)
+    lessons = ChatLessons(workspace, teacher, head)
+    counts, shape = lessons.counts(theirs.vocabulary), student.shape
+    mask = int(np.flatnonzero(counts == counts.min())[-1]) if recipe.mask is None else recipe.mask
+    if not 0 <= mask < shape.vocabulary == theirs.vocabulary or recipe.length > shape.context:
         raise UserError(
             f"the draft has {shape.vocabulary} tokens and a context of {shape.context}, the target "
             f"{theirs.vocabulary} tokens; --mask is {mask}, --length {recipe.length}"
         )
     with torch.no_grad():
         student.model.embed_tokens.weight[mask] = student.model.embed_tokens.weight.mean(0)
-    teacher = Teacher(target, LONGEST, (FINAL,), device, native=native)
-    head = target_head(target, theirs.vocabulary, theirs.hidden).to(teacher.device, torch.bfloat16)
-    lessons = ChatLessons(workspace, teacher, head)
     held_out = evaluation_windows(lessons.held_out(), min(_LENGTH, shape.context), _WINDOWS)
     windows = torch.from_numpy(held_out).to(teacher.device)
 
@@ -166,9 +146,12 @@ def adapt(
         return pard_loss(model, *lessons.read(places), mask, recipe.positions)
 
     def figures(model: Decoder) -> dict[str, float]:
-        lesson = (lessons.read(each[None, :-1]) for each in windows)
-        shares = [agreement_by_position(model, *each, mask, recipe.positions) for each in lesson]
-        return {f"agreement_{index}": share for index, share in enumerate(np.mean(shares, axis=0).tolist())}
+        read = (lessons.read(each[None, :-1]) for each in windows)
+        found = torch.stack([agreement_by_position(model, *each, mask, recipe.positions) for each in read])
+        right, seen = found.sum(0)
+        return {
+            f"agreement_{place}": share for place, share in enumerate((right / seen.clamp(min=1)).tolist())
+        }
 
     before, checkpoint = figures(student), workspace.checkpoint("pard")
     training = Training(recipe, recipe.rates, student, lessons.stream(), checkpoint, loss)

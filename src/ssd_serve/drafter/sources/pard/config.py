@@ -62,13 +62,13 @@ def parse_pard(raw: Json, depth: int, target_layers: int = 0, target_hidden: int
 
 
 def _outputs(named: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Outputs of layers, from indices into Hugging Face's `hidden_states`: the embedding, each layer's input from the
-    second on, and the normed output of the last layer."""
-    if not named:
-        raise CheckpointError("config.json: pard2_target_layers must name the outputs that the draft reads")
+    """Outputs of layers, from indices into Hugging Face's `hidden_states`: the embedding, each layer's output, and for
+    the last layer the normed one."""
     places = [each + layers + 1 if each < 0 else each for each in named]
-    if 0 in places:
-        raise CheckpointError("config.json: pard2_target_layers names the embedding, which is not supported")
-    inner = check_features([place - 1 for place in places if place != layers], layers)
-    rest = iter(inner)
-    return tuple(FINAL if place == layers else next(rest) for place in places)
+    if not places or 0 in places:
+        raise CheckpointError(
+            "config.json: pard2_target_layers must name outputs of layers; 0, the embedding, is not supported"
+        )
+    outputs = tuple(FINAL if place == layers else place - 1 for place in places)
+    check_features([each for each in outputs if each != FINAL], layers)
+    return outputs

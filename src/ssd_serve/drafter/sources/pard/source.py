@@ -8,13 +8,14 @@ masks, repeat the root's.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ssd_serve.base.engine_config import EngineConfig, Mode
-from ssd_serve.base.errors import ProtocolError
+from ssd_serve.base.errors import CheckpointError, ProtocolError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
 from ssd_serve.drafter.sources.contract import Block, NodeRequest, Scales
@@ -30,7 +31,6 @@ from ssd_serve.drafter.sources.draft_model import (
 from ssd_serve.drafter.sources.eagle import TargetVectors
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_times
 from ssd_serve.drafter.sources.pard.config import PardConfig, is_pard2, parse_pard
-from ssd_serve.drafter.sources.pard.projection import Projection, read_projection
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
 from ssd_serve.drafter.sources.whole_model import (
     DraftModel,
@@ -46,8 +46,12 @@ from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import activation_dtype
 from ssd_serve.models.text.tokenizer import Tokenizer
+from ssd_serve.models.weights.checkpoint import Checkpoint, open_shards
 from ssd_serve.models.weights.formats import read_config
+from ssd_serve.models.weights.linear import DenseLinear
 from ssd_serve.models.wrapped import MappedModel, WrappedModel, wrap_model
+
+_PROJECTIONS = ("warp_model.safetensors", "warp_model.bin")
 
 
 class WithoutToken(WrappedModel):
@@ -89,17 +93,18 @@ class Pard2Source(PardSource):
     """
 
     def __init__(
-        self, arguments: StepSourceArguments, *, mask: int, positions: int, projection: Projection
+        self, arguments: StepSourceArguments, *, mask: int, positions: int, projection: DenseLinear
     ) -> None:
+        """`projection` maps target outputs [rows, width] to [rows, hidden], the factor included."""
         super().__init__(arguments, mask=mask, positions=positions)
-        self._projection = projection
+        self._projection, self._width = projection, projection.weight.shape[1]
         self._known: dict[int, TargetVectors] = {}
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         super().open(request, (), parameters, seed)
         self._known[request] = TargetVectors(list(tokens))
         if len(tokens) == 1:
-            self._begin(request)
+            self._add(request, -1, torch.zeros((1, self._width)))
 
     def close(self, request: int) -> None:
         super().close(request)
@@ -114,20 +119,21 @@ class Pard2Source(PardSource):
 
     def read(self, request: int, position: int, features: torch.Tensor) -> None:
         """Take target outputs; see `FeatureSource.read`. The first token's row reads zeros."""
-        width = self._projection.width
-        if position < 0 or features.shape[1] != width:
+        if position < 0 or features.shape[1] != self._width:
             raise ProtocolError(
-                f"features have width {features.shape[1]}, not {width}, or a negative position"
+                f"features have width {features.shape[1]}, not {self._width}, or a negative position"
             )
         known = self._known.get(request)
         if known is None:
             return
         if position == 0 and (not len(known.table) or known.table.end != 0):
-            self._begin(request)
-        known.add(self.held[request], self.pool, position, self._projection(features))
+            self._add(request, -1, torch.zeros((1, self._width)))
+        self._add(request, position, features)
 
-    def _begin(self, request: int) -> None:
-        self._known[request].add(self.held[request], self.pool, -1, self._projection.zeros())
+    @torch.inference_mode()
+    def _add(self, request: int, position: int, features: torch.Tensor) -> None:
+        vectors = self._projection(features.to(self._projection.weight))
+        self._known[request].add(self.held[request], self.pool, position, vectors)
 
     def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[Block | None]:
         """Run one forward for the requests with complete inputs."""
@@ -176,8 +182,9 @@ def load_pard(source: SourceConfig) -> LoadedSource:
     arguments, facts = draft.arguments(config.draft_fan_out), weights.facts
     pard = PardSource(arguments, mask=mask, positions=own.positions)
     if own.features:
-        dtype, pickle = activation_dtype(facts.dtype), config.allow_pickle
-        projection = read_projection(folder, own, device=facts.device, dtype=dtype, allow_pickle=pickle)
+        place, dtype = facts.device, activation_dtype(facts.dtype)
+        weight, bias = read_projection(folder, own, facts.hidden, config.allow_pickle)
+        projection = DenseLinear(weight.to(place, dtype), None if bias is None else bias.to(place, dtype))
         pard = Pard2Source(arguments, mask=mask, positions=own.positions, projection=projection)
     return LoadedSource(
         pard, info, {width: seconds[each] for width, each in rows.items()}, prefill_s_per_token
@@ -190,6 +197,30 @@ def _parsed(config: EngineConfig, folder: Path) -> PardConfig:
         return parse_pard(raw, config.draft_depth)
     target = load_description(find_model(config, config.target, "target"))
     return parse_pard(raw, config.draft_depth, len(target.sizes(Parallel()).kv), int(target.config.hidden))
+
+
+def read_projection(
+    folder: Path, config: PardConfig, hidden: int, allow_pickle: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Read the matrix [hidden, width] and the bias of a PARD-2 draft, from a file of their own or with its weights.
+
+    Both are times the factor, in float32. Raises `CheckpointError`.
+    """
+    with ExitStack() as stack:
+        name = next((each for each in _PROJECTIONS if (folder / each).is_file()), None)
+        if name is not None:
+            files = open_shards(folder, (name, f"{name}.index.json"), stack, allow_pickle=allow_pickle)
+        else:
+            whole = stack.enter_context(Checkpoint(folder, allow_pickle=allow_pickle, partly=True))
+            files = {each: whole.file(each) for each in whole.names()}
+        found: list[torch.Tensor] = []
+        for part, shape in (("weight", (hidden, config.width)), ("bias", (hidden,)))[: 1 + config.bias]:
+            if (tensor := f"target_proj.{part}") not in files:
+                raise CheckpointError(f"{folder} lacks {tensor}, here and in {' or '.join(_PROJECTIONS)}")
+            if (own := files[tensor].shape(tensor)) != shape:
+                raise CheckpointError(f"{folder}: {tensor} has shape {own}, config.json says {shape}")
+            found.append(config.scale * files[tensor].read(tensor, slice(None), None).float())
+    return found[0], found[1] if config.bias else None
 
 
 SOURCE = RegisteredSource(load_pard, describe_pard)
