@@ -296,7 +296,7 @@ def test_outputs_are_those_of_transformers_hidden_states(tmp_path: Path) -> None
         ({"pard_token": "x"}, "pard_token 'x' is none of"),
         ({"pard2_target_layers": None}, "must name outputs of layers"),
         ({"pard2_target_layers": [0, 1, 2]}, "0, the embedding, is not"),
-        ({"pard2_target_layers": [-1, 9, 2]}, "the draft reads outputs of layers .8., the target has 3"),
+        ({"pard2_target_layers": [-1, 9, 2]}, "the draft reads outputs of layers .8, 1., the target has 3"),
         ({"pard2_target_dim": 128}, "it belongs to another target"),
     ],
 )
