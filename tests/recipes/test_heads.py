@@ -48,7 +48,7 @@ SIZES: dict[str, Any] = {
     "chats": True,
 }
 RECIPES: dict[str, HeadRecipe] = {
-    "dflash": BlockRecipe(layers=(0, 1), depths=3, depth=2, anchors=16, gap=2, **SIZES),
+    "dflash": BlockRecipe(layers=(0, 1), depths=3, depth=2, anchors=16, gap=2, given=1, **SIZES),
     "medusa": MedusaRecipe(depths=3, **SIZES),
     "hydra": HydraRecipe(depths=3, **SIZES),
     "gumiho": GumihoRecipe(depths=4, **SIZES),
@@ -118,15 +118,16 @@ def block_by_hand(weights: dict[str, Tensor], rows: Tensor, context: Tensor, at:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("gap", [0, 2])
-def test_block_is_what_drafting_computes(gap: int) -> None:
+@pytest.mark.parametrize(("gap", "given"), [(0, 0), (2, 0), (0, 2)])
+def test_block_is_what_drafting_computes(gap: int, given: int) -> None:
     head, embedding, tokens, features = made("dflash")
     weights, anchors = head.state_dict(), torch.tensor([[3, 9, 15]])
-    known = Anchors(anchors, anchors - gap)
+    known = Anchors(anchors, anchors - gap, torch.full_like(anchors, given))
     vectors = head(embedding[tokens][None], features[None], known)
     for row, place in enumerate(anchors[0].tolist()):
         context = normed(features[: place - gap] @ weights["fc.weight"].T, weights["hidden_norm.weight"])
-        rows = torch.stack([embedding[tokens[place]], *[embedding[5]] * 3])
+        words = embedding[tokens[place : place + 1 + given]]
+        rows = torch.cat((words, embedding[5].expand(3 - given, -1)))
         expected = normed(block_by_hand(weights, rows, context, place), weights["norm.weight"])
         for depth in range(3):
             torch.testing.assert_close(vectors[depth][0, row], expected[1 + depth], atol=1e-4, rtol=1e-4)
@@ -136,10 +137,13 @@ def test_anchors_are_drawn_among_answers() -> None:
     head, *_ = made("dflash")
     counted = torch.zeros(4, 64, dtype=torch.bool)
     counted[:, 20:50] = True
-    places, context = head.anchors(counted, torch.Generator().manual_seed(1))
+    places, context, given = head.anchors(counted, torch.Generator().manual_seed(1))
     assert counted.gather(1, places).all()
     assert all(len(set(row)) == 16 for row in places.tolist())
-    assert set((places - context).flatten().tolist()) == {0, 1, 2}
+    gaps = (places - context).flatten()
+    assert set(gaps.tolist()) == {0, 1, 2}
+    assert set(given.flatten().tolist()) == {0, 1}
+    assert 0 < int((gaps > 0).sum()) < 32
     again = head.anchors(counted, torch.Generator().manual_seed(1))
     assert torch.equal(again.places, places)
     assert not torch.equal(head.anchors(counted, torch.Generator().manual_seed(2)).places, places)
@@ -240,7 +244,7 @@ def test_loss_is_the_weighted_mean_of_every_depth(family: str) -> None:
         costs, distances = list[Tensor](), list[Tensor]()
         for text, row in itertools.product(range(2), range(anchors.places.shape[1])):
             at = int(anchors.places[text, row]) + depth
-            if at < 20 and counted[text, at]:
+            if at < 20 and counted[text, at] and depth >= anchors.given[text, row]:
                 own = vectors[depth][text, row]
                 guesses = functional.linear(own, matrix, bias)
                 costs.append(functional.cross_entropy(guesses, logits[text, at].softmax(-1)))
@@ -310,7 +314,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": 2,
         "block_size": 4,
-        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 5},
+        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 5, "context_gap": True},
     },
     "medusa": {"num_heads": 3, "truncated_vocab_size": 43, "vocab_size": 300},
     "hydra": {"hydra_num_heads": 3, "hydra_num_layers": 1, "hydra_head_arch": "mlp"},

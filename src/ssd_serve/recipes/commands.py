@@ -38,6 +38,7 @@ _BLOCKS = {
     "depth": (3, "layers of the head"),
     "anchors": (128, "blocks of a window"),
     "gap": (0, "most places before a block that features are hidden of, in a quarter of the blocks"),
+    "given": (0, "most masks that the text's tokens replace, in a quarter of the blocks"),
 }
 """Further options of DFlash."""
 

@@ -110,28 +110,30 @@ class BlockHead(Head):
         self.lm_head = nn.Linear(shape.hidden, len(parts.ids), bias=False)
 
     def anchors(self, counted: Tensor, generator: torch.Generator | None = None) -> Anchors:
-        """Draw anchors among the places that count, a quarter of them with a gap of up to `gap` places before them."""
+        """Draw anchors among the places that count; see `BlockRecipe` for gaps and given tokens."""
         texts, length = counted.shape
         if generator is None:
             last = length - self.depths
             places = (
                 torch.linspace(1, last, min(_SHOWN, last), device=counted.device).long().expand(texts, -1)
             )
-            return Anchors(places, places)
+            return Anchors(places, places, torch.zeros_like(places))
         device, count = counted.device, min(self._recipe.anchors, length - 1)
         luck = torch.rand(counted.shape, generator=generator, device=device) + counted.float()
         luck[:, 0] = -1.0
         places = luck.topk(count, dim=1).indices
-        most = self._recipe.gap
-        gaps = torch.randint(-3 * most, most + 1, places.shape, generator=generator, device=device)
-        return Anchors(places, (places - gaps.clamp(min=0)).clamp(min=0))
+        most = torch.tensor([self._recipe.gap, self._recipe.given], device=device)
+        luck = 4 * torch.rand((*places.shape, 2), generator=generator, device=device) - 3
+        gaps, given = (luck * most).ceil().clamp(min=0).long().unbind(-1)
+        return Anchors(places, (places - gaps).clamp(min=0), given)
 
     def forward(self, embedded: Tensor, features: Tensor, anchors: Anchors) -> list[Tensor]:
         """Return the normed rows of the masks."""
-        texts, length, width = embedded.shape
-        first = embedded.gather(1, anchors.places[..., None].expand(-1, -1, width))  # [texts, n, hidden]
-        masks = self.mask.expand(texts, first.shape[1], self.depths, width)
-        hidden = torch.cat((first[:, :, None], masks), dim=2)
+        texts, length, _ = embedded.shape
+        rows = torch.arange(self.depths + 1, device=embedded.device)
+        at = (anchors.places[..., None] + rows).clamp(max=length - 1)  # [texts, n, block]
+        known = embedded[torch.arange(texts, device=at.device)[:, None, None], at]
+        hidden = torch.where((rows > anchors.given[..., None])[..., None], self.mask, known)
         tables = rotary_tables(self.shape, length + self.depths, embedded.device)
         context = self.hidden_norm(self.fc(features))
         for layer in self.layers:
@@ -143,7 +145,7 @@ class BlockHead(Head):
         return [(self.lm_head.weight, None)] * self.depths
 
     def config(self) -> Mapping[str, object]:
-        """z-lab's layout, with a vocabulary of its own as in EAGLE-3."""
+        """z-lab's layout, with a vocabulary as in EAGLE-3; `context_gap` is a key of this project."""
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -154,6 +156,7 @@ class BlockHead(Head):
             "dflash_config": {
                 "target_layer_ids": list(self._recipe.layers),
                 "mask_token_id": self._parts.unused,
+                "context_gap": self._recipe.gap > 0,
             },
         }
 
@@ -162,13 +165,15 @@ class BlockHead(Head):
 class BlockRecipe(HeadRecipe):
     """The training of a DFlash head.
 
-    `depth`: its layers. `anchors`: blocks of a window. `gap`: the most places before an anchor that features are hidden
-    of, in a quarter of the blocks: asynchronous drafting lacks those of tokens in verification.
+    `depth`: its layers. `anchors`: blocks of a window. Asynchronous drafting lacks the features of tokens in
+    verification. A quarter of the blocks has up to `given` tokens of the text in place of masks, and a quarter lacks
+    the features of up to `gap` places before the anchor.
     """
 
     depth: int = 3
     anchors: int = 128
     gap: int = 0
+    given: int = 0
     name: str = "dflash"
 
     def make(self, parts: TargetParts) -> BlockHead:

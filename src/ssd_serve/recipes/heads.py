@@ -31,6 +31,7 @@ class Anchors(NamedTuple):
 
     places: Tensor  # int64 [texts, n]
     context: Tensor  # int64 [texts, n]: features of so many places are known, at most `places`
+    given: Tensor  # int64 [texts, n]: the text's own tokens stand at so many depths, which are not learnt
 
 
 class Head(nn.Module):
@@ -75,7 +76,7 @@ class Head(nn.Module):
         del generator  # all places
         texts, length = counted.shape
         places = torch.arange(1, length - self.depths + 1, device=counted.device).expand(texts, -1)
-        return Anchors(places, places)
+        return Anchors(places, places, torch.zeros_like(places))
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def head_loss(
     shares = functional.softmax(lesson.logits.float(), dim=-1).flatten(0, 1)
     matrices, total = head.matrices(), torch.zeros((), device=tokens.device)
     for depth, every in enumerate(vectors):
-        at, counts = _labels(anchors.places + depth, lesson)
+        at, counts = _labels(anchors, depth, lesson)
         own, at = every.flatten(0, 1)[counts], at[counts]
         total = total + head.weights[depth] * soft_cross_entropy(own, *matrices[depth], shares[at])
         if head.regressions[depth]:
@@ -178,14 +179,14 @@ def _features(lesson: Lesson) -> Tensor:
     return lesson.features.float()
 
 
-def _labels(places: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
-    """Return the rows of places int64 [texts, n] among those of all texts, and the numbers of those that count."""
-    texts, length = lesson.logits.shape[:2]
+def _labels(anchors: Anchors, depth: int, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    """Return the rows of a depth's labels [texts * n] among those of all texts, and the numbers of those that count."""
+    (texts, length), places = lesson.logits.shape[:2], anchors.places + depth
     inside = places.clamp(max=length - 1)
-    counts = places < length
+    counts = (places < length) & (depth >= anchors.given)
     if lesson.counted is not None:
         counts = counts & lesson.counted.gather(1, inside)
-    rows = inside + length * torch.arange(texts, device=places.device)[:, None]
+    rows = inside + length * torch.arange(texts, device=inside.device)[:, None]
     return rows.flatten(), counts.flatten().nonzero()[:, 0]
 
 
@@ -205,7 +206,7 @@ def held_out_figures(
     alive = torch.ones(anchors.places.numel(), dtype=torch.bool, device=tokens.device)
     found: dict[str, tuple[float, int]] = {}
     for depth, (every, (matrix, bias)) in enumerate(zip(vectors, head.matrices(), strict=True)):
-        at, counts = _labels(anchors.places + depth, lesson)
+        at, counts = _labels(anchors, depth, lesson)
         logits = functional.linear(every.flatten(0, 1).float(), matrix.float(), bias)
         guess = head.ids[logits.argmax(-1)]
         right = guess == truth[at]
