@@ -305,6 +305,8 @@ NAMES = {
     },
     "gumiho": {
         "fc.bias": (32,),
+        "lm_head.weight": (43, 32),
+        "d2t": (43,),
         "layers.1.input_layernorm.weight": (32,),
         "mlp.mlp.1.0.linear.weight": (32, 64),
     },

@@ -114,11 +114,12 @@ class GumihoHead(Head):
 
     def config(self) -> Mapping[str, object]:
         """A Llama of two layers."""
-        return {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": _SERIAL}
+        return {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": len(self.ids)}
 
     def published(self) -> dict[str, Tensor]:
-        """The target's LM head is not repeated."""
-        return self.state_dict()
+        """The target's LM head is repeated where only a part of it is used, as in EAGLE-3."""
+        whole = len(self.ids) == self.shape.vocabulary
+        return self.state_dict() if whole else {**super().published(), "lm_head.weight": self.output}
 
 
 @dataclass(frozen=True, kw_only=True)
