@@ -142,6 +142,31 @@ def write_hydra(folder: Path, target: Path, heads: int = 3) -> Path:
     return _write_heads(folder, "model", shapes, kind)
 
 
+def write_dflash(folder: Path, target: Path, dspark: bool = False) -> Path:
+    """Write a random DFlash head in z-lab's layout, or a DSpark head in DeepSeek's, with blocks of 4 rows."""
+    config = read_config(target)
+    hidden, wide, vocabulary = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    queries, keys = (config[f"num_{each}_heads"] * HEAD for each in ("attention", "key_value"))
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+    shapes |= {f"{name}.weight": (hidden,) for name in ("hidden_norm", "norm")}
+    for name, (outputs, inputs) in {
+        **{"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden)},
+        **{"self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries)},
+        **{f"mlp.{each}_proj": (wide, hidden) for each in ("gate", "up")},
+        "mlp.down_proj": (hidden, wide),
+    }.items():
+        shapes[f"layers.0.{name}.weight"] = (outputs, inputs)
+    shapes |= {f"layers.0.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes |= {f"layers.0.self_attn.{each}_norm.weight": (HEAD,) for each in ("q", "k")}
+    own: dict[str, Any] = {"target_layer_ids": [0, 2], "mask_token_id": 200}
+    kind: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": own}
+    if dspark:
+        shapes |= {f"markov_head.markov_{each}.weight": (vocabulary, 4) for each in ("w1", "w2")}
+        kind = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, **own}
+    whole = config | kind | {"model_type": "qwen3", "num_hidden_layers": 1, "block_size": 4}
+    return _write_heads(folder, "model", shapes, whole)
+
+
 def _write_heads(
     folder: Path, file: str, shapes: dict[str, tuple[int, ...]], kind: dict[str, Any], scale: float = 0.3
 ) -> Path:

@@ -11,6 +11,7 @@ from ssd_serve.bench.lossless.rig import Case, LoadedTarget, Outputs, load_named
 from ssd_serve.bench.options import Devices
 from ssd_serve.verifier.engine import Engine
 from tests.end_to_end.tiny_pair import (
+    write_dflash,
     write_first_head,
     write_gumiho,
     write_head,
@@ -45,6 +46,8 @@ DRAFTS = {
     "medusa": "{medusa}",
     "hydra": "{hydra}",
     "gumiho": "{gumiho}",
+    "dflash": "{dflash}",
+    "dspark": "{dspark}",
     "ngram": "ngram",
     "suffix": "suffix",
     "shared texts": "suffix",
@@ -53,7 +56,8 @@ DRAFTS = {
     "head and lookup": "{head},suffix",
     "self and lookup": "self:1,ngram",
     "both heads": "{head},{first}",
-    "all": "{draft},{head},{first},{pard},{pard2},{medusa},{hydra},{gumiho},self:1,prompt-lookup,ngram,suffix",
+    "all": "{draft},{head},{first},{pard},{pard2},{medusa},{hydra},{gumiho},{dflash},{dspark},self:1,"
+    "prompt-lookup,ngram,suffix",
 }
 
 
@@ -82,6 +86,8 @@ class EverySource:
             "medusa": write_medusa(folder / "medusa", self._target),
             "hydra": write_hydra(folder / "hydra", self._target),
             "gumiho": write_gumiho(folder / "gumiho", self._target),
+            "dflash": write_dflash(folder / "dflash", self._target),
+            "dspark": write_dflash(folder / "dspark", self._target, dspark=True),
         }
         self._loaded: dict[str, LoadedTarget] = {}
         self.requests = requests()

@@ -22,8 +22,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EverySource]:
 
 
 ROOMY, SHORT = Case("sd", 4, 12), Case("ssd", 4, 12, slots=80)
-INLINE = {"head", "pard2", "hydra", "shared texts", "self and lookup"}
-BESIDE = {"first head", "pard", "medusa", "gumiho", "ngram", "model and lookup", "head and lookup"}
+INLINE = {"head", "pard2", "hydra", "dflash", "shared texts", "self and lookup"}
+BESIDE = {"first head", "pard", "medusa", "gumiho", "dspark", "ngram", "model and lookup", "head and lookup"}
 
 
 def names(quick: set[str]) -> list[object]:
@@ -48,7 +48,20 @@ def test_async_mode_is_lossless_under_memory_pressure(sources: EverySource, name
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["model", "first head", "pard", "pard2", "medusa", "hydra", "gumiho", "installed", "shared texts", "all"],
+    [
+        "model",
+        "first head",
+        "pard",
+        "pard2",
+        "medusa",
+        "hydra",
+        "gumiho",
+        "dflash",
+        "dspark",
+        "installed",
+        "shared texts",
+        "all",
+    ],
 )
 def test_other_cases_and_killed_drafters_are_lossless(sources: EverySource, name: str) -> None:
     for case in (replace(ROOMY, slots=SHORT.slots), replace(SHORT, slots=ROOMY.slots)):

@@ -219,6 +219,8 @@ def test_head_kind_from_configuration_or_tensor_names(tmp_path: Path) -> None:
     assert kind_of(folder, {"medusa_num_heads": 2}) is HeadKind.MEDUSA
     assert kind_of(folder, {"architectures": ["MedusaModel"]}) is HeadKind.MEDUSA
     assert kind_of(folder, {"hydra_num_heads": 4, "draft_vocab_size": 32000}) is HeadKind.HYDRA
+    assert kind_of(folder, {"speculators_model_type": "dspark"}) is HeadKind.DFLASH
+    assert kind_of(folder, {"architectures": ["DFlash2DraftModel"], "draft_vocab_size": 9}) is HeadKind.DFLASH
     assert kind_of(folder, plain, layer, "layers.0.hidden_norm.weight", "fc.weight") is HeadKind.EAGLE3
     torch.save({"fc.weight": torch.zeros(2), layer: torch.zeros(2)}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -230,7 +232,7 @@ def test_head_kind_from_configuration_or_tensor_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "names", "found"),
     [
-        ({"speculators_model_type": "dflash"}, (), "dflash"),
+        ({"speculators_model_type": "peagle"}, (), "peagle"),
         ({"dflash_config": {}, "architectures": ["LlamaForCausalLM"]}, (), "dflash_config"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, (), "Eagle3DeepseekV2ForCausalLM"),
         (

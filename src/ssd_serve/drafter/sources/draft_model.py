@@ -84,6 +84,14 @@ class StepRows:
     """Rows with logits of each requested node: its own, and those of copies of a token below it."""
     temporary: list[int]
     """Slots of the copies, which are free after the forward."""
+    context: RequestRows | None = None
+    """Rows of the same request that come before all requests' other rows: vectors whose KV is stored."""
+
+    @property
+    def allocated(self) -> list[int]:
+        """Slots of all rows."""
+        more = () if self.context is None else self.context.write_slots
+        return [*more, *self.rows.write_slots]
 
 
 _Place = tuple[int, int, int]
@@ -313,12 +321,14 @@ class StepSource(ABC, Generic[R]):
 
     def _ranked_or_none(self, groups: Sequence[StepRows], inputs: RankingInputs) -> Sequence[R] | None:
         """Results of all groups' nodes; None if the device is out of memory."""
-        batch = self.prepared(build_batch([group.rows for group in groups]), groups)
+        parts = [group.context for group in groups if group.context is not None]
+        parts += [group.rows for group in groups if group.rows.tokens]
+        batch = self.prepared(build_batch(parts), groups)
         try:
             result = within_memory(lambda: self._model.forward(batch))
         except DeviceMemoryError:
             for group in groups:
-                self.pool.free(group.rows.write_slots)
+                self.pool.free(group.allocated)
             return None
         for group in groups:
             group.held.slots.extend(group.committed)

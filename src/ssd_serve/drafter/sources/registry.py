@@ -25,6 +25,7 @@ SOURCES: dict[str, str] = {
     "*medusa": "ssd_serve.drafter.sources.lm_heads.source:SOURCE",
     "*hydra": "ssd_serve.drafter.sources.lm_heads.source:SOURCE",
     "*gumiho": "ssd_serve.drafter.sources.gumiho.source:SOURCE",
+    "*dflash": "ssd_serve.drafter.sources.dflash.source:SOURCE",
 }
 """`module:name` of a `RegisteredSource`, or of its `load` function where it has no needs.
 

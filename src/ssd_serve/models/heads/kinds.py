@@ -28,10 +28,16 @@ class HeadKind(StrEnum):
     MEDUSA = "Medusa"
     HYDRA = "Hydra"
     GUMIHO = "Gumiho"
+    DFLASH = "DFlash"
+    """DFlash, DFlash 2 and DSpark."""
 
 
 EAGLE_KINDS = frozenset({HeadKind.EAGLE1, HeadKind.EAGLE3})
-_ALGORITHMS = {"eagle": HeadKind.EAGLE1, "eagle3": HeadKind.EAGLE3}
+_ALGORITHMS = {
+    "eagle": HeadKind.EAGLE1,
+    "eagle3": HeadKind.EAGLE3,
+    **dict.fromkeys(("dflash", "dflash2", "dspark"), HeadKind.DFLASH),
+}
 """Kinds by `speculators_model_type`."""
 _ARCHITECTURES = {
     "EagleLlamaForCausalLM": HeadKind.EAGLE1,
@@ -43,6 +49,10 @@ _ARCHITECTURES = {
     "LlamaForCausalLMEagle3": HeadKind.EAGLE3,
     "MedusaModel": HeadKind.MEDUSA,
     "HydraModel": HeadKind.HYDRA,
+    "DFlashDraftModel": HeadKind.DFLASH,
+    "DFlash2DraftModel": HeadKind.DFLASH,
+    "DSparkDraftModel": HeadKind.DFLASH,
+    "Qwen3DSparkModel": HeadKind.DFLASH,
 }
 _KEYS = {
     "pard_token": HeadKind.PARD,
@@ -60,8 +70,8 @@ GUMIHO_HEADS = frozenset({"mlp.0.0.linear.weight", "mlp.mlp.0.0.linear.weight"})
 _FUSIONS = frozenset({"fc.weight", "fusion_fc.weight"})
 _KNOWN = (
     "heads that can draft are EAGLE-1 (EAGLE-2 and HASS are alike), EAGLE-3 and EAGLE-3.1, as SafeAILab, "
-    "SpecForge, SGLang, vLLM and speculators write them, PARD, Medusa, Hydra and Gumiho; other drafts are whole "
-    "models, ngram, suffix and self:N"
+    "SpecForge, SGLang, vLLM and speculators write them, PARD, Medusa, Hydra, Gumiho, DFlash, DFlash 2 and DSpark; "
+    "other drafts are whole models, ngram, suffix and self:N"
 )
 
 

@@ -209,7 +209,7 @@ class _HeadReader:
             blocks=read_blocks(c.layer, self._make, self._layer, c.hidden if c.joins else 2 * c.hidden),
             norm=norm,
             head=self._head(),
-            proposed=_read_proposed(c, self._checkpoint),
+            proposed=read_proposed(c.vocabulary, c.draft_vocabulary, self._checkpoint),
             more_layers=tuple(self._decoder_layer(index) for index in range(1, c.layer.layers)),
             guesses=tuple(self._guess(index) for index in range(c.guesses)),
         )
@@ -271,18 +271,17 @@ class _HeadReader:
         return self._make.by_outputs([MatrixShare("lm_head", c.draft_vocabulary)], c.hidden, bias=False)
 
 
-def _read_proposed(config: EagleConfig, checkpoint: Checkpoint) -> torch.Tensor | None:
-    """The target's ids of the tokens that the head knows: id + d2t[id]."""
-    count = config.draft_vocabulary
+def read_proposed(vocabulary: int, count: int, checkpoint: Checkpoint) -> torch.Tensor | None:
+    """The target's ids of the `count` tokens that the head knows: id + d2t[id]."""
     checkpoint.ignore("t2d")  # the inverse of d2t
     if "d2t" not in checkpoint:
-        if count != config.vocabulary:
+        if count != vocabulary:
             raise CheckpointError(
-                f"{checkpoint.folder} proposes {count} of {config.vocabulary} tokens, and has no d2t"
+                f"{checkpoint.folder} proposes {count} of {vocabulary} tokens, and has no d2t"
             )
         return None
     ids = checkpoint.read("d2t", (count,)).to(torch.int64) + torch.arange(count)
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocabulary or len(set(ids.tolist())) < count:
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) < count:
         raise CheckpointError(
             f"{checkpoint.folder}: d2t names tokens that the target does not have, or one twice"
         )

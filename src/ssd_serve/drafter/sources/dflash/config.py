@@ -1,0 +1,204 @@
+"""Configuration of DFlash, DFlash 2 and DSpark heads, in the layouts of `config.json` in which they are published.
+
+Flat with `dflash_config` (z-lab), flat (DeepSeek), or nested (speculators). Knows key names; no tensors. Sources:
+arXiv 2602.06036 (DFlash), the repositories of z-lab, DeepSpec and speculators, and vLLM's loaders.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ssd_serve.base.errors import CheckpointError
+from ssd_serve.models.architectures.dense.config import DecoderConfig
+from ssd_serve.models.architectures.registry import describe
+from ssd_serve.models.config import Json, positive_size
+from ssd_serve.models.weights.quantization import Fp8Scheme
+
+_FAMILIES = ("qwen3", "llama")
+"""Heads have Qwen 3's layers for targets of any family; some call themselves after their target."""
+_OTHERS = ("attention_sink_bias", "lilicorr_candidate_topk", "gru_hidden_dim", "fusion_weights")
+"""Keys of heads that compute something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairConfig:
+    """A low-rank score for each pair of neighbouring tokens.
+
+    `markov` and `gated` (DSpark): the token before gives a vector, times a gate by the row, and the score of the whole
+    vocabulary. `selector` (DFlash 2): vector and row are multiplied, and only the best candidates have scores.
+    """
+
+    form: Literal["markov", "gated", "selector"]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig:
+    """Configuration that decides the computation of a head."""
+
+    layer: DecoderConfig
+    """The layers are a Qwen 3 model's, with the target's vocabulary."""
+    draft_vocabulary: int
+    features: tuple[int, ...]
+    """Layers of the target, by number from 0, with outputs that are concatenated in this order."""
+    block: int
+    """Rows of a block: the anchor and copies of the mask token."""
+    mask: int
+    from_anchor: bool
+    """True: each row guesses the token after its position (DSpark). False: the token at it, the anchor's row none."""
+    causal: tuple[bool, ...]
+    """True for layers in which rows of a block see no later ones."""
+    pairs: PairConfig | None = None
+    taps: int = 0
+    """Rows that a convolution reads (DFlash 2), each row's own included; 0: there are no convolutions."""
+    group: int = 1
+    """Channels that share the coefficients of a convolution."""
+    gap: bool = False
+    """True: trained with anchors that lack the features before them, which then begin blocks. False: tokens without
+    features replace masks."""
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+    softcap: float = 0.0
+    """Bound of the logits; 0: none."""
+
+    @property
+    def positions(self) -> int:
+        """Tokens that a block guesses."""
+        return self.block if self.from_anchor else self.block - 1
+
+    @property
+    def hidden(self) -> int:
+        return self.layer.hidden
+
+    @property
+    def vocabulary(self) -> int:
+        return self.layer.vocabulary
+
+    @property
+    def context(self) -> int:
+        return self.layer.context
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.layer.eos_token_ids
+
+    @property
+    def fp8(self) -> Fp8Scheme | None:
+        return self.layer.fp8
+
+
+def parse_dflash(raw: Json, generation: Json) -> DFlashConfig:
+    """Read `config.json`. What cannot be computed exactly is a `CheckpointError`."""
+    keys: dict[str, object] = {**raw, **(raw.get("dspark_config") or {}), **(raw.get("dflash_config") or {})}
+    nested = raw.get("transformer_layer_config")
+    inner: Json = nested if isinstance(nested, dict) else raw
+    if inner.get("model_type", "qwen3") not in _FAMILIES:
+        raise CheckpointError(
+            f"a DFlash head with layers of {inner['model_type']} is not supported, only of {', '.join(_FAMILIES)}"
+        )
+    if other := next((each for each in _OTHERS if keys.get(each)), None):
+        raise CheckpointError(f"a DFlash head with {other} is not supported")
+    if keys.get("is_neox_style") is False:
+        raise CheckpointError("a DFlash head with is_neox_style false is not supported")
+    layer = _layers(inner, raw, keys, generation)
+    published = "speculators_model_type" in raw
+    named = " ".join(map(str, (*(raw.get("architectures") or ()), raw.get("speculators_model_type"))))
+    mask = keys.get("mask_token_id")
+    if not isinstance(mask, int):
+        raise CheckpointError("config.json: mask_token_id must be the number of the mask token")
+    selects = keys.get("selector_rank") is not None
+    block = positive_size({"block_size": 16, **keys}, "block_size")
+    group = positive_size({"conv_group_size": 16, **keys}, "conv_group_size")
+    if block < 2 or (selects and layer.hidden % group):
+        raise CheckpointError(
+            f"config.json: a block of {block} rows, or groups of {group} of {layer.hidden} channels"
+        )
+    return DFlashConfig(
+        layer=layer,
+        draft_vocabulary=int(raw.get("draft_vocab_size") or layer.vocabulary),
+        features=_features(keys, layer.layers, published),
+        block=block,
+        mask=mask,
+        from_anchor=bool(keys.get("sample_from_anchor", not published and "DSpark" in named)),
+        causal=_causal(keys, inner, layer.layers, published),
+        pairs=_pairs(keys),
+        taps=positive_size({"conv_kernel_size": 2, **keys}, "conv_kernel_size") if selects else 0,
+        group=group,
+        gap=bool(keys.get("context_gap")),
+        input_scale=_number(keys, "input_embedding_scale", 1.0),
+        output_scale=_number(keys, "output_multiplier", 1.0),
+        softcap=_number(keys, "final_logit_softcapping", 0.0),
+    )
+
+
+def _layers(inner: Json, raw: Json, keys: Json, generation: Json) -> DecoderConfig:
+    """The layers as a Qwen 3 model; `layer_types` decides on windows, not `use_sliding_window`."""
+    types = _types(inner)
+    window = keys.get("swa_window_size") or inner.get("sliding_window")
+    if keys.get("use_swa"):
+        types = ["sliding_attention"] * len(types)
+    sliding = "sliding_attention" in types
+    if sliding and not window:
+        raise CheckpointError("config.json: layers of type sliding_attention need sliding_window")
+    usual = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "quantization_config": raw.get("quantization_config"),
+        "tie_word_embeddings": False,
+        "use_sliding_window": sliding,
+        "layer_types": types,
+        "sliding_window": window,
+    }
+    config = describe({**inner, **usual}, generation).config
+    if not isinstance(config, DecoderConfig):
+        raise CheckpointError("config.json does not describe the layers of a DFlash head")
+    return config
+
+
+def _types(inner: Json) -> list[str]:
+    return list(inner.get("layer_types") or ["full_attention"] * positive_size(inner, "num_hidden_layers"))
+
+
+def _features(keys: Json, layers: int, published: bool) -> tuple[int, ...]:
+    """Outputs of layers. Speculators names the inputs of the layers after them; z-lab may name none."""
+    if published:
+        found = [int(each) - 1 for each in keys.get("aux_hidden_state_layer_ids") or ()]
+    else:
+        found = [int(each) for each in keys.get("target_layer_ids") or ()]
+    if not found and keys.get("num_target_layers"):
+        last = int(keys["num_target_layers"]) - 3
+        steps = max(1, layers - 1)
+        found = [round(1 + index * (last - 1) / steps) for index in range(layers)]
+        found = found if layers > 1 else [(last + 3) // 2]
+    if not found:
+        raise CheckpointError("config.json names no target layers for the head to read")
+    return tuple(found)
+
+
+def _causal(keys: Json, inner: Json, layers: int, published: bool) -> tuple[bool, ...]:
+    sliding = tuple(each == "sliding_attention" for each in _types(inner))
+    if published:
+        return sliding if keys.get("sliding_window_non_causal") is False else (False,) * layers
+    stated = next((keys[name] for name in ("is_causal", "causal") if keys.get(name) is not None), None)
+    return sliding if stated is None else (bool(stated),) * layers
+
+
+def _pairs(keys: Json) -> PairConfig | None:
+    if keys.get("selector_rank") is not None:
+        return PairConfig("selector", positive_size(keys, "selector_rank"))
+    if not keys.get("markov_rank"):
+        return None
+    form = str(keys.get("markov_head_type") or "vanilla")
+    if form not in ("vanilla", "gated"):
+        raise CheckpointError(
+            f"a DSpark head with markov_head_type {form!r} is not supported, only vanilla and gated: its scores "
+            "depend on more than two neighbouring tokens"
+        )
+    return PairConfig("gated" if form == "gated" else "markov", positive_size(keys, "markov_rank"))
+
+
+def _number(keys: Json, name: str, default: float) -> float:
+    value = keys.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float):
+        raise CheckpointError(f"config.json: {name} must be a number, not {value!r}")
+    return float(value)

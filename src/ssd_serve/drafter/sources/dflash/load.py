@@ -1,0 +1,255 @@
+"""Loads DFlash heads: names of their weights in each layout, and weights that they share with their target."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ssd_serve.base.errors import CheckpointError
+from ssd_serve.drafter.sources.dflash.config import DFlashConfig, PairConfig, parse_dflash
+from ssd_serve.drafter.sources.dflash.model import (
+    BlockLayer,
+    Convolution,
+    DFlashHead,
+    DFlashWeights,
+    PairScores,
+)
+from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.kernels.rows import RmsNorm
+from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
+from ssd_serve.models.architectures.dense.config import dense_sizes
+from ssd_serve.models.architectures.dense.weights import DecoderLayer, read_blocks
+from ssd_serve.models.architectures.registry import load_description
+from ssd_serve.models.heads.config import check_features
+from ssd_serve.models.heads.load import TensorCheck, read_proposed, target_head, target_table
+from ssd_serve.models.parallel import Parallel
+from ssd_serve.models.rope import interleave
+from ssd_serve.models.sizes import PACKED, ModelSizes, model_dtype, sizes_of
+from ssd_serve.models.weights.checkpoint import Checkpoint
+from ssd_serve.models.weights.formats import read_config
+from ssd_serve.models.weights.linear import Linears, MatrixShare, Table
+
+_UNUSED = ("confidence_head.", "rotary_emb.")
+"""Prefixes of tensors that drafting does not need: trees end by probability, not by a trained confidence."""
+
+
+def dflash_config(folder: Path, target: Path) -> DFlashConfig:
+    """Read a head's configuration for a target. Raises `CheckpointError` where they do not fit each other."""
+    raw, theirs = read_config(folder), load_description(target)
+    config, layers = parse_dflash(raw, {}), len(theirs.sizes(Parallel()).kv)
+    if raw.get("num_target_layers") not in (None, layers):
+        raise CheckpointError(
+            f"{folder} is a head for targets of {raw['num_target_layers']} layers; {target} has {layers}"
+        )
+    own, wanted = (config.hidden, config.vocabulary), (theirs.config.hidden, theirs.config.vocabulary)
+    if own != wanted:
+        raise CheckpointError(
+            f"{folder} is a head for targets of width {own[0]} with {own[1]} tokens; {target} has width {wanted[0]} "
+            f"and {wanted[1]} tokens"
+        )
+    layer = replace(config.layer, eos_token_ids=theirs.config.eos_token_ids)
+    return replace(config, layer=layer, features=check_features(config.features, layers))
+
+
+def dflash_sizes(
+    folder: Path,
+    target: Path,
+    *,
+    device: str,
+    dtype: str,
+    allow_pickle: bool = False,
+    native: NativeLibrary | None = None,
+) -> ModelSizes:
+    """Return the sizes of a head, which `load_sized` loads."""
+    config = dflash_config(folder, target)
+    keeps = native if model_dtype(target, dtype, device, native) == PACKED else None
+
+    def read(config: DFlashConfig, checkpoint: Checkpoint, make: Linears) -> DFlashWeights:
+        shared = _Shared(target, config, allow_pickle, keeps)
+        survey = TensorCheck(checkpoint, make.parallel)
+        reader = _Reader(config, checkpoint, survey, shared)
+        reader.read()
+        survey.finish()
+        weights = _Reader(config, checkpoint, make, shared).read()
+        checkpoint.finish()
+        return weights
+
+    described = Architecture(
+        models="DFlash", parse=parse_dflash, sizes=_sizes, read_weights=read, build=DFlashHead
+    )
+    return sizes_of(
+        Description(described, config),
+        folder,
+        device=device,
+        dtype=dtype,
+        allow_pickle=allow_pickle,
+        native=native,
+    )
+
+
+def _sizes(config: DFlashConfig, parallel: Parallel) -> Sizes:
+    c, usual = config.layer, dense_sizes(config.layer, parallel)
+    keys = c.layers * c.kv_heads * c.head_dim
+    more = [Matrices((c.hidden,), len(config.features) * c.hidden), Matrices((keys, keys), c.hidden)]
+    if config.taps:
+        outputs = 2 * config.taps * (c.hidden // config.group)
+        more.append(Matrices((outputs,), c.hidden, 2 * c.layers))
+    tables = 0
+    if config.pairs is not None:
+        tables = config.pairs.rank * (config.vocabulary + config.draft_vocabulary)
+    return replace(
+        usual,
+        matrices=(*usual.matrices, *more),
+        head=Matrices((config.draft_vocabulary,), c.hidden),
+        embedding=usual.embedding + tables,
+        ranks=(1,),
+    )
+
+
+class _Shared:
+    """Weights of the target that a head uses, read once."""
+
+    def __init__(
+        self, target: Path, config: DFlashConfig, allow_pickle: bool, native: NativeLibrary | None
+    ) -> None:
+        self._target, self._sizes = target, (config.vocabulary, config.hidden)
+        self._allow_pickle, self._native = allow_pickle, native
+        self._table: Table | None = None
+
+    def embedding(self) -> Table:
+        if self._table is None:
+            self._table = target_table(self._target, *self._sizes, self._allow_pickle, self._native)
+        return self._table
+
+    def head(self) -> Table:
+        """Return the LM head: where that is the embedding in the blocks of its file, the embedding."""
+        tied = load_description(self._target).sizes(Parallel()).tied
+        if tied and not isinstance(table := self.embedding(), torch.Tensor):
+            return table
+        return target_head(self._target, *self._sizes, allow_pickle=self._allow_pickle)
+
+
+class _Reader:
+    """Knows the names of a head's tensors."""
+
+    def __init__(self, config: DFlashConfig, checkpoint: Checkpoint, make: Linears, shared: _Shared) -> None:
+        self._config, self._checkpoint, self._make, self._shared = config, checkpoint, make, shared
+        self._outside = "model." if "model.fc.weight" in checkpoint else ""
+
+    def read(self) -> DFlashWeights:
+        c, make, outside = self._config, self._make, self._outside
+        for name in self._checkpoint.names():
+            if name.removeprefix(outside).startswith(_UNUSED):
+                self._checkpoint.ignore(name)
+        c = self._config
+        return DFlashWeights(
+            embedding=self._embedding(),
+            mask=self._mask(),
+            fuse=make.by_outputs(
+                [MatrixShare(f"{outside}fc", c.hidden)], len(c.features) * c.hidden, bias=False
+            ),
+            fused_norm=self._norm("hidden_norm"),
+            context=make.by_outputs(self._context(), c.hidden, bias=c.layer.qkv_bias),
+            context_norm=self._context_norm(),
+            layers=tuple(self._layer(f"{outside}layers.{index}") for index in range(c.layer.layers)),
+            norm=self._norm("norm"),
+            head=make.by_outputs([MatrixShare("lm_head", c.draft_vocabulary)], c.hidden, bias=False)
+            if "lm_head.weight" in self._checkpoint
+            else make.wrap(self._target_head()),
+            proposed=read_proposed(c.vocabulary, c.draft_vocabulary, self._checkpoint),
+            pairs=None if c.pairs is None else self._pairs(c.pairs),
+        )
+
+    def _norm(self, name: str) -> RmsNorm:
+        weight = self._make.tensor(f"{self._outside}{name}.weight", (self._config.hidden,))
+        return RmsNorm(weight, self._config.layer.norm_epsilon)
+
+    def _embedding(self) -> Table:
+        c, name = self._config, f"{self._outside}embed_tokens.weight"
+        if name in self._checkpoint:
+            return self._make.tensor(name, (c.vocabulary, c.hidden))
+        return self._shared.embedding()
+
+    def _mask(self) -> torch.Tensor | None:
+        names = (f"{self._outside}mask_embedding{end}" for end in ("", ".weight"))
+        name = next((each for each in names if each in self._checkpoint), None)
+        if name is not None:
+            return self._make.tensor(name, self._checkpoint.shape(name)).view(self._config.hidden)
+        if not 0 <= self._config.mask < self._config.vocabulary:
+            raise CheckpointError(
+                f"config.json: mask_token_id {self._config.mask} is none of {self._config.vocabulary} tokens, and "
+                "there is no mask_embedding"
+            )
+        return None
+
+    def _context(self) -> list[MatrixShare]:
+        c = self._config.layer
+        keys, order = c.kv_heads * c.head_dim, interleave(c.head_dim, c.kv_heads)
+        names = [f"{self._outside}layers.{index}.self_attn" for index in range(c.layers)]
+        return [
+            *(MatrixShare(f"{name}.k_proj", keys, order) for name in names),
+            *(MatrixShare(f"{name}.v_proj", keys) for name in names),
+        ]
+
+    def _context_norm(self) -> RmsNorm:
+        c, order = self._config.layer, interleave(self._config.layer.head_dim, 1)
+        names = (f"{self._outside}layers.{index}.self_attn.k_norm.weight" for index in range(c.layers))
+        norms = [self._make.tensor(name, (c.head_dim,))[order].expand(c.kv_heads, -1) for name in names]
+        return RmsNorm(torch.cat(norms), c.norm_epsilon)
+
+    def _layer(self, name: str) -> BlockLayer:
+        c = self._config.layer
+        norm = self._make.tensor(f"{name}.input_layernorm.weight", (c.hidden,))
+        return BlockLayer(
+            usual=DecoderLayer(
+                input_norm=RmsNorm(norm, c.norm_epsilon),
+                blocks=read_blocks(c, self._make, name, c.hidden),
+            ),
+            attention_conv=self._convolution(f"{name}.attention_conv"),
+            mlp_conv=self._convolution(f"{name}.mlp_conv"),
+        )
+
+    def _convolution(self, name: str) -> Convolution | None:
+        c = self._config
+        if not c.taps:
+            return None
+        groups = c.hidden // c.group
+        base = self._make.tensor(f"{name}.base_kernel", (2, c.taps, c.hidden))
+        share = MatrixShare(f"{name}.kernel_projection", 2 * c.taps * groups)
+        projection = self._make.by_outputs([share], c.hidden, bias=False)
+        return Convolution(base.view(2, c.taps, groups, c.group), projection)
+
+    def _pairs(self, pairs: PairConfig) -> PairScores:
+        c, make, rank = self._config, self._make, pairs.rank
+        if pairs.form == "selector":
+            name = f"{self._outside}candidate_selector"
+            share = MatrixShare(f"{name}.hidden_projection", rank)
+            return PairScores(
+                self._table(f"{name}.predecessor_codebook", (c.vocabulary, rank)),
+                self._table(f"{name}.successor_codebook", (c.draft_vocabulary, rank)),
+                make.by_outputs([share], c.hidden, bias=False),
+                gates=False,
+                whole=False,
+            )
+        name, gate = f"{self._outside}markov_head", None
+        if pairs.form == "gated":
+            gate = make.by_outputs([MatrixShare(f"{name}.gate_proj", rank)], c.hidden + rank, bias=True)
+        return PairScores(
+            self._table(f"{name}.markov_w1", (c.vocabulary, rank)),
+            self._table(f"{name}.markov_w2", (c.draft_vocabulary, rank)),
+            gate,
+            gates=True,
+            whole=True,
+        )
+
+    def _table(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        plain = name in self._checkpoint
+        return self._make.tensor(name if plain else f"{name}.weight", shape)
+
+    def _target_head(self) -> Table:
+        if self._config.draft_vocabulary != self._config.vocabulary:
+            raise CheckpointError(
+                f"{self._checkpoint.folder} proposes {self._config.draft_vocabulary} of {self._config.vocabulary} "
+                "tokens, and has no lm_head"
+            )
+        return self._shared.head()
