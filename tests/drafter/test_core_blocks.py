@@ -1,6 +1,7 @@
 """The drafter's core with blocks: its tree, the verifier's replica, calibration and limits."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +16,7 @@ from ssd_serve.cache.replica import Replica
 from ssd_serve.drafter.blocks import grow_tree
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
-from ssd_serve.drafter.sources.contract import Block, NodeRequest, Scales
+from ssd_serve.drafter.sources.contract import Block, Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.registry import SourceDescription
 from tests.drafter.core_factory import ROOT, grown, opening
 from tests.fakes import EOS, VOCABULARY, ScriptedSource
@@ -165,3 +166,49 @@ def test_choices_along_a_block_calibrate_each_depth() -> None:
     core.handle(Outcome(1, 1, 3, tokens, root))
     assert len(seen) > 1
     assert seen == list(range(len(seen)))
+
+
+class TwoLevels(RandomBlocks):
+    """Candidates for the root and its children, blocks below; lent leaves stay undrafted while `width` is small."""
+
+    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Any:
+        blocks = [self.block(each.node) for each in requests]
+        return [
+            block
+            if len(each.tokens) >= 2
+            else Candidates(block.tokens[0], block.log_probabilities[0], block.scores[0], 0.0)
+            for each, block in zip(requests, blocks, strict=True)
+        ]
+
+
+def lending_core(lends: bool) -> DrafterCore:
+    description = SourceDescription(depth=2 + POSITIONS, lends=lends)
+    limits = replace(LIMITS, nodes=600)
+    core = DrafterCore(TwoLevels(), limits, (EOS,), "d0", description=description)
+    core.handle(opening(max_tokens=10_000))
+    return core
+
+
+def test_leaves_beside_a_block_get_its_candidates_until_they_are_drafted() -> None:
+    """Borrowed nodes are below their own parent and less likely; the drafter's tree does not have them."""
+    lending, plain = lending_core(lends=True), lending_core(lends=False)
+    replica = Replica(1, 1, ROOT, 1000, VOCABULARY)
+    borrowed: dict[int, list[int]] = {}
+    for _ in range(8):
+        for growth in lending.step():
+            assert isinstance(growth, Growth)
+            assert replica.apply(growth)
+        plain.step()
+        own = {node.name: node for node in lending._requests[1].tree.expanded()}
+        assert own.keys() == {node.name for node in plain._requests[1].tree.expanded()}
+        now = {node.name: node for node in replica.tree.expanded()}
+        lent = {name: node for name, node in now.items() if name not in own}
+        for name, node in lent.items():
+            assert node.parent is not None
+            assert name == mix(node.parent.name, node.token)
+            assert node.depth >= 2
+        borrowed |= {name: list(node.tokens) for name, node in lent.items()}
+        for name in borrowed.keys() & own.keys():  # drafted since: its own candidates come first
+            assert now[name].tokens[:3] == own[name].tokens[:3]
+    assert borrowed
+    assert borrowed.keys() & own.keys()

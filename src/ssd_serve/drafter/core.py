@@ -63,6 +63,9 @@ if TYPE_CHECKING:
 
 _ROOT_NODES, _ANCHOR_NODES = 32, 8
 """Nodes of a block below the root, and below a later anchor: many anchors share a tree."""
+_LENT, _LENT_LEAVES, _LENT_NODES, _LENT_CANDIDATES = -2.0, 8, 4, 4
+"""Factor on the probability of a lent block, as a logarithm; leaves of a step that get one; nodes of each, and their
+candidates."""
 _ANY_TOKEN = 1 << 31
 _NO_RESULT: tuple[Sequence[ExpandResult], int, int] = ((None,), 0, 0)
 
@@ -123,6 +126,19 @@ class DraftRequest:
         candidates: int = rows.tokens.shape[1]
         most = _ROOT_NODES if node.parent is None else _ANCHOR_NODES
         return max(1, min(most, (self.tree.limit - len(self.tree)) // candidates))
+
+    def leaves_beside(self, top: Node) -> list[tuple[Node, int]]:
+        """Return parents and ranks of unexpanded candidates of its parent and that one's siblings, best first."""
+        above = top.parent
+        parents = [above] if above is None or above.parent is None else above.parent.children.values()
+        found = [
+            (node, rank)
+            for node in parents
+            if node is not None
+            for rank, token in enumerate(node.tokens)
+            if (child := node.children.get(token)) is None or not child.tokens
+        ]
+        return sorted(found, key=lambda each: -each[0].cumulatives[each[1]])
 
     def least_below(self, node: Node) -> float:
         """Return the least log reach of nodes below this one, relative to it."""
@@ -318,26 +334,64 @@ class DrafterCore:
             if tokens and draft.tree.expand(node, tokens, values):
                 draft.record([(index, node)], results)
                 made.setdefault(request, []).append(expansion_of(node, tokens, values))
-        return blocks + [self._growth(request, new) for request, new in made.items()]
+        sent = blocks + [self._growth(request, new) for request, new in made.items()]
+        if self._description.lends and free:
+            best: dict[int, tuple[Node, Block]] = {}
+            for (request, node, _), result in zip(picked, results, strict=True):
+                if isinstance(result, Block):
+                    best.setdefault(request, (node, result))
+            for request, (node, block) in best.items():
+                sent += self._lend(request, node, block)
+        return sent
 
     def _block_growth(
         self, picked: NodeRequest, block: Block, rows: CandidateRows, tree: BlockTree
     ) -> list[Growth]:
         """Attach the tree of a block; returns the message, if anything fits."""
         draft, node = self._requests[picked.request], picked.at
-        names, places = [node.name], [address_of(node)]
-        tokens: list[list[int]] = rows.tokens.tolist()
-        for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
-            step = tokens[tree.rows[parent]][rank]
-            places.append((names[parent], step))
-            names.append(mix(names[parent], step))
-        counts = [rows.tokens.shape[1]] * len(tokens)
-        place = picked.request, draft.epoch, draft.sequence
-        growth = pack_arrays(
-            *place, places, counts, rows.tokens, rows.log_probabilities, self._name, rows=tree.rows
-        )
+        names, places = _chain(node.name, address_of(node), rows, tree)
+        growth = self._tree_growth(picked.request, places, rows, tree.rows)
         if not draft.attach_block(node, block, names, tree, unpack(growth, _ANY_TOKEN) or ()):
             return []
+        draft.sequence += 1
+        return [growth]
+
+    def _tree_growth(
+        self, request: int, places: Sequence[tuple[int, int]], rows: CandidateRows, chosen: Sequence[int]
+    ) -> Growth:
+        draft, counts = self._requests[request], [rows.tokens.shape[1]] * len(rows.tokens)
+        order = request, draft.epoch, draft.sequence
+        return pack_arrays(
+            *order, places, counts, rows.tokens, rows.log_probabilities, self._name, rows=chosen
+        )
+
+    def _lend(self, request: int, top: Node, block: Block) -> list[Growth]:
+        """Send the block of `top` for leaves as deep as it, each with nodes of its own.
+
+        That is Full Tree Attention (Gumiho, arXiv 2503.10135) without its inexact keys and values. The drafter's tree
+        stays as it is: a leaf that is drafted later replaces what it was lent.
+        """
+        draft = self._requests[request]
+        rows = draft.rows_of(top, block)
+        if rows is None:
+            return []
+        width = min(_LENT_CANDIDATES, rows.tokens.shape[1])
+        rows = CandidateRows(
+            np.ascontiguousarray(rows.tokens[:, :width]),
+            np.ascontiguousarray(rows.log_probabilities[:, :width]),
+            np.ascontiguousarray(rows.following[:, :width]),
+        )
+        rows.log_probabilities[0] += _LENT
+        places, chosen = list[tuple[int, int]](), list[int]()
+        for parent, rank in draft.leaves_beside(top)[:_LENT_LEAVES]:
+            least = draft.frontier.least - (parent.cumulatives[rank] - draft.tree.root.cumulative)
+            if rows.log_probabilities[0, 0] >= least and parent.tokens[rank] not in draft.frontier.ends:
+                tree, place = self._trees(rows, _LENT_NODES, least), (parent.name, parent.tokens[rank])
+                places += _chain(mix(*place), place, rows, tree)[1]
+                chosen += tree.rows
+        if not places:
+            return []
+        growth = self._tree_growth(request, places, rows, chosen)
         draft.sequence += 1
         return [growth]
 
@@ -450,6 +504,19 @@ class DrafterCore:
             for node in draft.tree.expanded()
         ]
         return [self._growth(message.request, expansions, snapshot=True)]
+
+
+def _chain(
+    top: int, place: tuple[int, int], rows: CandidateRows, tree: BlockTree
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Names of a tree's nodes below the node `top`, and their places: each one's parent and step."""
+    names, places = [top], [place]
+    tokens: list[list[int]] = rows.tokens.tolist()
+    for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
+        step = tokens[tree.rows[parent]][rank]
+        places.append((names[parent], step))
+        names.append(mix(names[parent], step))
+    return names, places
 
 
 def _candidates(branch: Branch) -> Candidates:

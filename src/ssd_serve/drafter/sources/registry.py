@@ -48,6 +48,8 @@ class SourceDescription:
     None: node by node."""
     depth: int | None = None
     """Tokens of the deepest path below a root that the source can draft; None: any number."""
+    lends: bool = False
+    """True: leaves beside a block get its candidates as well, until they are drafted themselves."""
     calibrated: bool = True
     """True: the core fits the scales of the source's scores to outcomes. False: every scale is 1."""
     keeps_tree: bool = True

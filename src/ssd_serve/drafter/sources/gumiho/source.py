@@ -84,7 +84,9 @@ def _path(node: Node) -> list[Node]:
 def describe_gumiho(config: EngineConfig, folder: Path | None) -> SourceDescription:
     """A head reads the target's normed last hidden state, and drafts a fixed number of tokens."""
     described = describe_eagle(config, folder)
-    return described if folder is None else replace(described, depth=SERIAL + count_guesses(folder))
+    return (
+        described if folder is None else replace(described, depth=SERIAL + count_guesses(folder), lends=True)
+    )
 
 
 def load_gumiho(source: SourceConfig) -> LoadedSource:
