@@ -73,6 +73,7 @@ class Drafted:
         self.first: dict[int, int] = {}
 
     def load(self, **settings: Any) -> PardSource:
+        more: dict[str, Any] = {"allow_pickle": True, **settings}
         wanted = Settings(
             target=str(self.target),
             draft=str(self.folder),
@@ -82,7 +83,7 @@ class Drafted:
             draft_width=4,
             draft_depth=POSITIONS,
             draft_fan_out=FAN_OUT,
-            **{"allow_pickle": True, **settings},
+            **more,
         ).engine_config()
         self.loaded = load_draft(wanted, str(self.folder), "cpu", None, get_logger("d0"))
         assert isinstance(self.loaded.source, PardSource)

@@ -452,7 +452,8 @@ def in_order(ranked: Sequence[R | None], wanted: list[int], count: int) -> Seque
     """Results in the order of all `count` nodes; `ranked` are those of the indices `wanted`."""
     if wanted == list(range(count)):
         return ranked
-    if isinstance(ranked, CandidateBatch) and len(wanted) == count:
-        return cast("Sequence[R | None]", ranked.rows(np.argsort(wanted)))
+    arrays: object = ranked
+    if isinstance(arrays, CandidateBatch) and len(wanted) == count:
+        return cast("Sequence[R | None]", arrays.rows(np.argsort(wanted)))
     places = {index: row for row, index in enumerate(wanted)}
     return [ranked[places[index]] if index in places else None for index in range(count)]
