@@ -193,7 +193,7 @@ def test_leaves_beside_a_block_get_its_candidates_until_they_are_drafted() -> No
     """Borrowed nodes are below their own parent and less likely; the drafter's tree does not have them."""
     lending, plain = lending_core(lends=True), lending_core(lends=False)
     replica = Replica(1, 1, ROOT, 1000, VOCABULARY)
-    borrowed: dict[int, list[int]] = {}
+    borrowed, own = dict[int, list[int]](), dict[int, Node]()
     for _ in range(8):
         for growth in lending.step():
             assert isinstance(growth, Growth)

@@ -239,7 +239,7 @@ def test_kinds_and_refused_heads(target: Path) -> None:
         ),
         ({"grounded_heads": False}, "hydra_head_arch 'mlp' and grounded_heads False are not supp"),
         ({"hidden_state_offset": 1}, "inner hidden state"),
-        ({"draft_vocab_size": 9}, "proposes 9 of 257 tokens, and has neither token_map nor d2t"),
+        ({"draft_vocab_size": 9}, "proposes 9 of 257 tokens, and has no d2t, nor token_map"),
     ):
         (folder / "config.json").write_text(json.dumps(config | keys))
         with pytest.raises(CheckpointError, match=message):

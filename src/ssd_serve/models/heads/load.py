@@ -271,19 +271,24 @@ class _HeadReader:
         return self._make.by_outputs([MatrixShare("lm_head", c.draft_vocabulary)], c.hidden, bias=False)
 
 
-def read_proposed(vocabulary: int, count: int, checkpoint: Checkpoint) -> torch.Tensor | None:
-    """The target's ids of the `count` tokens that the head knows: id + d2t[id]."""
+def read_proposed(
+    vocabulary: int, count: int, checkpoint: Checkpoint, named: str = ""
+) -> torch.Tensor | None:
+    """The target's ids of the `count` tokens that a head knows: id + d2t[id], or those of the tensor `named`."""
     checkpoint.ignore("t2d")  # the inverse of d2t
-    if "d2t" not in checkpoint:
+    name = named if named in checkpoint else "d2t"
+    if name not in checkpoint:
         if count != vocabulary:
+            known = f"d2t, nor {named}" if named else "d2t"
             raise CheckpointError(
-                f"{checkpoint.folder} proposes {count} of {vocabulary} tokens, and has no d2t"
+                f"{checkpoint.folder} proposes {count} of {vocabulary} tokens, and has no {known}"
             )
         return None
-    ids = checkpoint.read("d2t", (count,)).to(torch.int64) + torch.arange(count)
+    ids = checkpoint.read(name, (count,)).to(torch.int64)
+    ids = ids if name == named else ids + torch.arange(count)
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) < count:
         raise CheckpointError(
-            f"{checkpoint.folder}: d2t names tokens that the target does not have, or one twice"
+            f"{checkpoint.folder}: {name} names tokens that the target does not have, or one twice"
         )
     return ids
 

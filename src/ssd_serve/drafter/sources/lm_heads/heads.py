@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -17,7 +18,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.config import Json, model_name
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
-from ssd_serve.models.heads.load import TensorCheck, target_table
+from ssd_serve.models.heads.load import TensorCheck, read_proposed, target_table
 from ssd_serve.models.memory import available_memory, require_memory
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import PACKED, activation_dtype, model_dtype, torch_device
@@ -42,7 +43,7 @@ class LmHead:
         return self.output(rows).float()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LmHeads:
     """All heads of a draft."""
 
@@ -79,89 +80,72 @@ class LmHeads:
 
 def check_heads(kind: HeadKind | None, raw: Json) -> None:
     """Raise `CheckpointError` for heads with a computation that is not supported."""
-    if kind is not HeadKind.HYDRA:
-        return
     form, grounded = raw.get("hydra_head_arch", "mlp"), raw.get("grounded_heads", True)
-    if form != "mlp" or not grounded:
+    if kind is HeadKind.HYDRA and (form != "mlp" or not grounded):
         raise CheckpointError(
             f"Hydra heads with hydra_head_arch {form!r} and grounded_heads {grounded} are not supported, only with "
             "'mlp' and True"
         )
-    if raw.get("hidden_state_offset"):
+    if kind is HeadKind.HYDRA and raw.get("hidden_state_offset"):
         raise CheckpointError("Hydra heads on an inner hidden state (hidden_state_offset) are not supported")
 
 
 def read_heads(
-    folder: Path,
-    target: Path,
-    *,
-    device: str,
-    dtype: str,
-    allow_pickle: bool = False,
-    native: NativeLibrary | None = None,
+    folder: Path, target: Path, *, device: str, dtype: str, allow_pickle: bool, native: NativeLibrary | None
 ) -> LmHeads:
     """Read the heads in a folder for a target. Raises `CheckpointError` and `MemoryShortError`."""
     kind, raw, theirs = head_kind(folder), read_config(folder), load_description(target).config
     check_heads(kind, raw)
-    place = torch_device(device)
+    place, hidden, vocabulary = torch_device(device), theirs.hidden, theirs.vocabulary
     native = native if place == "cpu" else None
     form = model_dtype(target, dtype, device, native)
-    hidden, vocabulary = theirs.hidden, theirs.vocabulary
+    kept = activation_dtype(form)
     with Checkpoint(folder, allow_pickle=allow_pickle) as checkpoint:
-        width = activation_dtype(form).itemsize
         numbers = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-        require_memory(model_name(folder), width * numbers, available_memory(place))
-        read = _read_medusa if kind is HeadKind.MEDUSA else _read_hydra
-        proposed = _read_proposed(checkpoint, raw, vocabulary)
-        outputs = vocabulary if proposed is None else len(proposed)
+        require_memory(model_name(folder), kept.itemsize * numbers, available_memory(place))
+        count = int(raw.get("truncated_vocab_size") or raw.get("draft_vocab_size") or vocabulary)
+        proposed = read_proposed(vocabulary, count, checkpoint, "token_map")
+        names = (_medusa_names if kind is HeadKind.MEDUSA else _hydra_names)(checkpoint)
         parallel = Parallel()
         survey = TensorCheck(checkpoint, parallel)
-        read(checkpoint, survey, hidden, outputs)
+        _read(names, checkpoint, survey, hidden, count)
         survey.finish()
         make = LinearFactory(
-            checkpoint,
-            parallel=parallel,
-            device=place,
-            dtype=activation_dtype(form),
-            native=native,
-            rounded=True,
+            checkpoint, parallel=parallel, device=place, dtype=kept, native=native, rounded=True
         )
-        heads = read(checkpoint, make, hidden, outputs)
+        heads = _read(names, checkpoint, make, hidden, count)
         checkpoint.finish()
-    embedding = None
+    embedding: Table | None = None
     if kind is HeadKind.HYDRA:
         keeps = native if form == PACKED else None
         embedding = target_table(target, vocabulary, hidden, allow_pickle, keeps)
-        if isinstance(embedding, torch.Tensor):
-            embedding = embedding.to(place, activation_dtype(form))
-    return LmHeads(
-        heads=heads,
-        embedding=embedding,
-        proposed=proposed,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        device=place,
-        dtype=activation_dtype(form),
-    )
+        embedding = embedding.to(place, kept) if isinstance(embedding, torch.Tensor) else embedding
+    return LmHeads(heads, embedding, proposed, hidden, vocabulary, place, kept)
 
 
-def _read_proposed(checkpoint: Checkpoint, raw: Json, vocabulary: int) -> torch.Tensor | None:
-    """The target's ids of the tokens that the heads know: `token_map`, or id + d2t[id]."""
-    count = int(raw.get("truncated_vocab_size") or raw.get("draft_vocab_size") or vocabulary)
-    name = next((each for each in ("token_map", "d2t") if each in checkpoint), None)
-    if name is None:
-        if count != vocabulary:
-            raise CheckpointError(
-                f"{checkpoint.folder} proposes {count} of {vocabulary} tokens, and has neither token_map nor d2t"
-            )
-        return None
-    ids = checkpoint.read(name, (count,)).to(torch.int64)
-    ids = ids + torch.arange(count) if name == "d2t" else ids
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary or len(set(ids.tolist())) < count:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {name} names tokens that the target does not have, or one twice"
-        )
-    return ids
+class _Names(NamedTuple):
+    """The names of one head's matrices."""
+
+    layers: list[tuple[str, str | None]]
+    """Each layer's matrix, and that of its residual connection."""
+    output: str
+
+
+def _read(
+    names: Sequence[_Names], checkpoint: Checkpoint, make: Linears, hidden: int, outputs: int
+) -> tuple[LmHead, ...]:
+    def matrix(name: str, rows: int, inputs: int) -> Linear:
+        return make.by_outputs([MatrixShare(name, rows)], inputs, bias=f"{name}.bias" in checkpoint)
+
+    heads: list[LmHead] = []
+    for index, (layers, output) in enumerate(names):
+        read: list[tuple[Linear, Linear | None]] = []
+        for name, residual in layers:
+            width = hidden if residual is None else (index + 2) * hidden
+            added = None if residual is None else matrix(residual, hidden, width)
+            read.append((matrix(name, hidden, width), added))
+        heads.append(LmHead(tuple(read), matrix(output, outputs, hidden)))
+    return tuple(heads)
 
 
 def _count(checkpoint: Checkpoint, name: str) -> int:
@@ -172,49 +156,29 @@ def _count(checkpoint: Checkpoint, name: str) -> int:
     return max(1, found)
 
 
-def _matrix(checkpoint: Checkpoint, make: Linears, name: str, outputs: int, inputs: int) -> Linear:
-    return make.by_outputs([MatrixShare(name, outputs)], inputs, bias=f"{name}.bias" in checkpoint)
-
-
-def _read_medusa(checkpoint: Checkpoint, make: Linears, hidden: int, outputs: int) -> tuple[LmHead, ...]:
+def _medusa_names(checkpoint: Checkpoint) -> list[_Names]:
     """The original layout, a list of layers for each head, or vLLM's. The file knows the number of heads: uploaded
     configurations often name fewer."""
-    prefix = next(
-        (each for each in ("medusa_heads.", "medusa_head.") if f"{each}0.0.linear.weight" in checkpoint), ""
-    )
-    original = f"{prefix}0.0.linear.weight" in checkpoint
-    layer = f"{prefix}{{}}.{{}}.linear" if original else "blocks.{}.layers.{}"
-    shared = "lm_head.weight" in checkpoint
-    heads: list[LmHead] = []
+    original, shared = "0.0.linear.weight" in checkpoint, "lm_head.weight" in checkpoint
+    layer = "{}.{}.linear" if original else "blocks.{}.layers.{}"
+    found: list[_Names] = []
     for head in range(_count(checkpoint, layer.format("{}", 0))):
         layers = _count(checkpoint, layer.format(head, "{}"))
-        output = f"{prefix}{head}.{layers}" if original else "lm_head" if shared else f"lm_heads.{head}"
-        names = [layer.format(head, index) for index in range(layers)]
-        heads.append(
-            LmHead(
-                tuple((_matrix(checkpoint, make, name, hidden, hidden), None) for name in names),
-                _matrix(checkpoint, make, output, outputs, hidden),
-            )
-        )
-    return tuple(heads)
+        output = f"{head}.{layers}" if original else "lm_head" if shared else f"lm_heads.{head}"
+        found.append(_Names([(layer.format(head, index), None) for index in range(layers)], output))
+    return found
 
 
-def _read_hydra(checkpoint: Checkpoint, make: Linears, hidden: int, outputs: int) -> tuple[LmHead, ...]:
-    """Layers may have gaps in their numbers, of dropouts."""
+def _hydra_names(checkpoint: Checkpoint) -> list[_Names]:
+    """The first layer reads all inputs. Layers may have gaps in their numbers, of dropouts."""
     checkpoint.ignore("input_embed_fn.weight")  # the target's embedding
-    heads: list[LmHead] = []
-    starts = sorted(
-        name.removesuffix(".linear.weight") for name in checkpoint.names() if name.endswith(".linear.weight")
-    )
-    for head in range(len({name.split(".")[1] for name in starts}) or 1):
-        layers = [name for name in starts if name.startswith(f"hydra_mlp.{head}.")] or [f"hydra_mlp.{head}.0"]
+    suffix, found = ".linear.weight", list[_Names]()
+    matrices = sorted(name.removesuffix(suffix) for name in checkpoint.names() if name.endswith(suffix))
+    for head in range(len({name.split(".")[1] for name in matrices}) or 1):
+        layers = [name for name in matrices if name.startswith(f"hydra_mlp.{head}.")]
+        first, *rest = layers or [f"hydra_mlp.{head}.0"]
         output = f"hydra_lm_head.{head}"
         output = f"{output}.1" if f"{output}.1.weight" in checkpoint else output
-        read: list[tuple[Linear, Linear | None]] = []
-        for index, name in enumerate(layers):
-            inputs = hidden if index else (head + 2) * hidden
-            linear = _matrix(checkpoint, make, f"{name}.linear", hidden, inputs)
-            residual = None if index else _matrix(checkpoint, make, f"{name}.res_connection", hidden, inputs)
-            read.append((linear, residual))
-        heads.append(LmHead(tuple(read), _matrix(checkpoint, make, output, outputs, hidden)))
-    return tuple(heads)
+        read: list[tuple[str, str | None]] = [(f"{name}.linear", None) for name in rest]
+        found.append(_Names([(f"{first}.linear", f"{first}.res_connection"), *read], output))
+    return found

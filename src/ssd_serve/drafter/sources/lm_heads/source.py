@@ -113,18 +113,15 @@ class LmHeadSource:
         self._known: dict[int, _Known] = {}
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        """See `DraftSource.open`."""
         greedy = is_greedy(parameters)
         temperature = 0.0 if greedy else parameters.temperature
         self._known[request] = _Known(list(tokens), None if greedy else seed, temperature)
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        """See `DraftSource.commit`."""
         del path, kept
         self._known[request].tokens.extend(tokens)
 
     def close(self, request: int) -> None:
-        """See `DraftSource.close`."""
         self._known.pop(request, None)
 
     def read(self, request: int, position: int, features: torch.Tensor) -> None:
