@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,17 +13,25 @@ from torch.nn import functional
 
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.errors import CheckpointError
-from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.base.settings import Settings
-from ssd_serve.cache.node import Node
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.drafter.assembly import load_draft
-from ssd_serve.drafter.sources.contract import Block, Candidates, NodeRequest
+from ssd_serve.drafter.sources.contract import Candidates, NodeRequest
 from ssd_serve.drafter.sources.gumiho.source import GumihoSource
-from tests.end_to_end.tiny_pair import write_gumiho, write_model
+from tests.drafter.test_lm_heads import (
+    HEADS,
+    HIDDEN,
+    VOCABULARY,
+    check,
+    levels,
+    loaded,
+    node_of,
+    target,
+)
+from tests.end_to_end.tiny_pair import write_gumiho
 
-HIDDEN, QUERIES, HEAD, VOCABULARY, FAN_OUT, HEADS = 32, 2, 16, 257, 3, 3
+__all__ = ["target"]
+
+HEAD = 16
 TEXTS = {1: [5, 9, 60, 33, 2, 71, 8, 13], 2: [7, 7, 8, 90]}
 Tensors = dict[str, torch.Tensor]
 
@@ -110,19 +117,9 @@ class Drafted:
         self.texts = {each: list(text) for each, text in TEXTS.items()}
 
     def load(self, **settings: Any) -> None:
-        wanted = Settings(
-            target=str(self.target),
-            draft=str(self.folder),
-            dtype="fp32",
-            native_kernels=False,
-            draft_kv_memory_mb=16,
-            draft_width=4,
-            draft_fan_out=FAN_OUT,
-            **settings,
-        ).engine_config()
-        loaded = load_draft(wanted, str(self.folder), "cpu", None, get_logger("d0"))
-        assert isinstance(loaded.source, GumihoSource)
-        self.source, self.description = loaded.source, loaded.description
+        found = loaded(self.folder, self.target, **settings)
+        assert isinstance(found.source, GumihoSource)
+        self.source, self.description = found.source, found.description
 
     def open(self) -> None:
         for each, text in self.texts.items():
@@ -130,33 +127,15 @@ class Drafted:
             self.source.read(each, 0, self.features[each][: len(text) - 1])
             self.trees[each] = SpeculationTree(each, 1000)
 
-    def node(self, request: int, path: Sequence[int]) -> Node:
-        node = self.trees[request].root
-        for token in path:
-            self.trees[request].expand(node, [token], [-1.0])
-            node = self.trees[request].child_at(node, node.tokens.index(token))
-        return node
-
     def check(self, *places: tuple[int, tuple[int, ...]]) -> None:
-        nodes = [NodeRequest(request, self.node(request, path)) for request, path in places]
-        for (request, path), result in zip(
-            places, self.source.expand(nodes, [(1.0,)] * len(nodes)), strict=True
-        ):
+        nodes = [NodeRequest(request, node_of(self.trees[request], *path)) for request, path in places]
+        found = self.source.expand(nodes, [(1.0,)] * len(nodes))
+        for (request, path), result in zip(places, found, strict=True):
             wanted = self.reference.logits(self.texts[request], self.features[request], path)
-            assert isinstance(result, Block if len(path) >= 2 else Candidates)
-            tokens = result.tokens.reshape(-1, FAN_OUT)
-            values = result.log_probabilities.reshape(-1, FAN_OUT)
-            assert len(tokens) == len(wanted)
-            for row, logits in enumerate(wanted):
-                top = (logits + self.reference.forbidden).log_softmax(-1).topk(FAN_OUT)
-                assert tokens[row].tolist() == top.indices.tolist()
-                np.testing.assert_allclose(values[row], top.values.numpy(), atol=1e-4)
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    write_model(tmp_path / "target", seed=1, noise=0.0)
-    return tmp_path / "target"
+            rows = levels(result) if len(path) >= 2 else [result]
+            for row, logits in zip(rows, wanted, strict=True):
+                assert isinstance(row, Candidates)
+                check(row, logits + self.reference.forbidden)
 
 
 @pytest.fixture
@@ -172,8 +151,10 @@ def test_layers_node_by_node_then_blocks_of_the_heads(drafted: Drafted) -> None:
     drafted.check((1, (40,)), (2, (41,)), (1, (42,)))
     drafted.check((1, (40, 50)), (2, (43,)), (1, (42, 50)), (2, (41, 9)), (1, (40, 51)), (1, (40, 50, 3)))
     drafted.check((1, (40, 50, 3, 4)))
-    assert drafted.source.expand([NodeRequest(1, drafted.node(1, (40, 50, 3, 4, 5)))], [(1.0,)]) == [None]
-    assert drafted.source.expand([NodeRequest(1, drafted.node(1, (44, 50)))], [(1.0,)]) == [None]
+    assert drafted.source.expand(
+        [NodeRequest(1, node_of(drafted.trees[1], *(40, 50, 3, 4, 5)))], [(1.0,)]
+    ) == [None]
+    assert drafted.source.expand([NodeRequest(1, node_of(drafted.trees[1], *(44, 50)))], [(1.0,)]) == [None]
 
 
 def test_accepted_tokens_are_computed_again_with_their_features(drafted: Drafted) -> None:

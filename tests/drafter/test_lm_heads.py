@@ -20,6 +20,7 @@ from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.assembly import load_draft
 from ssd_serve.drafter.sources.contract import Block, Candidates, NodeRequest
 from ssd_serve.drafter.sources.lm_heads.source import LmHeadSource
+from ssd_serve.drafter.sources.loading import LoadedSource
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.sampling.noise_rows import NoiseRows
 from tests.end_to_end.tiny_pair import write_hydra, write_medusa, write_model
@@ -36,17 +37,14 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
+def loaded(folder: Path, target: Path, **settings: Any) -> LoadedSource:
+    sizes = {"draft_kv_memory_mb": 16, "draft_width": 4, "draft_fan_out": FAN_OUT, "native_kernels": False}
+    wanted = Settings(target=str(target), draft=str(folder), dtype="fp32", **sizes, **settings)
+    return load_draft(wanted.engine_config(), str(folder), "cpu", None, get_logger("d0"))
+
+
 def load(folder: Path, target: Path, **settings: Any) -> LmHeadSource:
-    wanted = Settings(
-        target=str(target),
-        draft=str(folder),
-        dtype="fp32",
-        native_kernels=False,
-        draft_width=4,
-        draft_fan_out=FAN_OUT,
-        **settings,
-    ).engine_config()
-    source = load_draft(wanted, str(folder), "cpu", None, get_logger("d0")).source
+    source = loaded(folder, target, **settings).source
     assert isinstance(source, LmHeadSource)
     return source
 
@@ -97,8 +95,7 @@ def levels(block: object) -> list[Candidates]:
 def node_of(tree: SpeculationTree, *path: int) -> Node:
     node = tree.root
     for token in path:
-        if not node.tokens:
-            tree.expand(node, [token], [-1.0])
+        tree.expand(node, [token], [-1.0])
         node = tree.child_at(node, node.tokens.index(token))
     return node
 
