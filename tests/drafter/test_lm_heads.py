@@ -38,7 +38,12 @@ def target(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path, target: Path, **settings: Any) -> LoadedSource:
-    sizes = {"draft_kv_memory_mb": 16, "draft_width": 4, "draft_fan_out": FAN_OUT, "native_kernels": False}
+    sizes: dict[str, Any] = {
+        "draft_kv_memory_mb": 16,
+        "draft_width": 4,
+        "draft_fan_out": FAN_OUT,
+        "native_kernels": False,
+    }
     wanted = Settings(target=str(target), draft=str(folder), dtype="fp32", **sizes, **settings)
     return load_draft(wanted.engine_config(), str(folder), "cpu", None, get_logger("d0"))
 

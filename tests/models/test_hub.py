@@ -129,6 +129,9 @@ def test_bin_files_are_not_downloaded_unless_allowed(fake: FakeHub) -> None:
     assert not fake.downloads
     hub.resolve_model("owner/name", "target", allow_pickle=True)
     assert "pytorch_model.bin" in fake.downloads[0]["allow_patterns"]
+    fake.files = {"config.json": 100, "medusa_lm_head.pt": 1000}
+    hub.resolve_model("owner/heads", "draft", allow_pickle=True)
+    assert "medusa_lm_head.pt" in fake.downloads[1]["allow_patterns"]
 
 
 def test_named_revision_is_looked_up(fake: FakeHub) -> None:
