@@ -89,7 +89,7 @@ class DraftRequest:
             (node, rank)
             for node in parents
             if node is not None
-            for rank, token in enumerate(node.tokens)
+            for rank, token in enumerate(node.tokens[:_LENT_LEAVES])
             if (child := node.children.get(token)) is None or not child.tokens
         ]
         return sorted(found, key=lambda each: -each[0].cumulatives[each[1]])
@@ -111,10 +111,12 @@ class DraftRequest:
         )
         rows.log_probabilities[0] += _LENT
         places, chosen = list[tuple[int, int]](), list[int]()
+        tree: BlockTree | None = None
         for parent, rank in self._leaves_beside(top)[:_LENT_LEAVES]:
             least = self.frontier.least - (parent.cumulatives[rank] - self.tree.root.cumulative)
             if rows.log_probabilities[0, 0] >= least and parent.tokens[rank] not in self.frontier.ends:
-                tree, place = trees(rows, _LENT_NODES, least), (parent.name, parent.tokens[rank])
+                tree = tree or trees(rows, _LENT_NODES, least)  # that of the likeliest leaf
+                place = parent.name, parent.tokens[rank]
                 places += chain(mix(*place), place, rows, tree)[1]
                 chosen += tree.rows
         return (rows, places, chosen) if places else None
