@@ -62,7 +62,7 @@ FORMS: dict[str, Any] = {
         "dflash_config": {
             **{"block_size": BLOCK, "target_layer_ids": [0, 2], "mask_token_id": MASK},
             **{"conv_kernel_size": 2, "conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": 16},
-            **{"input_embedding_scale": 1.5, "output_multiplier": 0.7, "final_logit_softcapping": 9.0},
+            "input_embedding_scale": 1.0,
         },
     },
     "dspark": {
@@ -192,7 +192,6 @@ class Reference:
         x = self.embedding[tokens]
         if "mask_embedding" in self.t and self.wrong != "mask embedding":
             x[len(text) :] = self.t["mask_embedding"]
-        x = x * (1.5 if self.form == "dflash 2" else 1.0)
         context = norm(features @ self.t["fc.weight"].T, self.t["hidden_norm.weight"])
         if self.wrong == "no hidden norm":
             context = features @ self.t["fc.weight"].T
@@ -255,10 +254,7 @@ class Reference:
 
     def logits(self, rows: Tensor) -> Tensor:
         """Logits of the target's vocabulary, -inf for tokens that the head does not know."""
-        found = rows @ self.head.T
-        if self.form == "dflash 2":
-            found = 9.0 * torch.tanh(0.7 * found / 9.0)
-        return self.spread(found)
+        return self.spread(rows @ self.head.T)
 
     def spread(self, values: Tensor) -> Tensor:
         if values.shape[-1] == VOCABULARY:

@@ -18,6 +18,7 @@ from ssd_serve.drafter.assembly import load_draft
 from ssd_serve.drafter.sources.contract import Block, NodeRequest
 from ssd_serve.drafter.sources.dflash.config import parse_dflash
 from ssd_serve.drafter.sources.dflash.source import DFlashSource
+from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.noise import log_exponential
 from tests.drafter import dflash_reference as reference
 from tests.drafter.dflash_reference import BLOCK, CONTEXT, FORMS, HIDDEN, MASK, VOCABULARY, Reference
@@ -53,7 +54,7 @@ class Drafted:
         self.first: dict[int, int] = {}
         self.parameters: dict[int, tuple[SamplingParameters, int]] = {}
 
-    def load(self) -> DFlashSource:
+    def load(self, native: NativeLibrary | None = None) -> DFlashSource:
         settings = Settings(
             target=str(self.folder / "target"),
             draft=str(self.folder / "draft"),
@@ -63,7 +64,7 @@ class Drafted:
             draft_width=4,
             draft_fan_out=FAN_OUT,
         ).engine_config()
-        self.loaded = load_draft(settings, str(self.folder / "draft"), "cpu", None, get_logger("d0"))
+        self.loaded = load_draft(settings, str(self.folder / "draft"), "cpu", native, get_logger("d0"))
         assert isinstance(self.loaded.source, DFlashSource)
         return self.loaded.source
 
@@ -239,6 +240,18 @@ def test_pairs_share_noise_and_the_probability_of_the_candidates(drafted: Drafte
                 np.testing.assert_allclose(block.pairs[place - 1, rank], wanted.numpy(), atol=1e-4)
 
 
+def test_compiled_kernels_give_the_same_blocks(drafted: Drafted, native: NativeLibrary) -> None:
+    found: list[Block] = []
+    for library in (None, native):
+        drafted.source = drafted.load(library)
+        drafted.open(1, [5, 9, 60, 33, 8, 2, 9, 11], SamplingParameters(temperature=0.7), seed=3)
+        drafted.read(1, 0, 7)
+        found += drafted.expand((1, drafted.trees[1].root))
+    for ours, theirs in zip(*found, strict=True):
+        if ours is not None and theirs is not None:
+            np.testing.assert_allclose(ours, theirs, atol=1e-3)
+
+
 TRAPS = {
     "slot": list(FORMS),
     "rotary": list(FORMS),
@@ -330,8 +343,9 @@ def test_causal_layers(form: str, keys: dict[str, Any], causal: tuple[bool, ...]
     ("form", "keys", "message"),
     [
         ("dflash", {"model_type": "gemma4"}, "layers of gemma4 is not supported, only of qwen3, llama"),
-        ("dflash", {"attention_sink_bias": True}, "with attention_sink_bias is not supported"),
-        ("dflash", {"is_neox_style": False}, "is_neox_style false"),
+        ("dflash", {"attention_sink_bias": True}, "with attention_sink_bias True is not supported"),
+        ("dflash", {"is_neox_style": False}, "with is_neox_style False is not"),
+        ("dflash 2", {"final_logit_softcapping": 30.0}, "with final_logit_softcapping 30.0 is not"),
         ("dflash", {"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id must be the number"),
         ("dflash sliding", {"sliding_window": None}, "need sliding_window"),
         ("dspark", {"markov_head_type": "rnn"}, "depend on more than two neighbouring tokens"),

@@ -4,7 +4,7 @@ Flat with `dflash_config` (z-lab), flat (DeepSeek), or nested (speculators). Kno
 arXiv 2602.06036 (DFlash), the repositories of z-lab, DeepSpec and speculators, and vLLM's loaders.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ssd_serve.base.errors import CheckpointError
@@ -15,8 +15,11 @@ from ssd_serve.models.weights.quantization import Fp8Scheme
 
 _FAMILIES = ("qwen3", "llama")
 """Heads have Qwen 3's layers for targets of any family; some call themselves after their target."""
-_OTHERS = ("attention_sink_bias", "lilicorr_candidate_topk", "gru_hidden_dim", "fusion_weights")
-"""Keys of heads that compute something else."""
+_OTHERS = {
+    **{"attention_sink_bias": False, "lilicorr_candidate_topk": None, "is_neox_style": True},
+    **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0},
+}
+"""Keys that may have no other value: they belong to heads for targets that are not supported either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,6 @@ class DFlashConfig:
     gap: bool = False
     """True: trained with anchors that lack the features before them, which then begin blocks. False: tokens without
     features replace masks."""
-    input_scale: float = 1.0
-    output_scale: float = 1.0
-    softcap: float = 0.0
-    """Bound of the logits; 0: none."""
 
     @property
     def positions(self) -> int:
@@ -88,97 +87,76 @@ class DFlashConfig:
 
 def parse_dflash(raw: Json, generation: Json) -> DFlashConfig:
     """Read `config.json`. What cannot be computed exactly is a `CheckpointError`."""
-    keys: dict[str, object] = {**raw, **(raw.get("dspark_config") or {}), **(raw.get("dflash_config") or {})}
-    nested = raw.get("transformer_layer_config")
-    inner: Json = nested if isinstance(nested, dict) else raw
+    keys: Json = {**raw, **(raw.get("dspark_config") or {}), **(raw.get("dflash_config") or {})}
+    inner: Json = raw.get("transformer_layer_config") or raw
     if inner.get("model_type", "qwen3") not in _FAMILIES:
         raise CheckpointError(
             f"a DFlash head with layers of {inner['model_type']} is not supported, only of {', '.join(_FAMILIES)}"
         )
-    if other := next((each for each in _OTHERS if keys.get(each)), None):
-        raise CheckpointError(f"a DFlash head with {other} is not supported")
-    if keys.get("is_neox_style") is False:
-        raise CheckpointError("a DFlash head with is_neox_style false is not supported")
-    layer = _layers(inner, raw, keys, generation)
-    published = "speculators_model_type" in raw
-    named = " ".join(map(str, (*(raw.get("architectures") or ()), raw.get("speculators_model_type"))))
-    mask = keys.get("mask_token_id")
-    if not isinstance(mask, int):
+    for name, usual in _OTHERS.items():
+        if keys.get(name) not in (None, usual):
+            raise CheckpointError(f"a DFlash head with {name} {keys[name]} is not supported")
+    layers, published = positive_size(inner, "num_hidden_layers"), "speculators_model_type" in raw
+    sliding = [each == "sliding_attention" for each in inner.get("layer_types") or [""] * layers]
+    if published:
+        causal = sliding if keys.get("sliding_window_non_causal") is False else [False] * layers
+    else:
+        stated = next((keys[name] for name in ("is_causal", "causal") if keys.get(name) is not None), None)
+        causal = sliding if stated is None else [bool(stated)] * layers
+    layer = _layers(inner, raw, keys, generation, [True] * layers if keys.get("use_swa") else sliding)
+    if not isinstance(mask := keys.get("mask_token_id"), int):
         raise CheckpointError("config.json: mask_token_id must be the number of the mask token")
-    selects = keys.get("selector_rank") is not None
-    block = positive_size({"block_size": 16, **keys}, "block_size")
-    group = positive_size({"conv_group_size": 16, **keys}, "conv_group_size")
-    if block < 2 or (selects and layer.hidden % group):
+    usual_sizes = {"block_size": 16, "conv_group_size": 16, "conv_kernel_size": 2, **keys}
+    block, group, taps = (positive_size(usual_sizes, name) for name in list(usual_sizes)[:3])
+    pairs = _pairs(keys)
+    if block < 2 or layer.hidden % group:
         raise CheckpointError(
             f"config.json: a block of {block} rows, or groups of {group} of {layer.hidden} channels"
         )
     return DFlashConfig(
         layer=layer,
         draft_vocabulary=int(raw.get("draft_vocab_size") or layer.vocabulary),
-        features=_features(keys, layer.layers, published),
+        features=_features(keys, layers, published),
         block=block,
         mask=mask,
-        from_anchor=bool(keys.get("sample_from_anchor", not published and "DSpark" in named)),
-        causal=_causal(keys, inner, layer.layers, published),
-        pairs=_pairs(keys),
-        taps=positive_size({"conv_kernel_size": 2, **keys}, "conv_kernel_size") if selects else 0,
+        from_anchor=bool(
+            keys.get("sample_from_anchor", not published and "DSpark" in str(raw.get("architectures")))
+        ),
+        causal=tuple(causal),
+        pairs=pairs,
+        taps=taps if pairs is not None and pairs.form == "selector" else 0,
         group=group,
         gap=bool(keys.get("context_gap")),
-        input_scale=_number(keys, "input_embedding_scale", 1.0),
-        output_scale=_number(keys, "output_multiplier", 1.0),
-        softcap=_number(keys, "final_logit_softcapping", 0.0),
     )
 
 
-def _layers(inner: Json, raw: Json, keys: Json, generation: Json) -> DecoderConfig:
+def _layers(inner: Json, raw: Json, keys: Json, generation: Json, sliding: list[bool]) -> DecoderConfig:
     """The layers as a Qwen 3 model; `layer_types` decides on windows, not `use_sliding_window`."""
-    types = _types(inner)
     window = keys.get("swa_window_size") or inner.get("sliding_window")
-    if keys.get("use_swa"):
-        types = ["sliding_attention"] * len(types)
-    sliding = "sliding_attention" in types
-    if sliding and not window:
+    if any(sliding) and not window:
         raise CheckpointError("config.json: layers of type sliding_attention need sliding_window")
     usual = {
         "architectures": ["Qwen3ForCausalLM"],
         "quantization_config": raw.get("quantization_config"),
         "tie_word_embeddings": False,
-        "use_sliding_window": sliding,
-        "layer_types": types,
-        "sliding_window": window,
+        "use_sliding_window": False,
     }
     config = describe({**inner, **usual}, generation).config
-    if not isinstance(config, DecoderConfig):
+    if not isinstance(config, DecoderConfig) or len(sliding) != config.layers:
         raise CheckpointError("config.json does not describe the layers of a DFlash head")
-    return config
-
-
-def _types(inner: Json) -> list[str]:
-    return list(inner.get("layer_types") or ["full_attention"] * positive_size(inner, "num_hidden_layers"))
+    return replace(config, windows=tuple(int(window or 0) if each else None for each in sliding))
 
 
 def _features(keys: Json, layers: int, published: bool) -> tuple[int, ...]:
     """Outputs of layers. Speculators names the inputs of the layers after them; z-lab may name none."""
-    if published:
-        found = [int(each) - 1 for each in keys.get("aux_hidden_state_layer_ids") or ()]
-    else:
-        found = [int(each) for each in keys.get("target_layer_ids") or ()]
-    if not found and keys.get("num_target_layers"):
-        last = int(keys["num_target_layers"]) - 3
-        steps = max(1, layers - 1)
-        found = [round(1 + index * (last - 1) / steps) for index in range(layers)]
-        found = found if layers > 1 else [(last + 3) // 2]
-    if not found:
+    named = keys.get("aux_hidden_state_layer_ids" if published else "target_layer_ids") or ()
+    if named:
+        return tuple(int(each) - published for each in named)
+    if not (theirs := keys.get("num_target_layers")):
         raise CheckpointError("config.json names no target layers for the head to read")
-    return tuple(found)
-
-
-def _causal(keys: Json, inner: Json, layers: int, published: bool) -> tuple[bool, ...]:
-    sliding = tuple(each == "sliding_attention" for each in _types(inner))
-    if published:
-        return sliding if keys.get("sliding_window_non_causal") is False else (False,) * layers
-    stated = next((keys[name] for name in ("is_causal", "causal") if keys.get(name) is not None), None)
-    return sliding if stated is None else (bool(stated),) * layers
+    if layers == 1:
+        return (int(theirs) // 2,)
+    return tuple(round(1 + index * (int(theirs) - 4) / (layers - 1)) for index in range(layers))
 
 
 def _pairs(keys: Json) -> PairConfig | None:
@@ -193,12 +171,3 @@ def _pairs(keys: Json) -> PairConfig | None:
             "depend on more than two neighbouring tokens"
         )
     return PairConfig("gated" if form == "gated" else "markov", positive_size(keys, "markov_rank"))
-
-
-def _number(keys: Json, name: str, default: float) -> float:
-    value = keys.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, int | float):
-        raise CheckpointError(f"config.json: {name} must be a number, not {value!r}")
-    return float(value)

@@ -14,11 +14,11 @@ from ssd_serve.drafter.sources.dflash.model import (
     DFlashWeights,
     PairScores,
 )
-from ssd_serve.kernels.native.library import NativeLibrary
+from ssd_serve.drafter.sources.loading import SourceConfig
 from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.contract import Architecture, Description, Matrices, Sizes
 from ssd_serve.models.architectures.dense.config import dense_sizes
-from ssd_serve.models.architectures.dense.weights import DecoderLayer, read_blocks
+from ssd_serve.models.architectures.dense.weights import read_blocks
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.heads.config import check_features
 from ssd_serve.models.heads.load import TensorCheck, read_proposed, target_head, target_table
@@ -27,7 +27,7 @@ from ssd_serve.models.rope import interleave
 from ssd_serve.models.sizes import PACKED, ModelSizes, model_dtype, sizes_of
 from ssd_serve.models.weights.checkpoint import Checkpoint
 from ssd_serve.models.weights.formats import read_config
-from ssd_serve.models.weights.linear import Linears, MatrixShare, Table
+from ssd_serve.models.weights.linear import Linear, Linears, MatrixShare
 
 _UNUSED = ("confidence_head.", "rotary_emb.")
 """Prefixes of tensors that drafting does not need: trees end by probability, not by a trained confidence."""
@@ -51,39 +51,32 @@ def dflash_config(folder: Path, target: Path) -> DFlashConfig:
     return replace(config, layer=layer, features=check_features(config.features, layers))
 
 
-def dflash_sizes(
-    folder: Path,
-    target: Path,
-    *,
-    device: str,
-    dtype: str,
-    allow_pickle: bool = False,
-    native: NativeLibrary | None = None,
-) -> ModelSizes:
+def dflash_sizes(source: SourceConfig, folder: Path, target: Path) -> ModelSizes:
     """Return the sizes of a head, which `load_sized` loads."""
-    config = dflash_config(folder, target)
-    keeps = native if model_dtype(target, dtype, device, native) == PACKED else None
+    config, own, native = source.config, dflash_config(folder, target), source.native
+    pickle, dtype, device = config.allow_pickle, config.dtype, source.device
+    packed = model_dtype(target, dtype, device, native) == PACKED
 
     def read(config: DFlashConfig, checkpoint: Checkpoint, make: Linears) -> DFlashWeights:
-        shared = _Shared(target, config, allow_pickle, keeps)
         survey = TensorCheck(checkpoint, make.parallel)
-        reader = _Reader(config, checkpoint, survey, shared)
-        reader.read()
+        _Reader(config, checkpoint, survey).read()
         survey.finish()
-        weights = _Reader(config, checkpoint, make, shared).read()
+        weights = _Reader(config, checkpoint, make).read()
         checkpoint.finish()
-        return weights
+        sizes, table = (config.vocabulary, config.hidden), weights.embedding
+        if table is None:
+            table = target_table(target, *sizes, pickle, native if packed else None)
+        if weights.head is not None:
+            return replace(weights, embedding=table)
+        both = not isinstance(table, torch.Tensor) and load_description(target).sizes(Parallel()).tied
+        head = table if both else target_head(target, *sizes, allow_pickle=pickle)
+        return replace(weights, embedding=table, head=make.wrap(head))
 
     described = Architecture(
         models="DFlash", parse=parse_dflash, sizes=_sizes, read_weights=read, build=DFlashHead
     )
     return sizes_of(
-        Description(described, config),
-        folder,
-        device=device,
-        dtype=dtype,
-        allow_pickle=allow_pickle,
-        native=native,
+        Description(described, own), folder, device=device, dtype=dtype, allow_pickle=pickle, native=native
     )
 
 
@@ -106,34 +99,11 @@ def _sizes(config: DFlashConfig, parallel: Parallel) -> Sizes:
     )
 
 
-class _Shared:
-    """Weights of the target that a head uses, read once."""
-
-    def __init__(
-        self, target: Path, config: DFlashConfig, allow_pickle: bool, native: NativeLibrary | None
-    ) -> None:
-        self._target, self._sizes = target, (config.vocabulary, config.hidden)
-        self._allow_pickle, self._native = allow_pickle, native
-        self._table: Table | None = None
-
-    def embedding(self) -> Table:
-        if self._table is None:
-            self._table = target_table(self._target, *self._sizes, self._allow_pickle, self._native)
-        return self._table
-
-    def head(self) -> Table:
-        """Return the LM head: where that is the embedding in the blocks of its file, the embedding."""
-        tied = load_description(self._target).sizes(Parallel()).tied
-        if tied and not isinstance(table := self.embedding(), torch.Tensor):
-            return table
-        return target_head(self._target, *self._sizes, allow_pickle=self._allow_pickle)
-
-
 class _Reader:
     """Knows the names of a head's tensors."""
 
-    def __init__(self, config: DFlashConfig, checkpoint: Checkpoint, make: Linears, shared: _Shared) -> None:
-        self._config, self._checkpoint, self._make, self._shared = config, checkpoint, make, shared
+    def __init__(self, config: DFlashConfig, checkpoint: Checkpoint, make: Linears) -> None:
+        self._config, self._checkpoint, self._make = config, checkpoint, make
         self._outside = "model." if "model.fc.weight" in checkpoint else ""
 
     def read(self) -> DFlashWeights:
@@ -141,34 +111,35 @@ class _Reader:
         for name in self._checkpoint.names():
             if name.removeprefix(outside).startswith(_UNUSED):
                 self._checkpoint.ignore(name)
-        c = self._config
+        table, fuse = f"{outside}embed_tokens.weight", MatrixShare(f"{outside}fc", c.hidden)
+        owned = table in self._checkpoint
         return DFlashWeights(
-            embedding=self._embedding(),
+            embedding=make.tensor(table, (c.vocabulary, c.hidden)) if owned else None,
             mask=self._mask(),
-            fuse=make.by_outputs(
-                [MatrixShare(f"{outside}fc", c.hidden)], len(c.features) * c.hidden, bias=False
-            ),
-            fused_norm=self._norm("hidden_norm"),
+            fuse=make.by_outputs([fuse], len(c.features) * c.hidden, bias=False),
+            fused_norm=self._norm(f"{outside}hidden_norm"),
             context=make.by_outputs(self._context(), c.hidden, bias=c.layer.qkv_bias),
             context_norm=self._context_norm(),
             layers=tuple(self._layer(f"{outside}layers.{index}") for index in range(c.layer.layers)),
-            norm=self._norm("norm"),
-            head=make.by_outputs([MatrixShare("lm_head", c.draft_vocabulary)], c.hidden, bias=False)
-            if "lm_head.weight" in self._checkpoint
-            else make.wrap(self._target_head()),
+            norm=self._norm(f"{outside}norm"),
+            head=self._head(),
             proposed=read_proposed(c.vocabulary, c.draft_vocabulary, self._checkpoint),
             pairs=None if c.pairs is None else self._pairs(c.pairs),
         )
 
-    def _norm(self, name: str) -> RmsNorm:
-        weight = self._make.tensor(f"{self._outside}{name}.weight", (self._config.hidden,))
-        return RmsNorm(weight, self._config.layer.norm_epsilon)
+    def _head(self) -> Linear | None:
+        c = self._config
+        if "lm_head.weight" in self._checkpoint:
+            return self._make.by_outputs([MatrixShare("lm_head", c.draft_vocabulary)], c.hidden, bias=False)
+        if c.draft_vocabulary != c.vocabulary:
+            raise CheckpointError(
+                f"{self._checkpoint.folder} proposes {c.draft_vocabulary} of {c.vocabulary} tokens, and has no lm_head"
+            )
+        return None
 
-    def _embedding(self) -> Table:
-        c, name = self._config, f"{self._outside}embed_tokens.weight"
-        if name in self._checkpoint:
-            return self._make.tensor(name, (c.vocabulary, c.hidden))
-        return self._shared.embedding()
+    def _norm(self, name: str) -> RmsNorm:
+        weight = self._make.tensor(f"{name}.weight", (self._config.hidden,))
+        return RmsNorm(weight, self._config.layer.norm_epsilon)
 
     def _mask(self) -> torch.Tensor | None:
         names = (f"{self._outside}mask_embedding{end}" for end in ("", ".weight"))
@@ -199,12 +170,9 @@ class _Reader:
 
     def _layer(self, name: str) -> BlockLayer:
         c = self._config.layer
-        norm = self._make.tensor(f"{name}.input_layernorm.weight", (c.hidden,))
         return BlockLayer(
-            usual=DecoderLayer(
-                input_norm=RmsNorm(norm, c.norm_epsilon),
-                blocks=read_blocks(c, self._make, name, c.hidden),
-            ),
+            input_norm=self._norm(f"{name}.input_layernorm"),
+            blocks=read_blocks(c, self._make, name, c.hidden),
             attention_conv=self._convolution(f"{name}.attention_conv"),
             mlp_conv=self._convolution(f"{name}.mlp_conv"),
         )
@@ -220,36 +188,16 @@ class _Reader:
         return Convolution(base.view(2, c.taps, groups, c.group), projection)
 
     def _pairs(self, pairs: PairConfig) -> PairScores:
-        c, make, rank = self._config, self._make, pairs.rank
-        if pairs.form == "selector":
-            name = f"{self._outside}candidate_selector"
-            share = MatrixShare(f"{name}.hidden_projection", rank)
-            return PairScores(
-                self._table(f"{name}.predecessor_codebook", (c.vocabulary, rank)),
-                self._table(f"{name}.successor_codebook", (c.draft_vocabulary, rank)),
-                make.by_outputs([share], c.hidden, bias=False),
-                gates=False,
-                whole=False,
-            )
-        name, gate = f"{self._outside}markov_head", None
-        if pairs.form == "gated":
-            gate = make.by_outputs([MatrixShare(f"{name}.gate_proj", rank)], c.hidden + rank, bias=True)
+        c, make, rank, selects = self._config, self._make, pairs.rank, pairs.form == "selector"
+        outside, hidden = self._outside + ("candidate_selector" if selects else "markov_head"), None
+        names = ("predecessor_codebook", "successor_codebook") if selects else ("markov_w1", "markov_w2")
+        found = [
+            name if (name := f"{outside}.{each}") in self._checkpoint else f"{name}.weight" for each in names
+        ]
+        if pairs.form != "markov":
+            share = MatrixShare(f"{outside}.{'hidden_projection' if selects else 'gate_proj'}", rank)
+            hidden = make.by_outputs([share], c.hidden + (0 if selects else rank), bias=not selects)
+        before = make.tensor(found[0], (c.vocabulary, rank))
         return PairScores(
-            self._table(f"{name}.markov_w1", (c.vocabulary, rank)),
-            self._table(f"{name}.markov_w2", (c.draft_vocabulary, rank)),
-            gate,
-            gates=True,
-            whole=True,
+            before, make.tensor(found[1], (c.draft_vocabulary, rank)), hidden, whole=not selects
         )
-
-    def _table(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        plain = name in self._checkpoint
-        return self._make.tensor(name if plain else f"{name}.weight", shape)
-
-    def _target_head(self) -> Table:
-        if self._config.draft_vocabulary != self._config.vocabulary:
-            raise CheckpointError(
-                f"{self._checkpoint.folder} proposes {self._config.draft_vocabulary} of {self._config.vocabulary} "
-                "tokens, and has no lm_head"
-            )
-        return self._shared.head()

@@ -5,7 +5,9 @@ other rows of a batch are blocks, an anchor and masks each, and attend to the co
 batches, weights and attention backends; no trees and no target.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from ssd_serve.kernels.device import completion
 from ssd_serve.kernels.rows import RmsNorm
 from ssd_serve.models.architectures.contract import ModelParts
 from ssd_serve.models.architectures.dense.decoder import DenseModel
-from ssd_serve.models.architectures.dense.weights import DecoderLayer
+from ssd_serve.models.architectures.dense.weights import LayerBlocks
 from ssd_serve.models.interface import ForwardResult, Inputs
 from ssd_serve.models.rope import rotation_table
 from ssd_serve.models.sizes import DTYPES
@@ -38,11 +40,13 @@ class Convolution:
     base: torch.Tensor  # [2, taps, groups, channels of a group]
     projection: Linear  # hidden -> 2 * taps * groups
 
-    def before(self, rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve normed rows [rows, hidden]; also return the coefficients of `after`."""
+    def around(
+        self, part: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, block: int
+    ) -> torch.Tensor:
+        """Map normed rows [rows, hidden] by a part of a layer, with a convolution before and one after it."""
         _, taps, groups, _ = self.base.shape
         dynamic = self.projection(rows).view(-1, 2, taps, groups, 1)
-        return self.mix(rows, dynamic[:, 0], 0, block), dynamic[:, 1]
+        return self.mix(part(self.mix(rows, dynamic[:, 0], 0, block)), dynamic[:, 1], 1, block)
 
     def mix(self, rows: torch.Tensor, dynamic: torch.Tensor, side: int, block: int) -> torch.Tensor:
         """Convolve rows [rows, hidden] with these coefficients [rows, taps, groups, 1]."""
@@ -63,16 +67,15 @@ class PairScores:
     after: torch.Tensor  # [draft vocabulary, rank]
     hidden: Linear | None
     """The gate (hidden + rank -> rank), or the projection of the row (hidden -> rank)."""
-    gates: bool
     whole: bool
-    """True: tokens outside the candidates have scores too."""
+    """True (DSpark): tokens outside the candidates have scores too."""
 
     def vectors(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return vectors [rows, count, rank] of the tokens before [rows, count], for rows [rows, hidden]."""
         found = self.before[tokens]
         if self.hidden is None:
             return found
-        if not self.gates:
+        if not self.whole:
             return found * self.hidden(rows).to(found)[:, None]
         wide = rows.to(found)[:, None].expand(-1, tokens.shape[1], -1)
         return found * torch.sigmoid(self.hidden(torch.cat((wide, found), dim=-1)))
@@ -90,16 +93,17 @@ class PairScores:
 class BlockLayer:
     """Weights of one layer."""
 
-    usual: DecoderLayer
+    input_norm: RmsNorm
+    blocks: LayerBlocks
     attention_conv: Convolution | None
     mlp_conv: Convolution | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashWeights:
-    """Weights of a whole head."""
+    """Weights of a whole head. `embedding` or `head` None: the target's is used."""
 
-    embedding: Table  # [vocabulary, hidden]
+    embedding: Table | None  # [vocabulary, hidden]
     mask: torch.Tensor | None  # [hidden], in place of the mask token's embedding
     fuse: Linear  # features -> hidden
     fused_norm: RmsNorm  # [hidden]
@@ -107,7 +111,7 @@ class DFlashWeights:
     context_norm: RmsNorm  # [layers * kv_heads, head_dim]
     layers: tuple[BlockLayer, ...]
     norm: RmsNorm  # [hidden]
-    head: Linear  # hidden -> draft vocabulary
+    head: Linear | None  # hidden -> draft vocabulary
     proposed: torch.Tensor | None  # int64 [draft vocabulary], ids of the target; None: all
     pairs: PairScores | None
 
@@ -116,7 +120,9 @@ class DFlashHead(DenseModel):
     """`Model` of batches with context rows first, which have `vectors`, and whole blocks after them."""
 
     def __init__(self, config: DFlashConfig, weights: DFlashWeights, parts: ModelParts) -> None:
-        embedding, self._dtype = weights.embedding, DTYPES[parts.facts.dtype]
+        if weights.embedding is None or weights.head is None:
+            raise ValueError("a head needs its target's embedding and LM head")
+        embedding, self._dtype, self._head = weights.embedding, DTYPES[parts.facts.dtype], weights.head
         if isinstance(embedding, torch.Tensor):
             embedding = embedding.to(parts.facts.device, self._dtype)
         super().__init__(config.layer, parts, embedding.device)
@@ -147,11 +153,9 @@ class DFlashHead(DenseModel):
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
         """Run one ragged batch; see `Model.forward`. Wanted rows are rows of blocks."""
-        forms = {False: batch}
-        if True in self.config.causal:
-            forms[True] = _causal(batch)
         plans: dict[bool, Any] = {
-            causal: self._attention.plan(forms[causal]) for causal in dict.fromkeys(self.config.causal)
+            causal: self._attention.plan(_causal(batch) if causal else batch)
+            for causal in set(self.config.causal)
         }
         inputs = Inputs(
             torch.from_numpy(batch.tokens).to(self._device),
@@ -165,39 +169,57 @@ class DFlashHead(DenseModel):
 
     def run(self, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return logits of the wanted rows, float32 [wanted, proposed], and their normed rows."""
-        w, block, operations = self._weights, self.config.block, self._operations
-        heads, count = self._layer_config.heads, 0 if inputs.vectors is None else len(inputs.vectors)
+        count, known = 0, None
         rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2]
-        known = self._context(inputs.vectors, rotations[:count]) if inputs.vectors is not None else None
-        if count == len(inputs.tokens):
-            for index, causal in enumerate(self.config.causal):
-                self._attention.write(index, known[index], inputs.plan[causal]) if known is not None else None
-            return torch.empty((0, self.config.draft_vocabulary), device=self._device), {}
+        if inputs.vectors is not None:
+            count = len(inputs.vectors)
+            known = self._context(inputs.vectors, rotations[:count])
+            if count == len(inputs.tokens):
+                for index, causal in enumerate(self.config.causal):
+                    self._attention.write(index, known[index], inputs.plan[causal])
+                return torch.empty((0, self.config.draft_vocabulary), device=self._device), {}
         hidden, rotations = self._embed(inputs.tokens[count:]), rotations[count:]
         added: torch.Tensor | None = None
-        for index, layer in enumerate(w.layers):
-            blocks, plan, later = layer.usual.blocks, inputs.plan[self.config.causal[index]], None
-            rows = operations.norm(hidden, added, layer.usual.input_norm)
-            if layer.attention_conv is not None:
-                rows, later = layer.attention_conv.before(rows, block)
-            qkv = blocks.qkv(rows).view(len(rows), -1, self._layer_config.head_dim)
-            rotated = heads + self._layer_config.kv_heads
-            qkv = operations.rotate(qkv, rotations, rotated, blocks.qk_norm)
-            queries, stored = qkv[:, :heads], qkv[:, heads:]
-            if known is not None:
-                stored = torch.cat((known[index], stored))
-                queries = torch.cat((queries.new_zeros((count, *queries.shape[1:])), queries))
-            self._attention.write(index, stored, plan)
-            added = blocks.output(self._attention.run(index, queries, plan)[count:].to(rows.dtype))
-            if layer.attention_conv is not None and later is not None:
-                added = layer.attention_conv.mix(added, later, 1, block)
-            rows = operations.norm(hidden, added, blocks.mlp_norm)
-            if layer.mlp_conv is not None:
-                rows, later = layer.mlp_conv.before(rows, block)
-            added = blocks.down(operations.gate(blocks.gate_up(rows)))
-            if layer.mlp_conv is not None and later is not None:
-                added = layer.mlp_conv.mix(added, later, 1, block)
-        return self._outputs(hidden, added, inputs.wanted, count)
+        for index, layer in enumerate(self._weights.layers):
+            stored = None if known is None else known[index]
+            attend = partial(
+                self._attend_block, index, stored, rotations, inputs.plan[self.config.causal[index]]
+            )
+            for norm, convolution, part in (
+                (layer.input_norm, layer.attention_conv, attend),
+                (layer.blocks.mlp_norm, layer.mlp_conv, partial(self._feed_forward, layer.blocks)),
+            ):
+                rows = self._operations.norm(hidden, added, norm)
+                block = self.config.block
+                added = part(rows) if convolution is None else convolution.around(part, rows, block)
+        if inputs.wanted is not None:
+            hidden = hidden.index_select(0, inputs.wanted - count)
+            added = None if added is None else added.index_select(0, inputs.wanted - count)
+        rows = self._operations.norm(hidden, added, self._weights.norm)
+        return self._head(rows).float(), {ROWS: rows}
+
+    def _attend_block(
+        self,
+        index: int,
+        known: torch.Tensor | None,
+        rotations: torch.Tensor,
+        plan: object,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of normed block rows, after the keys and values `known` of context rows were stored."""
+        c, blocks = self._layer_config, self._weights.layers[index].blocks
+        qkv = blocks.qkv(rows).view(len(rows), -1, c.head_dim)
+        qkv = self._operations.rotate(qkv, rotations, c.heads + c.kv_heads, blocks.qk_norm)
+        queries, stored = qkv[:, : c.heads], qkv[:, c.heads :]
+        if known is not None:
+            stored = torch.cat((known, stored))
+            queries = torch.cat((queries.new_zeros((len(known), *queries.shape[1:])), queries))
+        self._attention.write(index, stored, plan)
+        attended = self._attention.run(index, queries, plan)[len(queries) - len(rows) :]
+        return blocks.output(attended.to(rows.dtype))
+
+    def _feed_forward(self, blocks: LayerBlocks, rows: torch.Tensor) -> torch.Tensor:
+        return blocks.down(self._operations.gate(blocks.gate_up(rows)))
 
     def _context(self, vectors: torch.Tensor, rotations: torch.Tensor) -> list[torch.Tensor]:
         """Keys and values of context rows by layer: [rows, 2 * kv_heads, head_dim]."""
@@ -209,26 +231,12 @@ class DFlashHead(DenseModel):
         return list(torch.cat(both, dim=2).unbind(1))
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        mask = self._weights.mask
+        if (mask := self._weights.mask) is None:
+            return self._embedding.index_select(0, tokens)
         masked = tokens == self.config.mask
-        rows = self._embedding.index_select(0, tokens if mask is None else tokens.masked_fill(masked, 0))
-        if mask is not None:
-            rows[masked] = mask.to(rows)
-        return rows if self.config.input_scale == 1.0 else rows * self.config.input_scale
-
-    def _outputs(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, wanted: torch.Tensor | None, count: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if wanted is not None:
-            hidden = hidden.index_select(0, wanted - count)
-            added = None if added is None else added.index_select(0, wanted - count)
-        rows = self._operations.norm(hidden, added, self._weights.norm)
-        logits = self._weights.head(rows).float()
-        if self.config.output_scale != 1.0:
-            logits = logits * self.config.output_scale
-        if self.config.softcap > 0:
-            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
-        return logits, {ROWS: rows}
+        rows = self._embedding.index_select(0, tokens.masked_fill(masked, 0))
+        rows[masked] = mask.to(rows)
+        return rows
 
     def places_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return places in the draft vocabulary of proposed tokens."""

@@ -17,7 +17,6 @@ from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import ProtocolError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
-from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import Block, CandidateBatch, NodeRequest, Scales
 from ssd_serve.drafter.sources.dflash.config import DFlashConfig
@@ -33,15 +32,16 @@ from ssd_serve.drafter.sources.draft_model import (
 from ssd_serve.drafter.sources.eagle import step_seconds
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_slots, tokenizer_info
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
-from ssd_serve.drafter.sources.whole_model import StepSourceArguments, require_folder
+from ssd_serve.drafter.sources.whole_model import DraftModel, StepSourceArguments, require_folder
 from ssd_serve.kernels.batch import Batch, RequestRows
 from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.models.load import load_sized, served_options
 from ssd_serve.models.wrapped import wrap_model
 from ssd_serve.sampling.grammar import Mask
+from ssd_serve.sampling.noise import Float32Array
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.sampling.ranking import SamplingKeys, trusted_ranking
+from ssd_serve.sampling.ranking import SamplingKeys
 
 _NOTHING = np.empty(0, np.int32)
 
@@ -206,7 +206,7 @@ class DFlashSource(StepSource[Block]):
         else:
             batch = self.ranked(self._head.spread(logits), inputs)
         if pairs is not None:
-            batch, found = self._paired(pairs, batch, inputs, starts[:-1])
+            found = self._paired(pairs, batch, inputs, starts[:-1])
         return [
             Block(
                 *(batch.tokens[first:end], batch.log_probabilities[first:end], batch.scores[first:end]),
@@ -216,20 +216,19 @@ class DFlashSource(StepSource[Block]):
             for first, end in pairwise(starts)
         ]
 
-    @torch.inference_mode()
     def _paired(
         self, pairs: PairScores, batch: CandidateBatch, inputs: RankingInputs, firsts: list[int]
-    ) -> tuple[CandidateBatch, np.ndarray]:
+    ) -> Float32Array:
         """Return log-probabilities [rows, candidates, candidates] of a row's candidates after those of the row before.
 
-        They share the noise and the probability of the row's candidates. Candidates of first rows are ranked by their
-        scores after the anchor.
+        They share the noise and the probability of the row's candidates. Candidates of first rows are ranked again in
+        `batch`, by their scores after the anchor.
         """
         tokens = torch.from_numpy(batch.tokens.astype(np.int64)).to(self._rows.device)
         before = tokens.roll(1, 0)
         before[firsts] = torch.tensor(self._anchors, device=tokens.device)[:, None]
         places = self._head.places_of(tokens)
-        added: np.ndarray = pairs(before, places, self._rows).cpu().numpy()
+        added: Float32Array = pairs(before, places, self._rows).cpu().numpy()
         if pairs.whole:
             added[firsts] = 0.0  # the whole vocabulary was ranked with them
         temperatures = np.array([each or 1.0 for each in inputs.keys.temperatures], np.float32)
@@ -238,9 +237,11 @@ class DFlashSource(StepSource[Block]):
         with np.errstate(invalid="ignore"):
             share = np.logaddexp.reduce(batch.log_probabilities, axis=1)[:, None, None]
             scaled = scores / scales
-            found = scaled - np.logaddexp.reduce(scaled, axis=2, keepdims=True) + np.minimum(share, 0.0)
+            found: Float32Array = (
+                scaled - np.logaddexp.reduce(scaled, axis=2, keepdims=True) + np.minimum(share, 0)
+            )
         if pairs.whole:
-            return batch, found
+            return found
         own, values = scores[firsts, 0], found[firsts, 0]
         order = np.argsort(-own, axis=1, kind="stable")
         batch.expected_scores[firsts] = (np.exp(values - share[firsts, 0]) * own).sum(axis=1)
@@ -250,7 +251,7 @@ class DFlashSource(StepSource[Block]):
         follows = np.array(inputs.counts) > 1
         seconds = np.array(firsts)[follows] + 1
         found[seconds] = np.take_along_axis(found[seconds], order[follows][:, :, None], 1)
-        return batch, found
+        return found
 
 
 def describe_dflash(config: EngineConfig, folder: Path | None) -> SourceDescription:
@@ -265,35 +266,22 @@ def load_dflash(source: SourceConfig) -> LoadedSource:
     """Load a head for the configured target and measure its step."""
     config, device, native = source.config, source.device, source.native
     folder, target = require_folder(source), find_model(config, config.target, "target")
-    sizes = dflash_sizes(
-        folder,
-        target,
-        device=device,
-        dtype=config.dtype,
-        allow_pickle=config.allow_pickle,
-        native=native,
-    )
+    sizes = dflash_sizes(source, folder, target)
     own: DFlashConfig = sizes.description.config
     slots = draft_slots(config, sizes, device) + own.block * config.draft_width
     options = replace(served_options(config, device, slots, native), graphs=False, rounded=True)
     head = load_sized(folder, options, sizes, log=source.log)
     if not isinstance(head, DFlashHead):
         raise SettingsError(f"{folder} is no DFlash head")
-    facts = head.facts
-    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, native)
-    ranking = trusted_ranking(native) if facts.device == "cpu" else None
     model = wrap_model(head, "draft", config.model_wrapper)
-    pool = SlotPool(slots)
-
-    def made(prefill_rows: int) -> DFlashSource:
-        arguments = model, pool, noise, config.draft_fan_out, ranking, prefill_rows
-        return DFlashSource(arguments, head)
-
-    seconds = {width: step_seconds(made(1), head.width, width) for width in source.widths}
-    widest = max(seconds)
-    prefill_s = seconds[widest] / (widest * own.block)
-    info = tokenizer_info(target, facts.context)
-    return LoadedSource(made(prefill_rows_of(prefill_s)), info, seconds, prefill_s)
+    noise = NoiseRows(own.vocabulary, capacity_for(own.vocabulary), head.facts.device, native)
+    draft, fan_out = DraftModel(model, slots, noise, native), config.draft_fan_out
+    measured = DFlashSource(draft.arguments(fan_out), head)
+    seconds = {width: step_seconds(measured, head.width, width) for width in source.widths}
+    prefill_s = seconds[max(seconds)] / (max(seconds) * own.block)
+    draft = replace(draft, prefill_rows=prefill_rows_of(prefill_s))
+    info = tokenizer_info(target, head.facts.context)
+    return LoadedSource(DFlashSource(draft.arguments(fan_out), head), info, seconds, prefill_s)
 
 
 SOURCE = RegisteredSource(load_dflash, describe_dflash)
