@@ -1,6 +1,7 @@
 """DFlash, DFlash 2 and DSpark heads, against a reference in plain torch with absolute positions and whole texts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ssd_serve.base.engine_config import Mode
 from ssd_serve.base.errors import CheckpointError, ProtocolError
 from ssd_serve.base.logs import get_logger
 from ssd_serve.base.messages import SamplingParameters
@@ -17,7 +19,8 @@ from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.assembly import load_draft
 from ssd_serve.drafter.sources.contract import Block, NodeRequest
 from ssd_serve.drafter.sources.dflash.config import parse_dflash
-from ssd_serve.drafter.sources.dflash.source import DFlashSource
+from ssd_serve.drafter.sources.dflash.source import DFlashSource, describe_dflash
+from ssd_serve.drafter.sources.registry import SourceDescription
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.sampling.noise import log_exponential
 from tests.drafter import dflash_reference as reference
@@ -47,7 +50,7 @@ class Drafted:
         self.head = target.get_output_embeddings().weight.detach()
         self.features = torch.randn(CONTEXT, 2 * HIDDEN, generator=torch.Generator().manual_seed(5))
         self.offset = 0 if "dspark" in form else 1
-        self.gap = bool(keys)
+        self.gap = "context_gap" in str(keys)
         self.source = self.load()
         self.trees: dict[int, SpeculationTree] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -64,6 +67,7 @@ class Drafted:
             draft_width=4,
             draft_fan_out=FAN_OUT,
         ).engine_config()
+        self.config = settings
         self.loaded = load_draft(settings, str(self.folder / "draft"), "cpu", native, get_logger("d0"))
         assert isinstance(self.loaded.source, DFlashSource)
         return self.loaded.source
@@ -300,6 +304,16 @@ def test_heads_that_were_trained_for_the_gap_begin_blocks_at_the_anchor(tmp_path
     child = tree.child_at(tree.root, 1)
     drafted.check_all((1, child))
     drafted.check_all((1, tree.child_at(child, 0)), (1, tree.root))
+
+
+def test_anchors_are_roots_unless_the_head_says_otherwise(tmp_path: Path) -> None:
+    cases: Any = (({}, {"block": 4}), ({"draft_ahead": True}, {"depth": 4}))
+    for keys, ahead in cases:
+        drafted = Drafted("dflash", tmp_path, **keys)
+        for mode, wanted in ((Mode.SD, cases[0][1]), (Mode.SSD, ahead)):
+            config = replace(drafted.config, mode=mode)
+            described = SourceDescription(features=(0, 2), keeps_tree=False, **wanted)
+            assert describe_dflash(config, tmp_path / "draft") == described
 
 
 def test_a_block_is_whole_at_the_end_of_the_context(tmp_path: Path) -> None:

@@ -143,7 +143,10 @@ def write_hydra(folder: Path, target: Path, heads: int = 3) -> Path:
 
 
 def write_dflash(folder: Path, target: Path, dspark: bool = False) -> Path:
-    """Write a random DFlash head in z-lab's layout, or a DSpark head in DeepSeek's, with blocks of 4 rows."""
+    """Write a random DFlash head in z-lab's layout, or a DSpark head in DeepSeek's, with blocks of 4 rows.
+
+    In mode async it has anchors besides roots.
+    """
     config = read_config(target)
     hidden, wide, vocabulary = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     queries, keys = (config[f"num_{each}_heads"] * HEAD for each in ("attention", "key_value"))
@@ -158,7 +161,8 @@ def write_dflash(folder: Path, target: Path, dspark: bool = False) -> Path:
         shapes[f"layers.0.{name}.weight"] = (outputs, inputs)
     shapes |= {f"layers.0.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     shapes |= {f"layers.0.self_attn.{each}_norm.weight": (HEAD,) for each in ("q", "k")}
-    own: dict[str, Any] = {"target_layer_ids": [0, 2], "mask_token_id": 200}
+    own: dict[str, Any] = {"target_layer_ids": [0, 2], "mask_token_id": 200, "draft_ahead": True}
+    own["context_gap"] = not dspark
     kind: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": own}
     if dspark:
         shapes |= {f"markov_head.markov_{each}.weight": (vocabulary, 4) for each in ("w1", "w2")}

@@ -55,6 +55,8 @@ class DFlashConfig:
     """Rows that a convolution reads (DFlash 2), each row's own included; 0: there are no convolutions."""
     group: int = 1
     """Channels that share the coefficients of a convolution."""
+    ahead: bool = False
+    """True: while the target verifies, likely outcomes are anchors."""
     gap: bool = False
     """True: trained with anchors that lack the features before them, which then begin blocks. False: tokens without
     features replace masks."""
@@ -126,6 +128,7 @@ def parse_dflash(raw: Json, generation: Json) -> DFlashConfig:
         pairs=pairs,
         taps=taps if pairs is not None and pairs.form == "selector" else 0,
         group=group,
+        ahead=bool(keys.get("draft_ahead")),
         gap=bool(keys.get("context_gap")),
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ssd_serve.base.engine_config import EngineConfig
+from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import ProtocolError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
@@ -255,10 +255,13 @@ class DFlashSource(StepSource[Block]):
 
 
 def describe_dflash(config: EngineConfig, folder: Path | None) -> SourceDescription:
-    """The target layers that a head reads; a block below each root."""
+    """The target layers that a head reads. Asynchronous drafting has anchors besides roots if the head says so."""
     if folder is None:
         raise SettingsError(f"{config.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
     own = dflash_config(folder, find_model(config, config.target, "target"))
+    if own.ahead and config.mode is Mode.SSD:
+        depth = None if own.gap else own.positions
+        return SourceDescription(features=own.features, depth=depth, keeps_tree=False)
     return SourceDescription(features=own.features, block=own.positions, keeps_tree=False)
 
 
