@@ -295,7 +295,7 @@ def test_a_mask_embedding_replaces_the_mask_tokens(tmp_path: Path) -> None:
 
 
 def test_heads_that_were_trained_for_the_gap_begin_blocks_at_the_anchor(tmp_path: Path) -> None:
-    keys = {"dflash_config": {**FORMS["dflash"]["dflash_config"], "context_gap": 3}}
+    keys: Any = {"dflash_config": {**FORMS["dflash"]["dflash_config"], "context_gap": 3}}
     drafted = Drafted("dflash", tmp_path, **keys)
     drafted.open(1, [5, 9, 60, 33])
     drafted.read(1, 0, 3)
@@ -377,7 +377,7 @@ def test_heads_and_features_of_other_targets_are_refused(tmp_path: Path) -> None
     drafted.open(1, [5, 9])
     with pytest.raises(ProtocolError, match="width 127, not 128"):
         drafted.source.read(1, 0, torch.zeros(1, 127))
-    for keys, message in (
+    cases: Any = (
         ({"num_target_layers": 4}, "for targets of 4 layers; .* has 3"),
         ({"vocab_size": 300}, "a head for targets of width 64 with 300 tokens"),
         ({"draft_vocab_size": 99}, r"proposes 99 of 257 tokens, and has no (d2t|lm_head)"),
@@ -387,7 +387,8 @@ def test_heads_and_features_of_other_targets_are_refused(tmp_path: Path) -> None
             "mask_token_id 257 is none of",
         ),
         ({"num_hidden_layers": 4}, "lacks layers.3"),
-    ):
+    )
+    for keys, message in cases:
         reference.write("dflash", tmp_path / "draft", **keys)
         with pytest.raises(CheckpointError, match=message):
             drafted.load()
