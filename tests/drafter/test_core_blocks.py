@@ -13,7 +13,9 @@ from ssd_serve.base.draft_messages import Growth, Outcome
 from ssd_serve.base.seeds import mix
 from ssd_serve.cache.node import Node
 from ssd_serve.cache.replica import Replica
+from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.blocks import grow_tree
+from ssd_serve.drafter.calibration import Calibration
 from ssd_serve.drafter.core import DrafterCore
 from ssd_serve.drafter.frontier import GrowthLimits
 from ssd_serve.drafter.sources.contract import Block, Candidates, NodeRequest, Scales
@@ -45,10 +47,20 @@ class RandomBlocks(ScriptedSource):
         return Block(tokens, values, values, np.zeros(POSITIONS, np.float32), pairs)
 
 
-def block_core(source: RandomBlocks, block: int | None, limits: GrowthLimits = LIMITS) -> DrafterCore:
-    core = DrafterCore(
-        source, limits, (EOS,), "d0", description=SourceDescription(block=block), trees=grow_tree
-    )
+class OpenCore(DrafterCore):
+    """Shows the tree of request 1 and the calibration."""
+
+    @property
+    def own_tree(self) -> SpeculationTree:
+        return self._requests[1].tree
+
+    @property
+    def fitted(self) -> Calibration:
+        return self._calibration
+
+
+def block_core(source: RandomBlocks, block: int | None, limits: GrowthLimits = LIMITS) -> OpenCore:
+    core = OpenCore(source, limits, (EOS,), "d0", description=SourceDescription(block=block), trees=grow_tree)
     core.handle(opening(max_tokens=10_000))
     return core
 
@@ -73,7 +85,7 @@ def test_the_replica_has_the_tree_of_the_drafter(
         for growth in grown(core):
             assert isinstance(growth, Growth)
             assert replica.apply(growth)
-        drafted = candidates(core._requests[1].tree.expanded(), 3)
+        drafted = candidates(core.own_tree.expanded(), 3)
         received = candidates(replica.tree.expanded(), 3)
         assert drafted.items() <= received.items()
         node, tokens = replica.tree.root, list[int]()
@@ -151,14 +163,14 @@ def test_choices_along_a_block_calibrate_each_depth() -> None:
     core = block_core(source, POSITIONS)
     grown(core)
     seen: list[int] = []
-    observe = core._calibration.observe
+    observe = core.fitted.observe
 
     def record(temperature: float, candidates: Any, token: int, depth: int = 0) -> None:
         seen.append(depth)
         assert tuple(candidates.tokens) == tuple(source.block(ROOT).tokens[depth])
         observe(temperature, candidates, token, depth)
 
-    core._calibration.observe = record  # type: ignore[method-assign]
+    core.fitted.observe = record  # type: ignore[method-assign]
     tokens = tuple(int(each) for each in source.block(ROOT).tokens[:3, 0])
     root = ROOT
     for token in tokens:
@@ -181,10 +193,10 @@ class TwoLevels(RandomBlocks):
         ]
 
 
-def lending_core(lends: bool) -> DrafterCore:
+def lending_core(lends: bool) -> OpenCore:
     description = SourceDescription(depth=2 + POSITIONS, lends=lends)
     limits = replace(LIMITS, nodes=600)
-    core = DrafterCore(TwoLevels(), limits, (EOS,), "d0", description=description)
+    core = OpenCore(TwoLevels(), limits, (EOS,), "d0", description=description)
     core.handle(opening(max_tokens=10_000))
     return core
 
@@ -199,8 +211,8 @@ def test_leaves_beside_a_block_get_its_candidates_until_they_are_drafted() -> No
             assert isinstance(growth, Growth)
             assert replica.apply(growth)
         plain.step()
-        own = {node.name: node for node in lending._requests[1].tree.expanded()}
-        assert own.keys() == {node.name for node in plain._requests[1].tree.expanded()}
+        own = {node.name: node for node in lending.own_tree.expanded()}
+        assert own.keys() == {node.name for node in plain.own_tree.expanded()}
         now = {node.name: node for node in replica.tree.expanded()}
         lent = {name: node for name, node in now.items() if name not in own}
         for name, node in lent.items():
