@@ -6,7 +6,7 @@ not known yet. The block of a head that was trained for the gap begins at the an
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from ssd_serve.base.engine_config import EngineConfig, Mode
 from ssd_serve.base.errors import ProtocolError, SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
-from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import Block, CandidateBatch, NodeRequest, Scales
 from ssd_serve.drafter.sources.dflash.config import DFlashConfig
 from ssd_serve.drafter.sources.dflash.load import dflash_config, dflash_sizes
@@ -29,7 +28,7 @@ from ssd_serve.drafter.sources.draft_model import (
     in_order,
     prefill_rows_of,
 )
-from ssd_serve.drafter.sources.eagle import step_seconds
+from ssd_serve.drafter.sources.eagle import TargetVectors, step_seconds
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_slots, tokenizer_info
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
 from ssd_serve.drafter.sources.whole_model import DraftModel, StepSourceArguments, require_folder
@@ -46,29 +45,19 @@ from ssd_serve.sampling.ranking import SamplingKeys
 _NOTHING = np.empty(0, np.int32)
 
 
-@dataclass(slots=True)
-class _Known:
-    """The committed tokens of a request, and the projected features of some of them."""
-
-    length: int
-    root: int
-    """The last one."""
-    table: VectorTable = field(default_factory=VectorTable)
-
-
 class DFlashSource(StepSource[Block]):
     """Expands anchors of requests with features of all committed tokens before the root."""
 
     def __init__(self, arguments: StepSourceArguments, head: DFlashHead) -> None:
         super().__init__(*arguments)
         self._head, self._config = head, head.config
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, TargetVectors] = {}
         self._rows = torch.empty(0)
         self._anchors = list[int]()
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
         super().open(request, (), parameters, seed)
-        self._known[request] = _Known(len(tokens), tokens[-1])
+        self._known[request] = TargetVectors(list(tokens))
 
     def close(self, request: int) -> None:
         super().close(request)
@@ -77,8 +66,8 @@ class DFlashSource(StepSource[Block]):
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
         """Committed tokens come into the context with their features."""
         del path, kept
-        known = self._known[request]
-        known.length, known.root = known.length + len(tokens), tokens[-1]
+        self._known[request].committed.extend(tokens)
+        self._known[request].queue(self.held[request])
 
     def read(self, request: int, position: int, features: torch.Tensor) -> None:
         """Add to the context; after a gap, forget all earlier features."""
@@ -86,15 +75,8 @@ class DFlashSource(StepSource[Block]):
             raise ProtocolError(
                 f"features have width {features.shape[1]}, not {self._head.width}, or a negative position"
             )
-        known, held = self._known.get(request), self.held.get(request)
-        if known is None or held is None:
-            return
-        if position != known.table.end or not len(known.table):
-            self.pool.free(held.take_slots())
-            held.start, held.tokens = position, []
-            known.table.begin(position)
-        known.table.extend(self._head.fuse(features))
-        held.tokens.extend([self._config.mask] * len(features))  # only their number matters
+        if (known := self._known.get(request)) is not None:
+            known.add(self.held[request], self.pool, position, self._head.fuse(features))
 
     def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[Block | None]:
         """Run one forward for the anchors that blocks reach, of requests with a complete context."""
@@ -103,8 +85,7 @@ class DFlashSource(StepSource[Block]):
         return in_order(found, ready, len(requests))
 
     def _reaches(self, request: NodeRequest) -> bool:
-        held, known = self.held[request.request], self._known[request.request]
-        if held.start + len(held.tokens) != known.length - 1:
+        if not self._known[request.request].complete(self.held[request.request]):
             return False
         return self._config.gap or len(request.tokens) < self._config.positions
 
@@ -116,8 +97,11 @@ class DFlashSource(StepSource[Block]):
         busy: Collection[int],
         most: int | None = None,
     ) -> StepRows | None:
-        """Context rows without KV, then the block of each node. Positions count from the context's first one, since a
-        window counts the prefix so and rotations depend on distances alone."""
+        """Context rows without KV, then the block of each node.
+
+        The slot of a token has the KV of the features before it. Positions count from the first of these, since a
+        window counts the prefix so and rotations depend on distances alone.
+        """
         held, known, block = self.held[request], self._known[request], self._config.block
         done = len(held.slots)
         missing = min(len(held.tokens) - done, len(held.tokens) if most is None else most)
@@ -137,14 +121,14 @@ class DFlashSource(StepSource[Block]):
         for index, node in enumerate(nodes):
             path = NodeRequest(request, node).tokens
             skipped = len(path) if self._config.gap else 0
-            text = [known.root, *path][skipped:]
+            text = [known.committed[-1], *path][skipped:]
             first = block * index + len(text) - (1 if self._config.from_anchor else 0)
-            start, end = known.length - 1 - held.start + skipped, block * (index + 1)
+            start, end = len(held.tokens) + skipped, block * (index + 1)
             tokens += [*text, *[self._config.mask] * (block - len(text))]
             positions += range(start, start + block)
             wanted += range(first, end)
             counts.append(end - first)
-            after.append(known.length + len(path))
+            after.append(len(known.committed) + len(path))
         masks = [((1 << block) - 1) << block * (row // block) for row in range(len(tokens))]
         prefix = np.append(held.slots.view(), np.array(own, np.int32))
         rows = RequestRows(tokens, positions, free, prefix, wanted, masks)
@@ -168,7 +152,7 @@ class DFlashSource(StepSource[Block]):
         parts: list[torch.Tensor] = []
         for group in groups:
             if group.context is not None:
-                start = group.held.start + len(group.held.slots)
+                start = group.held.start - 1 + len(group.held.slots)
                 parts.append(self._known[group.request].table.part(start, len(group.committed)))
         return replace(batch, vectors=torch.cat(parts)) if parts else batch
 
