@@ -18,6 +18,7 @@ from ssd_serve.verifier.control.planner import (
     Round,
     RoundPlanner,
     cheapest_chunk,
+    fixed_shapes,
 )
 from ssd_serve.verifier.control.wait import WaitPolicy
 from ssd_serve.verifier.drafters.pool import DrafterPool, SpeculationMode
@@ -174,3 +175,21 @@ def test_fixed_shape_drafts_in_the_first_mode() -> None:
     assert harness.round(1) is ASYNC
     harness.planner.observe(Round(1, 0, 0, 4, Reading(), 2, 0, 0.01, 0.001, 0.011))
     assert not harness.controller.observed, "the round is not one of the controller's mode"
+
+
+@pytest.mark.parametrize(
+    ("depth", "shape", "nodes"),
+    [
+        (4, FixedShape(9), 4),
+        (0, FixedShape(9), 9),
+        (12, FixedShape(9), 9),
+        (4, FixedShape(9, chain=False), 9),
+    ],
+)
+def test_a_fixed_chain_is_no_longer_than_what_the_drafter_guesses(
+    depth: int, shape: FixedShape, nodes: int
+) -> None:
+    harness = Harness(hello=replace(HELLO, depth=depth))
+    assert harness.drafters.depth == depth
+    (found,) = fixed_shapes([chunk_of(1, [1, 2], (1,))], shape, depth).values()
+    assert found == replace(shape, nodes=nodes)

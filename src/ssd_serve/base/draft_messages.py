@@ -40,6 +40,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Prefill time of a token; 0: unknown."""
     features: tuple[int, ...] = ()
     """Numbers of the target layers, or `FINAL`; the drafter reads their outputs."""
+    depth: int = 0
+    """Most tokens below a root that the drafter guesses; 0: no limit."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

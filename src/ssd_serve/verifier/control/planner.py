@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from ssd_serve.base.cost import MAX_ROWS, CostTable, HostCost, Reading
 from ssd_serve.base.devices import Device
@@ -255,17 +256,12 @@ class RoundPlanner:
         contexts = [len(chunk.request.slots) for chunk in chunks]
         rows = [len(chunk.slots) for chunk in chunks]
         decoding = [chunk.request.decoding for chunk in chunks]
-        shapes: dict[int, FixedShape] = {}
-        for index, chunk in enumerate(chunks):
-            shape = chunk.request.options.shape or self.bounds.shape
-            if shape is not None and decoding[index] and chunk.request.drafted:
-                shapes[index] = shape
         return _PendingRound(
             chunks,
             sum(decoding),
             sum(rows),
             Reading(sum(contexts), sum([a * b for a, b in zip(contexts, rows, strict=True)])),
-            shapes,
+            fixed_shapes(chunks, self.bounds.shape, self._drafters.depth),
         )
 
     def _choose_mode(self, running: Sequence[Request], pending: _PendingRound, modes: ModeConfig) -> None:
@@ -422,3 +418,19 @@ def cheapest_chunk(seconds: npt.NDArray[np.float64]) -> int:
     if prices.min() >= _CLEARLY_FASTER * prices[-1]:
         return most
     return _MIN_PREFILL_TOKENS + int(prices.argmin())
+
+
+def fixed_shapes(
+    chunks: Sequence[ScheduledChunk], default: FixedShape | None, depth: int
+) -> dict[int, FixedShape]:
+    """Return the fixed shapes of decoding requests by index of the chunk.
+
+    Chains end at `depth`, the most tokens that a drafter guesses (0: no limit): rounds must not wait for others.
+    """
+    shapes: dict[int, FixedShape] = {}
+    for index, chunk in enumerate(chunks):
+        shape = chunk.request.options.shape or default
+        if shape is not None and chunk.request.decoding and chunk.request.drafted:
+            longest = depth if shape.chain and depth else shape.nodes
+            shapes[index] = replace(shape, nodes=min(shape.nodes, longest))
+    return shapes

@@ -174,7 +174,7 @@ class DrafterConnection:
         self.instance = 0
         self.source = ""
         self.source_bit = OTHERS_BIT
-        self.prefill_s_per_token = 0.0
+        self.prefill_s_per_token, self.depth = 0.0, 0
         """0: unknown."""
         self.joined = False
         self.group: DrafterGroup | None = None
@@ -243,7 +243,7 @@ class DrafterConnection:
         """Answer a `Hello` that was checked."""
         self.name, self.instance, self.source = theirs.name, theirs.instance, theirs.source
         self.joined, self.liveness.step_s = True, theirs.step_ms / 1e3
-        self.prefill_s_per_token = theirs.prefill_ms / 1e3
+        self.prefill_s_per_token, self.depth = theirs.prefill_ms / 1e3, theirs.depth
         self.since = self.liveness.last_received_at
         self.channel.send(mine)
         self.features.begin(theirs.features, features, log)

@@ -158,6 +158,12 @@ class DrafterPool:
         """Return whether a drafter of this mode has joined, working or paused; lookups belong to none."""
         return any(not each.is_lookup for each in self._of(mode))
 
+    @property
+    def depth(self) -> int:
+        """Most tokens below a root that some drafter guesses; 0: no limit."""
+        depths = [each.depth for each in self._connections.values() if each.joined and not each.is_lookup]
+        return 0 if 0 in depths else max(depths, default=0)
+
     def step_s_in(self, mode: SpeculationMode) -> float:
         """Seconds of the fastest step among the drafters of a mode, paused or not; 0: unknown."""
         return _fastest(self._of(mode))
