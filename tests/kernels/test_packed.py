@@ -118,6 +118,7 @@ def test_matrices_of_several_types_are_one_layer(library: NativeLibrary) -> None
     ]
     assert torch.equal(together(rows), torch.cat(alone, 1))
     assert together(rows.view(5, 1, 512)).shape == (5, 1, 160)
+    assert together(rows[:0]).shape == (0, 160)  # a prefill without wanted rows
     assert together.nbytes < 1.05 * sum(64 / 40 * each.blocks.nbytes for each in parts)
 
 

@@ -127,7 +127,7 @@ class NativePackedLinear:
         count = rows.numel() // self.inputs
         result = rows.new_empty((*rows.shape[:-1], self._outputs))
         rows_at, result_at = rows.data_ptr(), result.data_ptr()
-        for part in self.parts:
+        for part in self.parts if count else ():
             done = self._multiply(
                 rows_at,
                 count,
