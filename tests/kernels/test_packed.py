@@ -122,6 +122,11 @@ def test_matrices_of_several_types_are_one_layer(library: NativeLibrary) -> None
     assert together.nbytes < 1.05 * sum(64 / 40 * each.blocks.nbytes for each in parts)
 
 
+def test_no_rows_give_no_rows(library: NativeLibrary) -> None:
+    linear = NativePackedLinear(library, [stored("Q4_1", 196, 256)], 256)
+    assert linear(some(9, 256)[:0]).shape == (0, 196)
+
+
 def test_threads_do_not_change_results(library: NativeLibrary) -> None:
     linear, rows = NativePackedLinear(library, [stored("Q4_1", 196, 256)], 256), some(9, 256)
     one = linear(rows)

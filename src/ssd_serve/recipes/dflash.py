@@ -166,8 +166,8 @@ class BlockRecipe(HeadRecipe):
     """The training of a DFlash head.
 
     `depth`: its layers. `anchors`: blocks of a window. Asynchronous drafting lacks the features of tokens in
-    verification. A quarter of the blocks has up to `given` tokens of the text in place of masks, and a quarter lacks
-    the features of up to `gap` places before the anchor.
+    verification. A quarter of the blocks has up to `given` tokens of the text in place of masks. A quarter lacks the
+    features of up to `gap` places before the anchor.
     """
 
     depth: int = 3

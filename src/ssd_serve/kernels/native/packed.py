@@ -126,6 +126,8 @@ class NativePackedLinear:
         rows = rows.contiguous()
         count = rows.numel() // self.inputs
         result = rows.new_empty((*rows.shape[:-1], self._outputs))
+        if not count:  # a part of a prompt without logits
+            return result
         rows_at, result_at = rows.data_ptr(), result.data_ptr()
         for part in self.parts if count else ():
             done = self._multiply(
