@@ -314,6 +314,8 @@ def test_anchors_are_roots_unless_the_head_says_otherwise(tmp_path: Path) -> Non
             config = replace(drafted.config, mode=mode)
             described = SourceDescription(features=(0, 2), keeps_tree=False, **wanted)
             assert describe_dflash(config, tmp_path / "draft") == described
+        shallow = replace(drafted.config, mode=Mode.SD, draft_depth=2)
+        assert describe_dflash(shallow, tmp_path / "draft").block == 2
 
 
 def test_a_block_is_whole_at_the_end_of_the_context(tmp_path: Path) -> None:

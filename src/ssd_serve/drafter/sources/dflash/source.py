@@ -246,7 +246,8 @@ def describe_dflash(config: EngineConfig, folder: Path | None) -> SourceDescript
     if own.ahead and config.mode is Mode.SSD:
         depth = None if own.gap else own.positions
         return SourceDescription(features=own.features, depth=depth, keeps_tree=False)
-    return SourceDescription(features=own.features, block=own.positions, keeps_tree=False)
+    block = min(own.positions, config.draft_depth)
+    return SourceDescription(features=own.features, block=block, keeps_tree=False)
 
 
 def load_dflash(source: SourceConfig) -> LoadedSource:
