@@ -102,7 +102,7 @@ def hello_of(loaded: LoadedSource, draft: str, name: str, step_s: float) -> Hell
         step_ms=1e3 * step_s,
         prefill_ms=1e3 * loaded.prefill_s,
         features=loaded.description.features,
-        depth=loaded.description.block or loaded.description.depth or 0,
+        depth=loaded.depth or loaded.description.block or loaded.description.depth or 0,
     )
 
 

@@ -77,6 +77,8 @@ class LoadedSource:
     """Step times by width."""
     prefill_s_per_token: float | None = None
     """None: the time of one row of the widest step is used."""
+    depth: int | None = None
+    """Most tokens below a root, where only the weights tell; None: see `description`."""
     description: SourceDescription = NODE_BY_NODE
     """Set by `load_draft`."""
 

@@ -201,7 +201,8 @@ def load_heads(source: SourceConfig) -> LoadedSource:
     ranking = trusted_ranking(native) if device == "cpu" else None
     made = LmHeadSource(heads, noise, config.draft_fan_out, ranking)
     seconds = {width: step_seconds(made, heads.hidden, width) for width in source.widths}
-    return LoadedSource(made, target_tokenizer_info(config), seconds, prefill_s_per_token=0.0)
+    info = target_tokenizer_info(config)
+    return LoadedSource(made, info, seconds, prefill_s_per_token=0.0, depth=len(heads.heads))
 
 
 SOURCE = RegisteredSource(load_heads, describe_heads)
