@@ -3,6 +3,7 @@
 A family is a subclass of `Head` (its computation and published layout) and one of `HeadRecipe` (its sizes).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ class Anchors(NamedTuple):
     given: Tensor  # int64 [texts, n]: the text's own tokens stand at so many depths, which are not learnt
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """A head as wide as its target, without an embedding of its own; it proposes the tokens `ids`, ascending.
 
     Parameters have the published names. Of `depths` tokens, `weights` are those of the cross entropy, `regressions`
@@ -50,21 +51,21 @@ class Head(nn.Module):
         self.weights, self.depths = tuple(weights), len(weights)
         self.regressions = (0.0,) * self.depths
 
+    @abstractmethod
     def forward(self, embedded: Tensor, features: Tensor, anchors: Anchors) -> list[Tensor]:
         """Return the vectors of each depth, [texts, n, hidden].
 
         `embedded` [texts, length, hidden] are the tokens in the target's embedding, `features` are [texts, length,
         width].
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def matrices(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the matrix [proposed, hidden] and the bias that make logits of each depth's vectors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def config(self) -> Mapping[str, object]:
         """Return what the published `config.json` has besides a Llama's."""
-        raise NotImplementedError
 
     def published(self) -> dict[str, Tensor]:
         """Return the tensors of the published layout."""
@@ -93,7 +94,7 @@ class TargetParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadRecipe(Recipe):
+class HeadRecipe(Recipe, ABC):
     """The training of a head.
 
     `layers`: numbers of the target layers, from 0, or `FINAL`; the head reads their outputs. `depths`: tokens that it
@@ -118,9 +119,9 @@ class HeadRecipe(Recipe):
         """Return the learning rates."""
         return self.peak.scaled(self.rate)
 
+    @abstractmethod
     def make(self, parts: TargetParts) -> Head:
         """Make a new head."""
-        raise NotImplementedError
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
