@@ -5,7 +5,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +162,6 @@ def unit() -> dict[str, str]:
 def test_systemd_unit_waits_for_the_drain_and_does_not_restart_after_mistakes() -> None:
     assert int(unit()["TimeoutStopSec"]) >= Settings().drain_seconds + 10
     assert unit()["RestartPreventExitStatus"].split() == [str(code) for code in range(2, 10)]
-
-
-@pytest.fixture
-def network(tmp_path: Path) -> Generator[Network]:
-    made = Network(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.mark.slow

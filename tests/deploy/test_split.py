@@ -2,8 +2,6 @@
 
 import signal
 import time
-from collections.abc import Generator
-from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -13,15 +11,6 @@ from tests.end_to_end.tiny_pair import write_pair
 from tests.servers import await_health, complete, gone
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def network(tmp_path: Path) -> Generator[Network]:
-    made = Network(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_a_block_ends_where_the_text_must() -> None:
     assert len(growth.counts) == 2 * 2, "the third token has no draft below it"
 
 
-def test_choices_along_a_block_calibrate_each_depth() -> None:
+def test_choices_along_a_block_calibrate_each_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     source = RandomBlocks()
     core = block_core(source, POSITIONS)
     grown(core)
@@ -170,7 +170,7 @@ def test_choices_along_a_block_calibrate_each_depth() -> None:
         assert tuple(candidates.tokens) == tuple(source.block(ROOT).tokens[depth])
         observe(temperature, candidates, token, depth)
 
-    core.fitted.observe = record  # type: ignore[method-assign]
+    monkeypatch.setattr(core.fitted, "observe", record)
     tokens = tuple(int(each) for each in source.block(ROOT).tokens[:3, 0])
     root = ROOT
     for token in tokens:
