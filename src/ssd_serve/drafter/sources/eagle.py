@@ -31,9 +31,7 @@ from ssd_serve.drafter.sources.contract import (
 )
 from ssd_serve.drafter.sources.draft_model import (
     MAX_PREFILL_ROWS,
-    DraftKvState,
     RankingInputs,
-    StepRows,
     StepSource,
     in_order,
     prefill_rows_of,
@@ -46,6 +44,7 @@ from ssd_serve.drafter.sources.loading import (
     tokenizer_info,
 )
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
+from ssd_serve.drafter.sources.rows import DraftKvState, StepRows
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.heads.load import head_config, head_sizes, load_head

@@ -23,7 +23,6 @@ from ssd_serve.drafter.sources.dflash.load import dflash_config, dflash_sizes
 from ssd_serve.drafter.sources.dflash.model import ROWS, DFlashHead, PairScores
 from ssd_serve.drafter.sources.draft_model import (
     RankingInputs,
-    StepRows,
     StepSource,
     in_order,
     prefill_rows_of,
@@ -31,6 +30,7 @@ from ssd_serve.drafter.sources.draft_model import (
 from ssd_serve.drafter.sources.eagle import TargetVectors, step_seconds
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_slots, tokenizer_info
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
+from ssd_serve.drafter.sources.rows import StepRows
 from ssd_serve.drafter.sources.whole_model import DraftModel, StepSourceArguments, require_folder
 from ssd_serve.kernels.batch import Batch, RequestRows
 from ssd_serve.models.hub import find_model

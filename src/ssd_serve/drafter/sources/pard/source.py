@@ -21,9 +21,7 @@ from ssd_serve.cache.node import Node
 from ssd_serve.drafter.sources.contract import Block, NodeRequest, Scales
 from ssd_serve.drafter.sources.draft_model import (
     RankingInputs,
-    StepRows,
     StepSource,
-    TreeRowBuilder,
     blocks_of,
     in_order,
     prefill_rows_of,
@@ -32,6 +30,7 @@ from ssd_serve.drafter.sources.eagle import TargetVectors
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_times
 from ssd_serve.drafter.sources.pard.config import PardConfig, is_pard2, parse_pard
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
+from ssd_serve.drafter.sources.rows import StepRows, TreeRowBuilder
 from ssd_serve.drafter.sources.whole_model import (
     DraftModel,
     StepSourceArguments,
