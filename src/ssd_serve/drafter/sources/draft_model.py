@@ -18,7 +18,7 @@ from ssd_serve.cache.node import Node
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.drafter.sources.contract import Block, CandidateBatch, Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.rows import DraftKvState, StepRows, TreeRowBuilder, root_of
-from ssd_serve.kernels.batch import Batch, RequestRows, build_batch
+from ssd_serve.kernels.batch import Batch, Int32Array, RequestRows, build_batch
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.memory import release_memory, within_memory
 from ssd_serve.sampling.grammar import Mask
@@ -59,6 +59,9 @@ class StepSource(ABC, Generic[R]):
 
     Invariant: a slot belongs to the pool, to the committed tokens of one request or to one of its nodes.
     """
+
+    _proposed: Int32Array | None = None
+    """Ids of the tokens that logits are of; None: the whole vocabulary."""
 
     def __init__(
         self,
@@ -266,9 +269,17 @@ class StepSource(ABC, Generic[R]):
         return range(row, row + 1)
 
     def _lines(self, keys: SamplingKeys, allowed: Sequence[Mask | None]) -> list[int] | None:
-        """Hook: prepare the noise of some rows, which `_rank` reads."""
-        del allowed
-        return self._noise.lines_of(keys.seeds, keys.positions)
+        """Prepare the noise of some rows, which `ranked` reads; a few proposed tokens need none."""
+        return None if self._ranks_proposed(allowed) else self._noise.lines_of(keys.seeds, keys.positions)
+
+    def _ranks_proposed(self, allowed: Sequence[Mask | None]) -> bool:
+        """True if the proposed tokens are ranked alone: masks cover the whole vocabulary."""
+        no_masks = all(mask is None for mask in allowed)
+        return no_masks and self._native is not None and self._proposed is not None
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Hook: return logits of the whole vocabulary."""
+        return logits
 
     @abstractmethod
     def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[R]:
@@ -276,8 +287,10 @@ class StepSource(ABC, Generic[R]):
 
     def ranked(self, logits: torch.Tensor, inputs: RankingInputs) -> CandidateBatch:
         """Return the best `fan_out` children of each row."""
-        masked = apply_masks(logits, inputs.allowed)
-        keys, scales = inputs.keys, inputs.scales
+        keys, scales, native, proposed = inputs.keys, inputs.scales, self._native, self._proposed
+        if native is not None and proposed is not None and self._ranks_proposed(inputs.allowed):
+            return CandidateBatch(*native.rank_proposed(logits, keys, scales, self._fan_out, proposed))
+        masked = apply_masks(self._spread(logits), inputs.allowed)
         ranked = rank_children(masked, keys, self._noise, scales, self._fan_out, self._native, inputs.lines)
         return CandidateBatch(*ranked)
 

@@ -8,18 +8,17 @@ Knows one head and its vectors; not how they are sent.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.errors import ProtocolError, SettingsError
+from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
-from ssd_serve.cache.vectors import VectorTable
 from ssd_serve.drafter.sources.contract import (
     Block,
     CandidateBatch,
@@ -27,15 +26,13 @@ from ssd_serve.drafter.sources.contract import (
     DraftSource,
     FeatureSource,
     NodeRequest,
-    Scales,
 )
 from ssd_serve.drafter.sources.draft_model import (
     MAX_PREFILL_ROWS,
     RankingInputs,
-    StepSource,
-    in_order,
     prefill_rows_of,
 )
+from ssd_serve.drafter.sources.features import FeatureStepSource
 from ssd_serve.drafter.sources.loading import (
     LoadedSource,
     SourceConfig,
@@ -44,7 +41,7 @@ from ssd_serve.drafter.sources.loading import (
     tokenizer_info,
 )
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
-from ssd_serve.drafter.sources.rows import DraftKvState, StepRows
+from ssd_serve.drafter.sources.rows import StepRows
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.heads.load import head_config, head_sizes, load_head
@@ -52,47 +49,11 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import served_options
 from ssd_serve.models.wrapped import WrappedModel, wrap_model
-from ssd_serve.sampling.grammar import Mask
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.sampling.ranking import NativeRanking, SamplingKeys, trusted_ranking
+from ssd_serve.sampling.ranking import NativeRanking, trusted_ranking
 
 
-@dataclass(slots=True)
-class TargetVectors:
-    """The committed tokens of a request, and vectors of the target: a token's row reads that of the position before."""
-
-    committed: list[int]
-    table: VectorTable = field(default_factory=VectorTable)
-
-    def add(self, held: DraftKvState, pool: SlotPool, position: int, vectors: torch.Tensor) -> bool:
-        """Add vectors [positions, hidden] from `position` on; after a gap, forget all earlier ones and return True."""
-        gap = position != self.table.end or not len(self.table)
-        if gap:
-            pool.free(held.take_slots())
-            held.start, held.tokens = position + 1, []
-            self.table.begin(position)
-        self.table.extend(vectors)
-        self.queue(held)
-        return gap
-
-    def queue(self, held: DraftKvState) -> None:
-        """Queue committed tokens that follow a position with a vector."""
-        end = min(len(self.committed), self.table.end + 1) if len(self.table) else 0
-        held.tokens.extend(self.committed[held.start + len(held.tokens) : end])
-
-    def complete(self, held: DraftKvState) -> bool:
-        """True if all committed tokens, after a gap all since, are queued."""
-        return bool(held.tokens) and held.start + len(held.tokens) == len(self.committed)
-
-
-@dataclass(slots=True)
-class _Inputs(TargetVectors):
-    """Inputs of one request."""
-
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-
-
-class EagleSource(StepSource[Candidates | Block]):
+class EagleSource(FeatureStepSource[Candidates | Block]):
     """Expands nodes with one forward of a head, for requests with all features received."""
 
     def __init__(
@@ -108,50 +69,38 @@ class EagleSource(StepSource[Candidates | Block]):
     ) -> None:
         """`model` runs the head's forwards (default: the head itself)."""
         super().__init__(model or head, pool, noise, fan_out, native, prefill_rows)
-        self._head = head
-        self._known: dict[int, _Inputs] = {}
+        self._head, self._proposed = head, head.proposed
+        self._outputs: dict[int, dict[int, torch.Tensor]] = {}
+        """The head's own vectors of each request's nodes, by name."""
+
+    @property
+    def _width(self) -> int:
+        return self._head.width
+
+    def _vectors(self, features: torch.Tensor) -> torch.Tensor:
+        return self._head.fuse(features)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._head.spread(logits)
 
     def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        super().open(request, (), parameters, seed)
-        self._known[request] = _Inputs(list(tokens))
+        super().open(request, tokens, parameters, seed)
+        self._outputs[request] = {}
 
     def close(self, request: int) -> None:
         super().close(request)
-        self._known.pop(request, None)
+        self._outputs.pop(request, None)
 
     def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        """Accepted nodes become committed tokens, which are computed again with their features."""
-        held, known = self.held[request], self._known[request]
-        self.pool.free([slot for name in path if (slot := held.nodes.pop(name, None)) is not None])
-        super().commit(request, (), (), kept)
-        alive = {*kept, *path[-1:]}
-        known.outputs = {name: own for name, own in known.outputs.items() if name in alive}
-        known.committed.extend(tokens)
-        known.queue(held)
+        super().commit(request, tokens, path, kept)
+        alive, outputs = {*kept, *path[-1:]}, self._outputs[request]
+        self._outputs[request] = {name: own for name, own in outputs.items() if name in alive}
 
-    def read(self, request: int, position: int, features: torch.Tensor) -> None:
-        if position < 0 or features.shape[1] != self._head.width:
-            raise ProtocolError(
-                f"features have width {features.shape[1]}, not {self._head.width}, or a negative position"
-            )
-        self.add(request, position, self._head.fuse(features))
-
-    def add(self, request: int, position: int, vectors: torch.Tensor) -> None:
-        """Take fused features [positions, hidden] of committed tokens; after a gap, forget all earlier
-        ones."""
-        known = self._known.get(request)
-        if known is None:
-            return
-        if known.add(self.held[request], self.pool, position, vectors):
-            known.outputs.clear()
-
-    def expand(
-        self, requests: Sequence[NodeRequest], scales: Sequence[Scales]
-    ) -> Sequence[Candidates | Block | None]:
-        """Run one forward for the nodes with complete inputs."""
-        ready = [index for index, each in enumerate(requests) if self._can_grow(each)]
-        found = super().expand([requests[index] for index in ready], [scales[index] for index in ready])
-        return in_order(found, ready, len(requests))
+    def add(self, request: int, position: int, vectors: torch.Tensor) -> bool:
+        gap = super().add(request, position, vectors)
+        if gap:
+            self._outputs[request].clear()
+        return gap
 
     def prepared(self, batch: Batch, groups: Sequence[StepRows]) -> Batch:
         """Add a vector for each row."""
@@ -159,40 +108,26 @@ class EagleSource(StepSource[Candidates | Block]):
         for group in groups:
             held, known = group.held, self._known[group.request]
             parts.append(known.table.part(held.start + len(held.slots) - 1, len(group.committed)))
-            parts += [known.outputs[parent][None] for parent in group.parents]
+            parts += [self._outputs[group.request][parent][None] for parent in group.parents]
         return replace(batch, vectors=torch.cat(parts))
 
     def computed(self, result: ForwardResult, groups: Sequence[StepRows]) -> None:
         """Keep the head's outputs, the inputs of the nodes' children."""
         own = iter(result.features[OWN])
         for group in groups:
-            self._known[group.request].outputs.update((name, next(own)) for name in group.names)
-
-    def _lines(self, keys: SamplingKeys, allowed: Sequence[Mask | None]) -> list[int] | None:
-        return None if self._ranks_proposed(allowed) else super()._lines(keys, allowed)
+            self._outputs[group.request].update((name, next(own)) for name in group.names)
 
     def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> CandidateBatch:
-        """Rank the proposed tokens alone where nothing needs the whole vocabulary."""
-        native, proposed = self._native, self._head.proposed
-        if native is None or proposed is None or not self._ranks_proposed(inputs.allowed):
-            return self.ranked(self._head.spread(logits), inputs)
-        ranked = native.rank_proposed(logits, inputs.keys, inputs.scales, self._fan_out, proposed)
-        return CandidateBatch(*ranked)
-
-    def _ranks_proposed(self, allowed: Sequence[Mask | None]) -> bool:
-        """Masks cover the vocabulary."""
-        no_masks = all(mask is None for mask in allowed)
-        return no_masks and self._native is not None and self._head.proposed is not None
+        return self.ranked(logits, inputs)
 
     def _can_grow(self, request: NodeRequest) -> bool:
-        """True if committed tokens have features and the node's ancestors have outputs."""
-        held, known = self.held[request.request], self._known[request.request]
-        if not known.complete(held):
+        """True if committed tokens have vectors and the node's ancestors have outputs."""
+        if not super()._can_grow(request):
             return False
-        node = request.at
+        node, outputs = request.at, self._outputs[request.request]
         while node.parent is not None:
             node = node.parent
-            if node.name not in known.outputs:
+            if node.name not in outputs:
                 return False
         return True
 

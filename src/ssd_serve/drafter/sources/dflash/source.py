@@ -14,20 +14,18 @@ import numpy as np
 import torch
 
 from ssd_serve.base.engine_config import EngineConfig, Mode
-from ssd_serve.base.errors import ProtocolError, SettingsError
-from ssd_serve.base.messages import SamplingParameters
+from ssd_serve.base.errors import SettingsError
 from ssd_serve.cache.node import Node
-from ssd_serve.drafter.sources.contract import Block, CandidateBatch, NodeRequest, Scales
+from ssd_serve.drafter.sources.contract import Block, CandidateBatch, NodeRequest
 from ssd_serve.drafter.sources.dflash.config import DFlashConfig
 from ssd_serve.drafter.sources.dflash.load import dflash_config, dflash_sizes
 from ssd_serve.drafter.sources.dflash.model import ROWS, DFlashHead, PairScores
 from ssd_serve.drafter.sources.draft_model import (
     RankingInputs,
-    StepSource,
-    in_order,
     prefill_rows_of,
 )
-from ssd_serve.drafter.sources.eagle import TargetVectors, step_seconds
+from ssd_serve.drafter.sources.eagle import step_seconds
+from ssd_serve.drafter.sources.features import FeatureStepSource
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_slots, tokenizer_info
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
 from ssd_serve.drafter.sources.rows import StepRows
@@ -37,57 +35,35 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult
 from ssd_serve.models.load import load_sized, served_options
 from ssd_serve.models.wrapped import wrap_model
-from ssd_serve.sampling.grammar import Mask
 from ssd_serve.sampling.noise import Float32Array
 from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.sampling.ranking import SamplingKeys
 
 _NOTHING = np.empty(0, np.int32)
 
 
-class DFlashSource(StepSource[Block]):
+class DFlashSource(FeatureStepSource[Block]):
     """Expands anchors of requests with features of all committed tokens before the root."""
 
     def __init__(self, arguments: StepSourceArguments, head: DFlashHead) -> None:
         super().__init__(*arguments)
-        self._head, self._config = head, head.config
-        self._known: dict[int, TargetVectors] = {}
+        self._head, self._config, self._proposed = head, head.config, head.proposed
         self._rows = torch.empty(0)
         self._anchors = list[int]()
 
-    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        super().open(request, (), parameters, seed)
-        self._known[request] = TargetVectors(list(tokens))
+    @property
+    def _width(self) -> int:
+        return self._head.width
 
-    def close(self, request: int) -> None:
-        super().close(request)
-        self._known.pop(request, None)
+    def _vectors(self, features: torch.Tensor) -> torch.Tensor:
+        return self._head.fuse(features)
 
-    def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        """Committed tokens come into the context with their features."""
-        del path, kept
-        self._known[request].committed.extend(tokens)
-        self._known[request].queue(self.held[request])
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._head.spread(logits)
 
-    def read(self, request: int, position: int, features: torch.Tensor) -> None:
-        """Add to the context; after a gap, forget all earlier features."""
-        if position < 0 or features.shape[1] != self._head.width:
-            raise ProtocolError(
-                f"features have width {features.shape[1]}, not {self._head.width}, or a negative position"
-            )
-        if (known := self._known.get(request)) is not None:
-            known.add(self.held[request], self.pool, position, self._head.fuse(features))
-
-    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[Block | None]:
-        """Run one forward for the anchors that blocks reach, of requests with a complete context."""
-        ready = [index for index, each in enumerate(requests) if self._reaches(each)]
-        found = super().expand([requests[index] for index in ready], [scales[index] for index in ready])
-        return in_order(found, ready, len(requests))
-
-    def _reaches(self, request: NodeRequest) -> bool:
-        if not self._known[request.request].complete(self.held[request.request]):
-            return False
-        return self._config.gap or len(request.tokens) < self._config.positions
+    def _can_grow(self, request: NodeRequest) -> bool:
+        """True if the context is complete and a block reaches the node."""
+        reached = self._config.gap or len(request.tokens) < self._config.positions
+        return reached and super()._can_grow(request)
 
     def _group(
         self,
@@ -167,14 +143,6 @@ class DFlashSource(StepSource[Block]):
             wanted = group.rows.wanted
             self._anchors += [group.rows.tokens[wanted[start] - before] for start in starts]
 
-    def _lines(self, keys: SamplingKeys, allowed: Sequence[Mask | None]) -> list[int] | None:
-        return None if self._ranks_proposed(allowed) else super()._lines(keys, allowed)
-
-    def _ranks_proposed(self, allowed: Sequence[Mask | None]) -> bool:
-        """Masks cover the vocabulary."""
-        no_masks = all(mask is None for mask in allowed)
-        return no_masks and self._native is not None and self._head.proposed is not None
-
     @torch.inference_mode()
     def _rank(self, logits: torch.Tensor, inputs: RankingInputs) -> Sequence[Block]:
         starts = [*accumulate(inputs.counts, initial=0)]
@@ -183,12 +151,7 @@ class DFlashSource(StepSource[Block]):
             firsts = torch.tensor(starts[:-1], device=logits.device)
             anchors = torch.tensor(self._anchors, device=logits.device)
             logits[firsts] += pairs.all_after(anchors, self._rows[firsts])
-        native, proposed = self._native, self._head.proposed
-        if native is not None and proposed is not None and self._ranks_proposed(inputs.allowed):
-            ranked = native.rank_proposed(logits, inputs.keys, inputs.scales, self._fan_out, proposed)
-            batch = CandidateBatch(*ranked)
-        else:
-            batch = self.ranked(self._head.spread(logits), inputs)
+        batch = self.ranked(logits, inputs)
         if pairs is not None:
             found = self._paired(pairs, batch, inputs, starts[:-1])
         return [

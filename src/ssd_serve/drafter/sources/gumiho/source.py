@@ -68,7 +68,7 @@ class GumihoSource(EagleSource):
 
     def _opening(self, request: int, path: Sequence[Node]) -> torch.Tensor | None:
         """The vectors before the first two tokens of a path [2, hidden]; None if one is unknown."""
-        outputs, root = self._known[request].outputs, path[0].parent
+        outputs, root = self._outputs[request], path[0].parent
         names = [-1 if root is None else root.name, path[0].name]
         return torch.stack([outputs[name] for name in names]) if outputs.keys() >= set(names) else None
 

@@ -15,18 +15,17 @@ from pathlib import Path
 import torch
 
 from ssd_serve.base.engine_config import EngineConfig, Mode
-from ssd_serve.base.errors import CheckpointError, ProtocolError
+from ssd_serve.base.errors import CheckpointError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.cache.node import Node
-from ssd_serve.drafter.sources.contract import Block, NodeRequest, Scales
+from ssd_serve.drafter.sources.contract import Block
 from ssd_serve.drafter.sources.draft_model import (
     RankingInputs,
     StepSource,
     blocks_of,
-    in_order,
     prefill_rows_of,
 )
-from ssd_serve.drafter.sources.eagle import TargetVectors
+from ssd_serve.drafter.sources.features import FeatureStepSource
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_times
 from ssd_serve.drafter.sources.pard.config import PardConfig, is_pard2, parse_pard
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
@@ -85,7 +84,7 @@ class PardSource(StepSource[Block]):
         return blocks_of(self.ranked(logits, inputs), inputs.counts)
 
 
-class Pard2Source(PardSource):
+class Pard2Source(PardSource, FeatureStepSource[Block]):
     """Expands anchors of requests with target outputs for all committed tokens before the root.
 
     The KV of accepted tokens is computed again with the outputs that have come since.
@@ -96,53 +95,30 @@ class Pard2Source(PardSource):
     ) -> None:
         """`projection` maps target outputs [rows, width] to [rows, hidden], the factor included."""
         super().__init__(arguments, mask=mask, positions=positions)
-        self._projection, self._width = projection, projection.weight.shape[1]
-        self._known: dict[int, TargetVectors] = {}
+        self._projection = projection
 
-    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
-        super().open(request, (), parameters, seed)
-        self._known[request] = TargetVectors(list(tokens))
-        if len(tokens) == 1:
-            self._add(request, -1, torch.zeros((1, self._width)))
-
-    def close(self, request: int) -> None:
-        super().close(request)
-        self._known.pop(request, None)
-
-    def commit(self, request: int, tokens: Sequence[int], path: Sequence[int], kept: Sequence[int]) -> None:
-        held, known = self.held[request], self._known[request]
-        self.pool.free([slot for name in path if (slot := held.nodes.pop(name, None)) is not None])
-        super().commit(request, (), (), kept)
-        known.committed.extend(tokens)
-        known.queue(held)
-
-    def read(self, request: int, position: int, features: torch.Tensor) -> None:
-        """Take target outputs; see `FeatureSource.read`. The first token's row reads zeros."""
-        if position < 0 or features.shape[1] != self._width:
-            raise ProtocolError(
-                f"features have width {features.shape[1]}, not {self._width}, or a negative position"
-            )
-        known = self._known.get(request)
-        if known is None:
-            return
-        if position == 0 and (not len(known.table) or known.table.end != 0):
-            self._add(request, -1, torch.zeros((1, self._width)))
-        self._add(request, position, features)
+    @property
+    def _width(self) -> int:
+        return self._projection.weight.shape[1]
 
     @torch.inference_mode()
-    def _add(self, request: int, position: int, features: torch.Tensor) -> None:
-        vectors = self._projection(features.to(self._projection.weight))
-        self._known[request].add(self.held[request], self.pool, position, vectors)
+    def _vectors(self, features: torch.Tensor) -> torch.Tensor:
+        return self._projection(features.to(self._projection.weight))
 
-    def expand(self, requests: Sequence[NodeRequest], scales: Sequence[Scales]) -> Sequence[Block | None]:
-        """Run one forward for the requests with complete inputs."""
-        ready = [
-            index
-            for index, each in enumerate(requests)
-            if self._known[each.request].complete(self.held[each.request])
-        ]
-        found = super().expand([requests[index] for index in ready], [scales[index] for index in ready])
-        return in_order(found, ready, len(requests))
+    def open(self, request: int, tokens: Sequence[int], parameters: SamplingParameters, seed: int) -> None:
+        super().open(request, tokens, parameters, seed)
+        if len(tokens) == 1:
+            self._begin(request)
+
+    def add(self, request: int, position: int, vectors: torch.Tensor) -> bool:
+        """Take projected outputs; the first token's row reads that of zeros."""
+        table = self._known[request].table
+        if position == 0 and (not len(table) or table.end != 0):
+            self._begin(request)
+        return super().add(request, position, vectors)
+
+    def _begin(self, request: int) -> None:
+        super().add(request, -1, self._vectors(torch.zeros((1, self._width))))
 
     def prepared(self, batch: Batch, groups: Sequence[StepRows]) -> Batch:
         """Add a vector for each row."""
