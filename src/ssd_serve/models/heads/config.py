@@ -20,34 +20,11 @@ _FAMILIES_OF_EAGLE1 = {**_FAMILIES, "mistral": "LlamaForCausalLM", "qwen2": "Lla
 """Families of EAGLE-1: the layer is Llama's for every target, with biases if `qkv_bias` is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class EagleConfig:
-    """Configuration that decides the computation of a head.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """Configuration of a head: `layer` describes its decoder layers, with the target's vocabulary."""
 
-    `layer` is the decoder layer as if its input were [hidden]; its vocabulary is the target's, of which the
-    head proposes `draft_vocabulary` tokens. The head reads the outputs of the target's layers `features`, by
-    number from 0, or `FINAL`; None: the default layers for the target's number of layers.
-    """
-
-    kind: HeadKind
     layer: DecoderConfig
-    draft_vocabulary: int
-    target_hidden: int
-    features: tuple[int, ...] | None
-    residual_is_normed: bool = False
-    """True if the normed features are what the layer adds to."""
-    one_norm: bool = False
-    """The features are normed together before they are fused (`norm_before_fc`)."""
-    norm_each: bool = False
-    """Each layer's features are normed before they are fused (`fc_norm`, EAGLE-3.1)."""
-    feed_normed: bool = False
-    """The head's own vector for the next token is normed (`norm_output`, EAGLE-3.1)."""
-    fuse_bias: bool = False
-    """`fc` must have a bias."""
-    layer_norms: bool = False
-    """EAGLE-1: the inputs of layer and head, and the embedding, are normed (`layernorms`)."""
-    guesses: int = 0
-    """Gumiho: heads that each guess one later token."""
 
     @property
     def hidden(self) -> int:
@@ -73,6 +50,35 @@ class EagleConfig:
     def fp8(self) -> Fp8Scheme | None:
         """Scaling of fp8 weights in the file."""
         return self.layer.fp8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """Configuration that decides the computation of a head.
+
+    `layer` is the decoder layer as if its input were [hidden]; its vocabulary is the target's, of which the
+    head proposes `draft_vocabulary` tokens. The head reads the outputs of the target's layers `features`, by
+    number from 0, or `FINAL`; None: the default layers for the target's number of layers.
+    """
+
+    kind: HeadKind
+    draft_vocabulary: int
+    target_hidden: int
+    features: tuple[int, ...] | None
+    residual_is_normed: bool = False
+    """True if the normed features are what the layer adds to."""
+    one_norm: bool = False
+    """The features are normed together before they are fused (`norm_before_fc`)."""
+    norm_each: bool = False
+    """Each layer's features are normed before they are fused (`fc_norm`, EAGLE-3.1)."""
+    feed_normed: bool = False
+    """The head's own vector for the next token is normed (`norm_output`, EAGLE-3.1)."""
+    fuse_bias: bool = False
+    """`fc` must have a bias."""
+    layer_norms: bool = False
+    """EAGLE-1: the inputs of layer and head, and the embedding, are normed (`layernorms`)."""
+    guesses: int = 0
+    """Gumiho: heads that each guess one later token."""
 
     @property
     def fused(self) -> int:

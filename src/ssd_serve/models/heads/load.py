@@ -5,9 +5,10 @@ are a `CheckpointError` that lists them.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ from ssd_serve.models.weights.formats import read_config
 from ssd_serve.models.weights.linear import DenseLinear, Linear, Linears, MatrixShare, Table
 from ssd_serve.models.weights.matrices import ScaledMatrix
 
+W = TypeVar("W")
 _LAYERS = ("midlayer", "layers.0", "transformer", "model.midlayer", "model.layers.0")
 """Names of the layer."""
 _BLOCKS = 6
@@ -180,10 +182,18 @@ def _sizes(config: EagleConfig, parallel: Parallel) -> Sizes:
 
 def read_head(config: EagleConfig, checkpoint: Checkpoint, make: Linears) -> EagleWeights:
     """Read all weights; a head is never shared by ranks."""
+    return read_checked(checkpoint, make, lambda make: _HeadReader(config, checkpoint, make).read())
+
+
+def read_checked(checkpoint: Checkpoint, make: Linears, read: Callable[[Linears], W]) -> W:
+    """Return what `read` reads of a file. Before it, `read` runs without numbers, to compare names and shapes.
+
+    Raises `CheckpointError` where the file's tensors are not those that are read.
+    """
     survey = TensorCheck(checkpoint, make.parallel)
-    _HeadReader(config, checkpoint, survey).read()
+    read(survey)
     survey.finish()
-    weights = _HeadReader(config, checkpoint, make).read()
+    weights = read(make)
     checkpoint.finish()
     return weights
 

@@ -11,7 +11,7 @@ from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.registry import describe
 from ssd_serve.models.config import Json, positive_size
-from ssd_serve.models.weights.quantization import Fp8Scheme
+from ssd_serve.models.heads.config import HeadConfig
 
 _FAMILIES = ("qwen3", "llama")
 """Heads have Qwen 3's layers for targets of any family; some call themselves after their target."""
@@ -35,11 +35,9 @@ class PairConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DFlashConfig:
-    """Configuration that decides the computation of a head."""
+class DFlashConfig(HeadConfig):
+    """Configuration that decides the computation of a head; its layers are a Qwen 3 model's."""
 
-    layer: DecoderConfig
-    """The layers are a Qwen 3 model's, with the target's vocabulary."""
     draft_vocabulary: int
     features: tuple[int, ...]
     """Layers of the target, by number from 0, with outputs that are concatenated in this order."""
@@ -65,26 +63,6 @@ class DFlashConfig:
     def positions(self) -> int:
         """Tokens that a block guesses."""
         return self.block if self.from_anchor else self.block - 1
-
-    @property
-    def hidden(self) -> int:
-        return self.layer.hidden
-
-    @property
-    def vocabulary(self) -> int:
-        return self.layer.vocabulary
-
-    @property
-    def context(self) -> int:
-        return self.layer.context
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.layer.eos_token_ids
-
-    @property
-    def fp8(self) -> Fp8Scheme | None:
-        return self.layer.fp8
 
 
 def parse_dflash(raw: Json, generation: Json) -> DFlashConfig:

@@ -21,7 +21,7 @@ from ssd_serve.models.architectures.dense.config import dense_sizes
 from ssd_serve.models.architectures.dense.weights import read_blocks
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.heads.config import check_features
-from ssd_serve.models.heads.load import TensorCheck, read_proposed, target_head, target_table
+from ssd_serve.models.heads.load import read_checked, read_proposed, target_head, target_table
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.rope import interleave
 from ssd_serve.models.sizes import PACKED, ModelSizes, model_dtype, sizes_of
@@ -58,11 +58,7 @@ def dflash_sizes(source: SourceConfig, folder: Path, target: Path) -> ModelSizes
     packed = model_dtype(target, dtype, device, native) == PACKED
 
     def read(config: DFlashConfig, checkpoint: Checkpoint, make: Linears) -> DFlashWeights:
-        survey = TensorCheck(checkpoint, make.parallel)
-        _Reader(config, checkpoint, survey).read()
-        survey.finish()
-        weights = _Reader(config, checkpoint, make).read()
-        checkpoint.finish()
+        weights = read_checked(checkpoint, make, lambda make: _Reader(config, checkpoint, make).read())
         sizes, table = (config.vocabulary, config.hidden), weights.embedding
         if table is None:
             table = target_table(target, *sizes, pickle, native if packed else None)

@@ -18,7 +18,7 @@ from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.config import Json, model_name
 from ssd_serve.models.heads.kinds import HeadKind, head_kind
-from ssd_serve.models.heads.load import TensorCheck, read_proposed, target_table
+from ssd_serve.models.heads.load import read_checked, read_proposed, target_table
 from ssd_serve.models.memory import available_memory, require_memory
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import PACKED, activation_dtype, model_dtype, torch_device
@@ -107,14 +107,10 @@ def read_heads(
         proposed = read_proposed(vocabulary, count, checkpoint, "token_map")
         names = (_medusa_names if kind is HeadKind.MEDUSA else _hydra_names)(checkpoint)
         parallel = Parallel()
-        survey = TensorCheck(checkpoint, parallel)
-        _read(names, checkpoint, survey, hidden, count)
-        survey.finish()
         make = LinearFactory(
             checkpoint, parallel=parallel, device=place, dtype=kept, native=native, rounded=True
         )
-        heads = _read(names, checkpoint, make, hidden, count)
-        checkpoint.finish()
+        heads = read_checked(checkpoint, make, lambda make: _read(names, checkpoint, make, hidden, count))
     embedding: Table | None = None
     if kind is HeadKind.HYDRA:
         keeps = native if form == PACKED else None
