@@ -1,5 +1,6 @@
 """Tests of EAGLE heads against transformers' blocks: prompts, steps and trees, in every published layout."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -204,6 +205,14 @@ def test_head_for_another_target_is_refused(tmp_path: Path) -> None:
 def kind_of(folder: Path, config: dict[str, object], *names: str) -> HeadKind | None:
     shutil.rmtree(folder, ignore_errors=True)
     return head_kind(write(folder, {name: torch.zeros(2, 2) for name in names}, config))
+
+
+def test_a_damaged_head_is_named_as_such_whatever_its_configuration(tmp_path: Path) -> None:
+    for config in ({"draft_vocab_size": 9, "num_hidden_layers": 2}, {"num_hidden_layers": 1}):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+        (tmp_path / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
+        with pytest.raises(CheckpointError, match="damaged or half downloaded"):
+            head_kind(tmp_path)
 
 
 def test_head_kind_from_configuration_or_tensor_names(tmp_path: Path) -> None:

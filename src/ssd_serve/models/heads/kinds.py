@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.config import Json, read_json
-from ssd_serve.models.weights.formats import read_config
+from ssd_serve.models.weights.formats import damaged_file, read_config
 
 
 class HeadKind(StrEnum):
@@ -111,14 +111,19 @@ def _declared(raw: Json) -> HeadKind | str:
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """The names of all tensors; none where the files cannot be listed: loading them reports the reason."""
+    """The names of all tensors; none where pickles cannot be listed: loading them reports the reason.
+
+    Raises `CheckpointError` for damaged safetensors.
+    """
     try:
         for file in ("model.safetensors", "pytorch_model.bin"):
             if (index := folder / f"{file}.index.json").is_file():
                 return set(read_json(index).get("weight_map", {}))
             if (path := folder / file).is_file():
                 return _names_in(path)
-    except (OSError, SafetensorError, BadZipFile, CheckpointError, KeyError, ValueError):
+    except SafetensorError as error:
+        raise damaged_file(folder / "model.safetensors", error) from error
+    except (OSError, BadZipFile, CheckpointError, KeyError, ValueError):
         pass
     return set()
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.config import read_json
 from ssd_serve.models.hub import PICKLES
-from ssd_serve.models.weights.formats import Tensors, format_of
+from ssd_serve.models.weights.formats import Tensors, damaged_file, format_of
 from ssd_serve.models.weights.huggingface import PICKLE, SAFETENSORS
 
 _FILES = (*SAFETENSORS.files, *PICKLE.files)
@@ -211,9 +211,7 @@ def _open(path: Path, stack: ExitStack, allow_pickle: bool) -> Tensors:
     except CheckpointError:
         raise
     except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or half downloaded ({error}); delete it and get it again"
-        ) from error
+        raise damaged_file(path, error) from error
 
 
 def _shards(folder: Path, whole: str, index: str) -> list[tuple[Path, set[str]]]:

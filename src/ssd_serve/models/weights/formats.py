@@ -150,3 +150,8 @@ def recognised(path: Path) -> WeightFormat | None:
 def read_config(path: Path) -> Json:
     """Return the `config.json` of a model, or what stands for it."""
     return format_of(path).config(path)[0]
+
+
+def damaged_file(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file of weights that cannot be read."""
+    return CheckpointError(f"{path} is damaged or half downloaded ({error}); delete it and get it again")
