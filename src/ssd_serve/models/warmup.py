@@ -27,7 +27,7 @@ def measure_steps(
 
     All counts take turns, so that a busy moment of the machine does not distort one of them. Writes only
     garbage into KV slots: call it before any request runs. What does not fit the model is left out. `report`
-    receives the progress of the first two turns, which are complete whatever they take.
+    receives the progress of the first two turns, which always complete.
     """
     most = min(model.slots, model.facts.context)
     batches = {

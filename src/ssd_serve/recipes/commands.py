@@ -32,7 +32,7 @@ _FAMILIES: dict[str, tuple[str, str, int, int, str]] = {
     "hydra": ("Hydra heads", "heads", 4, 0, "heads, of a token each"),
     "gumiho": ("a Gumiho head", "heads", 5, 2, "parallel heads, after two serial tokens"),
 }
-"""Families of heads: what is trained, and the option that says how many tokens it guesses: its name, default, how many
+"""Families of heads: what is trained, and the option for how many tokens it guesses: its name, default, how many
 more those are, and meaning."""
 _BLOCKS = {
     "depth": (3, "layers of the head"),

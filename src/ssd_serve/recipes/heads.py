@@ -73,7 +73,7 @@ class Head(nn.Module, ABC):
         return {**self.state_dict(), "d2t": gaps}
 
     def anchors(self, counted: Tensor, generator: torch.Generator | None = None) -> Anchors:
-        """Choose places of texts whose bool [texts, length] say what to learn; no generator: for figures."""
+        """Choose places to learn from bool [texts, length] `counted`; no generator: for figures."""
         del generator  # all places
         texts, length = counted.shape
         places = torch.arange(1, length - self.depths + 1, device=counted.device).expand(texts, -1)
@@ -223,7 +223,7 @@ _WINDOWS, _LENGTH = 12, 512
 
 
 class TextLessons:
-    """Texts of tokens, which the target reads anew for each step."""
+    """Texts of tokens; the target reads them again for each step."""
 
     def __init__(self, workspace: Workspace, teacher: Teacher) -> None:
         self.stream, self.held_out, self._teacher = workspace.stream, workspace.held_out, teacher

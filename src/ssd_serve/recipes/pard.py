@@ -75,7 +75,7 @@ def masked_vectors(
 
 
 def pard_loss(model: Decoder, tokens: Tensor, lesson: Lesson, mask: int, positions: int) -> Tensor:
-    """Return the loss on windows int64 [windows, length], in nats a row whose token the target wrote."""
+    """Return the loss on windows int64 [windows, length], in nats for each row with a token of the target."""
     counts, losses = counted_places(tokens, lesson), list[Tensor]()
     for window, truth, counted in zip(tokens, lesson.logits, counts, strict=True):
         vectors, _, places = masked_vectors(model, window, counted, mask, positions, int(window.sum()))

@@ -29,7 +29,7 @@ _GREEN, _DIM, _PLAIN, _ERASE = "\x1b[32m", "\x1b[2m", "\x1b[0m", "\x1b[K"
 
 
 _PATIENCE_S = 1.0
-"""Seconds without a token until a line tells what the chat waits for."""
+"""Seconds without a token until a line shows the reason for waiting."""
 _WAITING = "waiting for the first token"
 
 
