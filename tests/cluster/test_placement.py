@@ -1,5 +1,6 @@
 """Tests of the placement of processes on machines of every size, and of device names."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,13 @@ def test_target_uses_idle_drafter_cores_in_mode_auto() -> None:
 
 
 def write_draft(folder: Path, megabytes: int) -> str:
+    """Write a sparse checkpoint of exactly this size: one tensor of bytes after a header padded to 100 bytes."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    size = (megabytes << 20) - 108
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).ljust(100)
     with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
         file.truncate(megabytes << 20)
     return str(folder)
 
