@@ -1,17 +1,15 @@
-"""The default model as a laptop serves it; skipped where its package is not installed."""
+"""The default model as a laptop serves it."""
 
 import os
 import sys
 import time
 from pathlib import Path
-from typing import cast
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from ssd_serve.base.engine_config import DEFAULT_MODEL
-from ssd_serve.base.settings import Settings
-from ssd_serve.models.short_names import BUILT_IN, PackagedModel
+from ssd_serve.base.engine_config import DEFAULT_MODEL, EngineConfig
+from ssd_serve.models.hub import find_model
 from tests.servers import free_port, running
 
 MOST_BYTES = 600_000_000
@@ -20,11 +18,7 @@ _SETTLE_S = 2.0
 
 @pytest.mark.slow
 def test_all_processes_stay_within_600_mb_after_start(tmp_path: Path) -> None:
-    packaged = cast(PackagedModel, BUILT_IN[DEFAULT_MODEL])
-    cache = Settings().cache_dir.expanduser()
-    model = packaged.installed(cache / "packages" / packaged.package)
-    if model is None:
-        pytest.skip(f"{packaged.package} is not installed")
+    model = find_model(EngineConfig(), DEFAULT_MODEL, "target")  # downloads it the first time
     port = free_port()
     command = [sys.executable, "-m", "ssd_serve", "serve", str(model), "--port", str(port)]
     with running(command, os.environ, tmp_path, port) as (process, _, _):
