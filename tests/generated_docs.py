@@ -5,13 +5,14 @@
 Knows which page holds which table; the words are those of the code.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import AliasChoices, BaseModel
 
 from ssd_serve.app.cli.main import EXIT_CODES, build_parser
 from ssd_serve.app.cli.output import as_markdown
@@ -22,6 +23,8 @@ from ssd_serve.base.settings_sources import origins, resolve
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.observability.metrics import ServerMetrics
+from ssd_serve.server.openai.fields import SpeculationOptions, StructuredOutputs
+from ssd_serve.server.openai.protocol import GenerationRequest, StreamOptions
 from ssd_serve.server.openapi import OPERATIONS, SecuritySchemes
 from tests.server.fakes import READY, STATUS
 
@@ -29,6 +32,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 _BUCKETS_BOUND = "le"
 _ALWAYS = ("help", "help_all", "config")
 """Flags of many commands, which the head of docs/cli.md describes."""
+_SCALARS = ("string", "integer")
 _UNTITLED = ("positional arguments", "options", "optional arguments")
 """Groups of argparse itself."""
 
@@ -78,6 +82,68 @@ def api_table() -> str:
         statuses = ", ".join(map(str, keys.problems(path, operation)))
         rows.append(f"| `{path}` | {methods} | {answers} | {statuses} |")
     return "\n".join(["| path | methods | what | statuses besides 200 |", "|---|---|---|---|", *rows])
+
+
+def fields_reference() -> str:
+    """The fields of every request body: those of all generating bodies once, then each body's own."""
+    shared = GenerationRequest.model_fields
+    parts = ["## Fields of all requests that generate", _fields(GenerationRequest, ())]
+    for path, operation in OPERATIONS.items():
+        if operation.body is not None:
+            generates = issubclass(operation.body, GenerationRequest)
+            parts += [f"## {path}", _fields(operation.body, shared if generates else ())]
+    for nested in (StreamOptions, SpeculationOptions, StructuredOutputs):
+        parts += [f"## {nested.__name__}", _fields(nested, ())]
+    return "\n\n".join(parts)
+
+
+def _fields(body: type[BaseModel], known: Container[str]) -> str:
+    """Table of the fields that are not `known`, and the names of those that are refused."""
+    rows, refused, schema = (
+        ["| field | value | meaning |", "|---|---|---|"],
+        list[str](),
+        body.model_json_schema(),
+    )
+    for name, described in schema["properties"].items():
+        if None in described.get("enum", ()):
+            refused += [name] if name not in known else []
+        elif name not in known:
+            field = body.model_fields.get(name)
+            aliases = None if field is None else field.validation_alias
+            others = [str(each) for each in aliases.choices[1:]] if isinstance(aliases, AliasChoices) else []
+            names = f"`{name}`" + (f" ({_code(others)})" if others else "")
+            rows.append(f"| {names} | {_value(described)} | {described.get('description', '')} |")
+    note = (
+        f"\n\nNot built, and refused with any value that would matter: {_code(sorted(refused))}."
+        if refused
+        else ""
+    )
+    return "\n".join(rows) + note
+
+
+def _value(schema: Any) -> str:
+    """The type and the range of a value, in words."""
+    kinds = [each for each in schema.get("anyOf", schema.get("oneOf", ())) if each.get("type") != "null"]
+    if "type" not in schema and kinds:
+        return " or ".join(dict.fromkeys(_value(each) for each in kinds))
+    if "$ref" in schema:
+        return f"`{schema['$ref'].rpartition('/')[2]}`"
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f"`{each}`" for each in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        items = schema.get("items", {})
+        return f"list of {items['type']}s" if items.get("type") in _SCALARS else f"list of {_value(items)}"
+    return str(schema.get("type", "any")) + _range(schema)
+
+
+def _range(schema: Any) -> str:
+    """The bounds of a number that are meant for people: those of 31 bits and more are left out."""
+    text = ""
+    for key, words in (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to")):
+        bound = schema.get(key)
+        if bound is not None and abs(bound) < 2**31 - 1:
+            text += f" {words} {bound:,}"
+    return text
 
 
 def cli_reference() -> str:
@@ -140,6 +206,7 @@ def _code(words: Iterable[str]) -> str:
 TABLES = {
     "api": api_table,
     "cli": cli_reference,
+    "fields": fields_reference,
     "kernels": backends_table,
     "settings": settings_table,
     "exit-codes": exit_codes_table,

@@ -10,6 +10,13 @@ from ssd_serve.base.messages import DecisionReason
 from ssd_serve.base.settings import PREFIX, REMOVED_SETTINGS, RENAMED_SETTINGS, Settings
 from ssd_serve.models.architectures.registry import ARCHITECTURES
 from ssd_serve.sampling.parameters import PARAMETERS
+from ssd_serve.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from tests.generated_docs import DOCS, TABLES, block
 
 ROOT = DOCS.parent
@@ -45,6 +52,12 @@ def test_generated_tables(name: str) -> None:
     assert block(text(DOCS / f"{name}.md"), name) == TABLES[name]()
 
 
+def test_every_field_of_chats_and_completions_has_a_meaning() -> None:
+    for body in (GenerationRequest, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest):
+        for name, field in body.model_json_schema()["properties"].items():
+            assert field.get("description") or None in field["enum"], name
+
+
 def test_every_architecture_is_documented() -> None:
     models = text(DOCS / "models.md")
     assert all(f"| `{name}` |" in models for name in ARCHITECTURES)
@@ -59,8 +72,7 @@ def test_every_decision_reason_is_documented() -> None:
 
 
 def test_every_sampling_parameter_is_listed() -> None:
-    section = text(DOCS / "api.md").partition("## Parameters")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(\w+)`", section))
+    named = set(re.findall(r"`(\w+)`", text(DOCS / "fields.md")))
     assert {each.name for each in PARAMETERS} <= named
 
 

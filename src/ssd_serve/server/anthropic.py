@@ -263,7 +263,7 @@ class MessagesRequest(AskedConversation, GenerationRequest):
         json_schema_extra={"dependentSchemas": RULES, "required": ["messages", "max_tokens"]}
     )
 
-    stop_sequences: Stop | None = None
+    stop_sequences: Stop | None = Field(None, description="this API's name of stop")
     service_tier: Ignored = None
 
     def chat_request(self) -> ChatRequest:

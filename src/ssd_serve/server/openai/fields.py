@@ -439,15 +439,17 @@ ResponseFormat = Annotated[
 class StructuredOutputs(Lenient):
     """vLLM's field of output formats; exactly one of these."""
 
-    json_schema: Schema | None = Field(None, validation_alias=AliasChoices("json"))
-    regex: Expression | None = None
+    json_schema: Schema | None = Field(
+        None, validation_alias=AliasChoices("json"), description="JSON that matches this schema"
+    )
+    regex: Expression | None = Field(None, description="text that matches this regular expression")
     choice: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(
         None, min_length=1, max_length=1024, description="the output is one of these texts"
     )
     grammar: Expression | None = Field(None, description="Lark as llguidance reads it, or GBNF")
-    json_object: bool | None = None
-    structural_tag: StructuralTags | None = None
-    disable_any_whitespace: bool | None = None
+    json_object: bool | None = Field(None, description="any JSON object")
+    structural_tag: StructuralTags | None = Field(None, description="free text with tagged parts")
+    disable_any_whitespace: bool | None = Field(None, description="no blanks between parts of JSON")
     whitespace_pattern: Annotated[object, not_built()] = None
 
 

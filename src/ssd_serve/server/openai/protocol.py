@@ -61,9 +61,9 @@ class StreamOptions(Lenient):
     )
 
 
-def _named(*names: str) -> Any:
+def _named(*names: str, description: str) -> Any:
     """Return a field with aliases of other servers; the first name is ours."""
-    return Field(None, validation_alias=AliasChoices(*names))
+    return Field(None, validation_alias=AliasChoices(*names), description=description)
 
 
 _STREAMED = {"properties": {"stream": {"const": True}}, "required": ["stream"]}
@@ -87,32 +87,46 @@ class GenerationRequest(Lenient):
     long_lists: ClassVar[Mapping[str, int]] = {"generated_token_ids": 0}
 
     model: str | None = Field(None, description="the served model's id, which is also the default")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream: bool | None = Field(None, description="send the output as server-sent events, as it is generated")
+    stream_options: StreamOptions | None = Field(None, description="contents of the stream")
     n: Choices | None = Field(None, description="choices for each prompt")
     seed: Seed | None = Field(None, description="null: random, and reported in the response")
 
-    temperature: Temperature | None = None
+    temperature: Temperature | None = Field(None, description="0: always the most probable token")
     top_k: Annotated[int, range_field("top_k")] | None = Field(None, description="0 or -1: off")
-    top_p: Annotated[float, range_field("top_p")] | None = None
-    min_p: Annotated[float, range_field("min_p")] | None = None
-    repetition_penalty: Annotated[float, range_field("repetition_penalty")] | None = _named(
-        "repetition_penalty", "repeat_penalty"
+    top_p: Annotated[float, range_field("top_p")] | None = Field(
+        None, description="sample among the most probable tokens that have this probability together"
     )
-    presence_penalty: Annotated[float, range_field("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, range_field("frequency_penalty")] | None = None
-    logit_bias: LogitBias | None = None
+    min_p: Annotated[float, range_field("min_p")] | None = Field(
+        None, description="sample among tokens with at least this share of the best token's probability"
+    )
+    repetition_penalty: Annotated[float, range_field("repetition_penalty")] | None = _named(
+        "repetition_penalty",
+        "repeat_penalty",
+        description="divides positive logits of tokens of prompt and output, and multiplies negative ones",
+    )
+    presence_penalty: Annotated[float, range_field("presence_penalty")] | None = Field(
+        None, description="is subtracted from the logits of tokens of the output"
+    )
+    frequency_penalty: Annotated[float, range_field("frequency_penalty")] | None = Field(
+        None, description="is subtracted from a token's logit for each time that the output has it"
+    )
+    logit_bias: LogitBias | None = Field(None, description="is added to the logits, by token id")
     allowed_token_ids: AllowedTokenIds | None = Field(
         None, description="the only tokens that may be generated"
     )
     bad_words: BadWords | None = Field(None, description="texts that the output must not contain")
 
-    min_tokens: Annotated[int, range_field("min_tokens")] | None = None
-    max_tokens: Tokens | None = _named("max_tokens", "n_predict")
-    stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, range_field("min_tokens")] | None = Field(
+        None, description="output tokens before the output may end"
+    )
+    max_tokens: Tokens | None = _named(
+        "max_tokens", "n_predict", description="most output tokens; -1: as many as fit; 0: none"
+    )
+    stop: Stop | None = Field(None, description="texts that end the output, which does not contain them")
+    stop_token_ids: StopTokenIds | None = Field(None, description="tokens that end the output")
+    include_stop_str_in_output: bool | None = Field(None, description="the output contains the stop text")
+    ignore_eos: bool | None = Field(None, description="go on behind the model's end of text")
 
     response_format: ResponseFormat | None = Field(None, description="format of the output")
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field of output formats")
@@ -127,8 +141,12 @@ class GenerationRequest(Lenient):
         description="`token_ids` of each choice of an earlier response to this request, with the same seed, that broke "
         "off: the output continues behind them",
     )
-    skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = _named("return_token_ids", "return_tokens")
+    skip_special_tokens: bool | None = Field(
+        None, description="leave special tokens out of the text; null: yes"
+    )
+    return_token_ids: bool | None = _named(
+        "return_token_ids", "return_tokens", description="report the ids of prompt and output"
+    )
     add_special_tokens: bool | None = Field(
         None, description="let the tokenizer add its begin token to a text"
     )
@@ -221,7 +239,7 @@ class CompletionRequest(GenerationRequest):
     )
     long_lists: ClassVar[Mapping[str, int]] = {"prompt": 1, "generated_token_ids": 0}
 
-    prompt: Prompt
+    prompt: Prompt = Field(description="a text, token ids, or a list of either")
     echo: bool | None = Field(None, description="begin the text with the prompt")
     logprobs: TopLogprobs | None = Field(None, description="how many of the most probable tokens to report")
 
@@ -375,17 +393,23 @@ class ChatRequest(GenerationRequest):
             }
         }
     )
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: list[Message] = Field(
+        min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="the conversation"
+    )
     max_completion_tokens: Tokens | None = Field(None, description="newer name of max_tokens")
-    logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
-    add_generation_prompt: bool | None = None
+    logprobs: bool | None = Field(None, description="report log-probabilities of the output's tokens")
+    top_logprobs: TopLogprobs | None = Field(None, description="and of so many most probable tokens")
+    add_generation_prompt: bool | None = Field(
+        None, description="the prompt ends with the beginning of an assistant's message; null: yes"
+    )
     chat_template: str | None = Field(
         None, max_length=MAX_GRAMMAR_CHARACTERS, description="name of one of the model's chat templates"
     )
-    chat_template_kwargs: TemplateVariables | None = None
+    chat_template_kwargs: TemplateVariables | None = Field(None, description="variables of the chat template")
     continue_final_message: bool | None = Field(None, description="the output continues the last message")
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[Tool] | None = Field(
+        None, max_length=MAX_TOOLS, fail_fast=True, description="functions that the model may call"
+    )
     tool_choice: ToolChoice | None = Field(
         None, description="auto: the model may call tools; required: it must; or the tool that it must call"
     )
@@ -432,14 +456,16 @@ class TokenizeRequest(Lenient):
         }
     )
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    continue_final_message: bool | None = None
-    return_token_strs: bool | None = None
+    model: str | None = Field(None, description="the served model's id, which is also the default")
+    prompt: str | None = Field(None, description="a text")
+    messages: list[Message] | None = Field(
+        None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="or a conversation"
+    )
+    add_special_tokens: bool | None = Field(None, description="as in completions; for a conversation: no")
+    add_generation_prompt: bool | None = Field(None, description="as in chats")
+    chat_template_kwargs: TemplateVariables | None = Field(None, description="as in chats")
+    continue_final_message: bool | None = Field(None, description="as in chats")
+    return_token_strs: bool | None = Field(None, description="report the texts of the tokens, too")
 
 
 class DetokenizeRequest(Lenient):
@@ -447,5 +473,5 @@ class DetokenizeRequest(Lenient):
 
     long_lists: ClassVar[Mapping[str, int]] = {"tokens": 1}
 
-    model: str | None = None
-    tokens: TokenIds
+    model: str | None = Field(None, description="the served model's id, which is also the default")
+    tokens: TokenIds = Field(description="token ids")

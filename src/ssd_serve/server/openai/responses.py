@@ -228,10 +228,12 @@ class ResponsesRequest(GenerationRequest):
 
     model_config = ConfigDict(json_schema_extra={"dependentSchemas": RULES})
 
-    input: Items
+    input: Items = Field(description="a text, or the items of a conversation")
     instructions: str | None = Field(None, description="the system prompt")
-    max_output_tokens: Tokens | None = None
-    tools: list[FlatTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    max_output_tokens: Tokens | None = Field(None, description="this API's name of max_tokens")
+    tools: list[FlatTool] | None = Field(
+        None, max_length=MAX_TOOLS, fail_fast=True, description="functions that the model may call"
+    )
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("<word>")]
@@ -240,8 +242,8 @@ class ResponsesRequest(GenerationRequest):
         ]
         | None
     ) = None
-    parallel_tool_calls: bool | None = None
-    text: TextSettings | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
+    text: TextSettings | None = Field(None, description="format of the output")
     reasoning: ReasoningSettings | None = None
     include: list[str] | None = Field(
         None, max_length=MAX_LABELS, description=f"{_LOGPROBS} is supported; other values are ignored"
