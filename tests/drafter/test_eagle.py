@@ -43,7 +43,7 @@ class DraftedTree:
         oracle.adopt(load_file(theirs / "model.safetensors"))
         self.pool = SlotPool(SLOTS)
         self.source = EagleSource(
-            head, self.pool, NoiseRows(VOCABULARY, 8), FAN_OUT, prefill_rows=prefill_rows
+            (head, self.pool, NoiseRows(VOCABULARY, 8), FAN_OUT, None, prefill_rows), head
         )
         self.tokens, self.vectors = list(tokens), torch.zeros((0, HIDDEN))
         self.first = 0
@@ -212,7 +212,7 @@ def test_a_measured_step_is_a_whole_one_and_leaves_nothing(
 ) -> None:
     theirs = target(tmp_path / "target")
     head, pool = loaded(oracle.save(tmp_path / "head", FLAT), theirs), SlotPool(SLOTS)
-    source = EagleSource(head, pool, NoiseRows(VOCABULARY, 8), FAN_OUT)
+    source = EagleSource((head, pool, NoiseRows(VOCABULARY, 8), FAN_OUT, None, MAX_PREFILL_ROWS), head)
     forward, wanted = EagleHead.forward, list[int]()
 
     def slow(head: EagleHead, batch: Batch) -> ForwardResult:

@@ -70,6 +70,24 @@ def write_head(folder: Path, target: Path, proposed: range) -> Path:
     return _write_layer(folder, target, "midlayer", 2 * hidden, shapes, weights, kind)
 
 
+def write_peagle(folder: Path, target: Path) -> Path:
+    """Write a random P-EAGLE head of two layers for three positions, which uses the target's embedding."""
+    hidden, vocabulary = read_config(target)["hidden_size"], read_config(target)["vocab_size"]
+    norms = ("layers.0.hidden_norm", "layers.0.input_layernorm", "layers.1.input_layernorm", "norm")
+    shapes = {"fc": (hidden, 3 * hidden), "lm_head": (vocabulary, hidden)}
+    weights = {f"{name}.weight": torch.ones(hidden) for name in norms}
+    weights["mask_hidden"] = torch.randn((1, 1, 3 * hidden), generator=torch.Generator().manual_seed(2))
+    masks = {"ptd_token_id": vocabulary - 1, "num_depths": 3}
+    kind = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2, **masks}
+    _write_layer(folder, target, "layers.0", 2 * hidden, shapes, weights, kind)
+    written = load_file(folder / "model.safetensors")
+    for name in [name for name in written if name.startswith("layers.0.") and "hidden_norm" not in name]:
+        reads = hidden if name.split(".")[-2] in {"q_proj", "k_proj", "v_proj"} else None
+        written[name.replace("layers.0", "layers.1")] = written[name][..., :reads].clone()
+    save_file(written, folder / "model.safetensors")
+    return folder
+
+
 def write_first_head(folder: Path, target: Path) -> Path:
     """Write a random EAGLE-1 head, which uses the target's embedding and LM head.
 
@@ -219,7 +237,7 @@ def _write_layer(
     }
     weights[f"{layer}.post_attention_layernorm.weight"] = torch.ones(hidden)
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | kind | {"num_hidden_layers": 1}))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1} | kind))
     return folder
 
 

@@ -19,6 +19,7 @@ from tests.end_to_end.tiny_pair import (
     write_medusa,
     write_pair,
     write_pard,
+    write_peagle,
 )
 
 MakeDrafter = Callable[[RigDraft, Engine], MemoryDrafter]
@@ -46,6 +47,7 @@ DRAFTS = {
     "medusa": "{medusa}",
     "hydra": "{hydra}",
     "gumiho": "{gumiho}",
+    "peagle": "{peagle}",
     "dflash": "{dflash}",
     "dspark": "{dspark}",
     "ngram": "ngram",
@@ -56,7 +58,7 @@ DRAFTS = {
     "head and lookup": "{head},suffix",
     "self and lookup": "self:1,ngram",
     "both heads": "{head},{first}",
-    "all": "{draft},{head},{first},{pard},{pard2},{medusa},{hydra},{gumiho},{dflash},{dspark},self:1,"
+    "all": "{draft},{head},{first},{pard},{pard2},{medusa},{hydra},{gumiho},{peagle},{dflash},{dspark},self:1,"
     "prompt-lookup,ngram,suffix",
 }
 
@@ -86,6 +88,7 @@ class EverySource:
             "medusa": write_medusa(folder / "medusa", self._target),
             "hydra": write_hydra(folder / "hydra", self._target),
             "gumiho": write_gumiho(folder / "gumiho", self._target),
+            "peagle": write_peagle(folder / "peagle", self._target),
             "dflash": write_dflash(folder / "dflash", self._target),
             "dspark": write_dflash(folder / "dspark", self._target, dspark=True),
         }

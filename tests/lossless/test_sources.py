@@ -23,7 +23,17 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EverySource]:
 
 ROOMY, SHORT = Case("sd", 4, 12), Case("ssd", 4, 12, slots=80)
 INLINE = {"head", "pard2", "hydra", "dflash", "shared texts", "self and lookup"}
-BESIDE = {"first head", "pard", "medusa", "gumiho", "dspark", "ngram", "model and lookup", "head and lookup"}
+BESIDE = {
+    "first head",
+    "pard",
+    "medusa",
+    "gumiho",
+    "peagle",
+    "dspark",
+    "ngram",
+    "model and lookup",
+    "head and lookup",
+}
 
 
 def names(quick: set[str]) -> list[object]:
@@ -56,6 +66,7 @@ def test_async_mode_is_lossless_under_memory_pressure(sources: EverySource, name
         "medusa",
         "hydra",
         "gumiho",
+        "peagle",
         "dflash",
         "dspark",
         "installed",

@@ -47,7 +47,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, obje
 
 
 class Oracle(nn.Module):
-    """An EAGLE-3 head made of transformers' attention, MLP, norms and rotation."""
+    """An EAGLE-3 head made of transformers' attention, MLP, norms and rotation; with a mask token, a P-EAGLE head."""
 
     width = 3 * HIDDEN
 
@@ -59,6 +59,8 @@ class Oracle(nn.Module):
         norms: str = "",
         feed_normed: bool = False,
         own_embedding: bool = True,
+        layers: int = 1,
+        mask: int | None = None,
     ) -> None:
         super().__init__()
         blocks: Any = llama if family == "llama" else qwen3
@@ -78,6 +80,10 @@ class Oracle(nn.Module):
         self.input_layernorm: Any = norm(HIDDEN, eps=1e-5)
         self.post_attention_layernorm: Any = norm(HIDDEN, eps=1e-5)
         self.norm: Any = norm(HIDDEN, eps=1e-5)
+        decoder = getattr(blocks, f"{name}DecoderLayer")
+        self.deeper = nn.ModuleList([decoder(config, 0) for _ in range(1, layers)])
+        self.mask = mask
+        self.mask_hidden = torch.randn(1, 3 * HIDDEN, generator=torch.Generator().manual_seed(6))
         wide = [3 * HIDDEN] if norms == "one" else [HIDDEN] * 3 if norms == "each" else []
         self.feature_norms = nn.ModuleList([norm(width, eps=1e-5) for width in wide])
         self.fc = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
@@ -107,18 +113,24 @@ class Oracle(nn.Module):
         attended, _ = self.attention(x, position_embeddings=rotation, attention_mask=mask)
         hidden = residual + attended[0]
         own = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        for layer in self.deeper:
+            own = layer(own[None], position_embeddings=rotation, attention_mask=mask)[0]
         said = self.norm(own)
         return self.head(said), said if self.feed_normed else own
 
     def save(self, folder: Path, layout: str) -> Path:
         """Write it as a checkpoint."""
-        layer = "midlayer" if layout == FLAT else "layers.0"
+        layer = "midlayer" if layout == FLAT and self.mask is None else "layers.0"
         named: dict[str, torch.Tensor] = {"fc.weight": self.fc.weight, "lm_head.weight": self.head.weight}
         for each in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
             named[f"{layer}.{each}.weight"] = getattr(self, each).weight
         named |= {f"{layer}.self_attn.{key}": value for key, value in self.attention.state_dict().items()}
         named |= {f"{layer}.mlp.{key}": value for key, value in self.mlp.state_dict().items()}
         named["norm.weight"] = self.norm.weight
+        for index, deeper in enumerate(self.deeper, 1):
+            named |= {f"layers.{index}.{key}": value for key, value in deeper.state_dict().items()}
+        if self.mask is not None:
+            named["mask_hidden"] = self.mask_hidden if layout == FLAT else self.mask_hidden[None]
         for index, norm in enumerate(self.feature_norms):
             named["input_norm.weight" if self.norms == "one" else f"fc_norm.{index}.weight"] = (
                 norm.get_parameter("weight")
@@ -136,7 +148,8 @@ class Oracle(nn.Module):
             self.embed.weight.data = theirs["model.embed_tokens.weight"]
 
     def _described(self, layout: str) -> dict[str, object]:
-        inner = {**_SIZES, "model_type": self.family, "rope_theta": 10000.0}
+        layers = 1 + len(self.deeper)
+        inner = {**_SIZES, "model_type": self.family, "rope_theta": 10000.0, "num_hidden_layers": layers}
         flags = {
             "norm_before_residual": self.residual_is_normed,
             "norm_before_fc": self.norms == "one",
@@ -145,8 +158,14 @@ class Oracle(nn.Module):
             "draft_vocab_size": self.proposed,
         }
         if layout == FLAT:
-            return {**inner, **flags, "architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32"}
-        ids = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+            masks = {} if self.mask is None else {"ptd_token_id": self.mask}
+            kind = {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float32"}
+            return {**inner, **flags, **masks, **kind}
+        ids: dict[str, object] = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+        if self.mask is not None:
+            kind = {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"]}
+            masks = {"mask_token_id": self.mask, "num_depths": 3}
+            return {**kind, **masks, **flags, **ids, "transformer_layer_config": inner}
         kind = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
         return {**kind, **flags, **ids, "transformer_layer_config": inner}
 

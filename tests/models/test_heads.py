@@ -37,7 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "speculators": (NESTED, {"residual_is_normed": True, "norms": "one"}),
     "eagle-3.1": (NESTED, {"norms": "each", "feed_normed": True}),
     "qwen3": (NESTED, {"family": "qwen3"}),
+    "two-layers": (FLAT, {"layers": 2}),
+    "p-eagle": (FLAT, {"layers": 2, "mask": 96, "norms": "one"}),
+    "p-eagle-speculators": (NESTED, {"layers": 3, "mask": 7, "residual_is_normed": True}),
 }
+UNFUSED = {"qwen3", "two-layers", "p-eagle", "p-eagle-speculators"}
 FIRST_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle-1-safeailab": (FLAT, {}),
     "eagle-1-bias": (FLAT, {"bias": True}),
@@ -91,10 +95,10 @@ def test_rounded_head_in_one_call_gives_the_bits_of_separate_calls(
         torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
         torch.testing.assert_close(found.features, expected.features, rtol=0, atol=0)
     exact, _ = oracle(tokens, vectors)
-    assert (
-        float((found.logits - exact[-len(found.logits) :]).norm() / exact[-len(found.logits) :].norm()) < 0.05
-    )
-    assert calls == ([] if case in FIRST_CASES or case == "qwen3" else [9, 1, 4])
+    assert float(
+        (found.logits - exact[-len(found.logits) :]).norm() / exact[-len(found.logits) :].norm()
+    ) < 0.05 * more.get("layers", 1)
+    assert calls == ([] if case in {*FIRST_CASES, *UNFUSED} else [9, 1, 4])
 
 
 @pytest.fixture(scope="module", params=[*CASES, *FIRST_CASES])
@@ -224,6 +228,11 @@ def test_head_kind_from_configuration_or_tensor_names(tmp_path: Path) -> None:
     assert kind_of(folder, {"architectures": ["LlamaForCausalLMEagle"]}) is HeadKind.EAGLE1
     assert kind_of(folder, {"speculators_model_type": "eagle"}) is HeadKind.EAGLE1
     assert kind_of(folder, {**plain, "draft_vocab_size": 32000}) is HeadKind.EAGLE3
+    assert kind_of(folder, {"speculators_model_type": "peagle"}) is HeadKind.PEAGLE
+    third: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle3"]}
+    for key in ("ptd_token_id", "pard_token", "mask_token_id"):
+        assert kind_of(folder, {**third, key: 0}) is HeadKind.PEAGLE
+    assert kind_of(folder, {**third, "mask_token_id": None}) is HeadKind.EAGLE3
     assert kind_of(folder, plain, layer, "fc.weight", "mlp.mlp.0.0.linear.weight") is HeadKind.GUMIHO
     assert kind_of(folder, {"medusa_num_heads": 2}) is HeadKind.MEDUSA
     assert kind_of(folder, {"architectures": ["MedusaModel"]}) is HeadKind.MEDUSA
@@ -241,7 +250,7 @@ def test_head_kind_from_configuration_or_tensor_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "names", "found"),
     [
-        ({"speculators_model_type": "peagle"}, (), "peagle"),
+        ({"speculators_model_type": "mtp"}, (), "mtp"),
         ({"dflash_config": {}, "architectures": ["LlamaForCausalLM"]}, (), "dflash_config"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, (), "Eagle3DeepseekV2ForCausalLM"),
         (

@@ -7,17 +7,16 @@ Knows one head and its vectors; not how they are sent.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ssd_serve.base.engine_config import EngineConfig
 from ssd_serve.base.errors import SettingsError
 from ssd_serve.base.messages import SamplingParameters
-from ssd_serve.cache.slots import SlotPool
 from ssd_serve.cache.tree import SpeculationTree
 from ssd_serve.drafter.sources.contract import (
     Block,
@@ -27,11 +26,7 @@ from ssd_serve.drafter.sources.contract import (
     FeatureSource,
     NodeRequest,
 )
-from ssd_serve.drafter.sources.draft_model import (
-    MAX_PREFILL_ROWS,
-    RankingInputs,
-    prefill_rows_of,
-)
+from ssd_serve.drafter.sources.draft_model import RankingInputs, prefill_rows_of
 from ssd_serve.drafter.sources.features import FeatureStepSource
 from ssd_serve.drafter.sources.loading import (
     LoadedSource,
@@ -42,6 +37,7 @@ from ssd_serve.drafter.sources.loading import (
 )
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
 from ssd_serve.drafter.sources.rows import StepRows
+from ssd_serve.drafter.sources.whole_model import DraftModel, StepSourceArguments
 from ssd_serve.kernels.batch import Batch
 from ssd_serve.models.heads.eagle import OWN, EagleHead
 from ssd_serve.models.heads.load import head_config, head_sizes, load_head
@@ -49,26 +45,13 @@ from ssd_serve.models.hub import find_model
 from ssd_serve.models.interface import ForwardResult, Model
 from ssd_serve.models.load import served_options
 from ssd_serve.models.wrapped import WrappedModel, wrap_model
-from ssd_serve.sampling.noise_rows import NoiseRows, capacity_for
-from ssd_serve.sampling.ranking import NativeRanking, trusted_ranking
 
 
 class EagleSource(FeatureStepSource[Candidates | Block]):
     """Expands nodes with one forward of a head, for requests with all features received."""
 
-    def __init__(
-        self,
-        head: EagleHead,
-        pool: SlotPool,
-        noise: NoiseRows,
-        fan_out: int,
-        native: NativeRanking | None = None,
-        prefill_rows: int = MAX_PREFILL_ROWS,
-        *,
-        model: Model | None = None,
-    ) -> None:
-        """`model` runs the head's forwards (default: the head itself)."""
-        super().__init__(model or head, pool, noise, fan_out, native, prefill_rows)
+    def __init__(self, arguments: StepSourceArguments, head: EagleHead) -> None:
+        super().__init__(*arguments)
         self._head, self._proposed = head, head.proposed
         self._outputs: dict[int, dict[int, torch.Tensor]] = {}
         """The head's own vectors of each request's nodes, by name."""
@@ -142,7 +125,7 @@ class _WithZeroFeatures(WrappedModel):
 
 def describe_eagle(config: EngineConfig, folder: Path | None) -> SourceDescription:
     """The target layers that the head was trained on, or those of `SSD_EAGLE_LAYERS`."""
-    folder = _require(folder, config)
+    folder = require_head(folder, config)
     target = find_model(config, config.target, "target")
     return SourceDescription(
         features=head_config(folder, target, config.eagle_features).features or (), keeps_tree=False
@@ -154,10 +137,14 @@ def load_eagle(source: SourceConfig) -> LoadedSource:
     return load_head_source(source, EagleSource)
 
 
-def load_head_source(source: SourceConfig, kind: type[EagleSource]) -> LoadedSource:
-    """Load a head as a source of this class."""
-    config, device = source.config, source.device
-    folder, target = _require(source.folder, config), find_model(config, config.target, "target")
+def load_head_source(
+    source: SourceConfig,
+    make: Callable[[StepSourceArguments, EagleHead], FeatureStepSource[Any]],
+    rows: int = 1,
+) -> LoadedSource:
+    """Load a head as the source that `make` returns, with `rows` rows for each node of a step."""
+    config, device, native = source.config, source.device, source.native
+    folder, target = require_head(source.folder, config), find_model(config, config.target, "target")
     sizes = head_sizes(
         folder,
         target,
@@ -165,21 +152,20 @@ def load_head_source(source: SourceConfig, kind: type[EagleSource]) -> LoadedSou
         dtype=config.dtype,
         features=source.description.features,
         allow_pickle=config.allow_pickle,
-        native=source.native,
+        native=native,
     )
-    slots = draft_slots(config, sizes, device)
-    options = replace(served_options(config, device, slots, source.native), graphs=False, rounded=True)
+    slots = draft_slots(config, sizes, device) + config.draft_width * (rows - 1)
+    options = replace(served_options(config, device, slots, native), graphs=False, rounded=True)
     head = load_head(folder, options, sizes, source.log)
     model: Model = wrap_model(head, "draft", config.model_wrapper)
-    seconds, prefill_s_per_token = draft_times(_WithZeroFeatures(model), source)
-    facts = head.facts
-    noise = NoiseRows(facts.vocabulary, capacity_for(facts.vocabulary), facts.device, source.native)
-    ranking = trusted_ranking(source.native) if facts.device == "cpu" else None
-    prefill_rows = prefill_rows_of(prefill_s_per_token)
-    made = kind(*(head, SlotPool(slots), noise, config.draft_fan_out, ranking, prefill_rows), model=model)
-    if facts.device == "cpu":
+    steps = replace(source, widths=[rows * width for width in source.widths])
+    measured, prefill_s_per_token = draft_times(_WithZeroFeatures(model), steps)
+    seconds = {width: measured[rows * width] for width in source.widths}
+    draft = DraftModel(model, slots, native=native, prefill_rows=prefill_rows_of(prefill_s_per_token))
+    made = make(draft.arguments(config.draft_fan_out), head)
+    if head.facts.device == "cpu":
         seconds = {width: step_seconds(made, head.width, width) for width in seconds}
-    info = tokenizer_info(target, facts.context)
+    info = tokenizer_info(target, head.facts.context)
     return LoadedSource(made, info, seconds, prefill_s_per_token)
 
 
@@ -211,7 +197,8 @@ def step_seconds(source: _ReadingSource, features: int, width: int) -> float:
     return min(taken[1:])
 
 
-def _require(folder: Path | None, config: EngineConfig) -> Path:
+def require_head(folder: Path | None, config: EngineConfig) -> Path:
+    """The folder of a head. Raises `SettingsError` if it has none."""
     if folder is None:
         raise SettingsError(f"{config.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
     return folder

@@ -21,6 +21,7 @@ ANY_MODEL, EAGLE = "*", "*eagle"
 SOURCES: dict[str, str] = {
     ANY_MODEL: "ssd_serve.drafter.sources.whole_model:load_draft_model",
     EAGLE: "ssd_serve.drafter.sources.eagle:SOURCE",
+    "*p-eagle": "ssd_serve.drafter.sources.peagle.source:SOURCE",
     "*pard": "ssd_serve.drafter.sources.pard.source:SOURCE",
     "*medusa": "ssd_serve.drafter.sources.lm_heads.source:SOURCE",
     "*hydra": "ssd_serve.drafter.sources.lm_heads.source:SOURCE",

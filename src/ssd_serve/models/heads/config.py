@@ -12,7 +12,7 @@ from ssd_serve.base.errors import CheckpointError
 from ssd_serve.models.architectures.dense.config import DecoderConfig
 from ssd_serve.models.architectures.registry import describe
 from ssd_serve.models.config import Json, positive_size
-from ssd_serve.models.heads.kinds import HeadKind
+from ssd_serve.models.heads.kinds import MASK_KEYS, HeadKind
 from ssd_serve.models.weights.quantization import Fp8Scheme
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -79,6 +79,10 @@ class EagleConfig(HeadConfig):
     """EAGLE-1: the inputs of layer and head, and the embedding, are normed (`layernorms`)."""
     guesses: int = 0
     """Gumiho: heads that each guess one later token."""
+    mask: int | None = None
+    """P-EAGLE: the token of positions to guess."""
+    positions: int | None = None
+    """P-EAGLE: positions that it was trained to guess at once; None: its files do not tell."""
 
     @property
     def fused(self) -> int:
@@ -88,8 +92,8 @@ class EagleConfig(HeadConfig):
     @property
     def joins(self) -> bool:
         """Return True if `fc` makes one row of a token and the vector before it (EAGLE-1, Gumiho), instead of one
-        vector of several layers' features (EAGLE-3)."""
-        return self.kind is not HeadKind.EAGLE3
+        vector of several layers' features (EAGLE-3, P-EAGLE)."""
+        return self.kind not in {HeadKind.EAGLE3, HeadKind.PEAGLE}
 
     @property
     def fuse_inputs(self) -> int:
@@ -111,13 +115,13 @@ def parse_eagle1(raw: Json, generation: Json) -> EagleConfig:
     )
 
 
-def parse_eagle3(raw: Json, generation: Json) -> EagleConfig:
+def parse_eagle3(raw: Json, generation: Json, kind: HeadKind = HeadKind.EAGLE3) -> EagleConfig:
     """Read `config.json` of an EAGLE-3 head. What cannot be computed exactly is a `CheckpointError`."""
-    layer = _layer(HeadKind.EAGLE3, _FAMILIES, raw, generation)
+    layer = _layer(kind, _FAMILIES, raw, generation, layers=None)
     if raw.get("norm_before_fc") and raw.get("fc_norm"):
         raise CheckpointError("config.json: norm_before_fc and fc_norm exclude each other")
     return EagleConfig(
-        kind=HeadKind.EAGLE3,
+        kind=kind,
         layer=layer,
         draft_vocabulary=int(raw.get("draft_vocab_size") or layer.vocabulary),
         target_hidden=int(raw.get("target_hidden_size") or layer.hidden),
@@ -127,6 +131,18 @@ def parse_eagle3(raw: Json, generation: Json) -> EagleConfig:
         norm_each=bool(raw.get("fc_norm", False)),
         feed_normed=bool(raw.get("norm_output", False)),
     )
+
+
+def parse_peagle(raw: Json, generation: Json) -> EagleConfig:
+    """Read `config.json` of a P-EAGLE head, that of an EAGLE-3 head with a mask token."""
+    config = parse_eagle3(raw, generation, HeadKind.PEAGLE)
+    mask = next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
+    if not isinstance(mask, int) or not 0 <= mask < config.vocabulary:
+        raise CheckpointError(
+            f"config.json: the mask token {mask!r} ({' or '.join(MASK_KEYS)}) is none of {config.vocabulary} tokens"
+        )
+    trained = positive_size(raw, "num_depths") if raw.get("num_depths") is not None else None
+    return replace(config, mask=mask, positions=trained)
 
 
 def parse_gumiho(raw: Json, generation: Json) -> EagleConfig:
@@ -142,21 +158,26 @@ def parse_gumiho(raw: Json, generation: Json) -> EagleConfig:
     )
 
 
-PARSERS = {HeadKind.EAGLE1: parse_eagle1, HeadKind.EAGLE3: parse_eagle3, HeadKind.GUMIHO: parse_gumiho}
+PARSERS = {
+    HeadKind.EAGLE1: parse_eagle1,
+    HeadKind.EAGLE3: parse_eagle3,
+    HeadKind.PEAGLE: parse_peagle,
+    HeadKind.GUMIHO: parse_gumiho,
+}
 """Parser of `config.json` for each kind."""
 
 
 def _layer(
-    kind: HeadKind, families: Mapping[str, str], raw: Json, generation: Json, layers: int = 1
+    kind: HeadKind, families: Mapping[str, str], raw: Json, generation: Json, layers: int | None = 1
 ) -> DecoderConfig:
-    """The decoder layers, in either layout; `families` are architectures by `model_type`."""
+    """The decoder layers, in either layout; `families` are architectures by `model_type`. `layers` None: any number."""
     nested = raw.get("transformer_layer_config")
     inner: Json = nested if isinstance(nested, dict) else raw
     family = str(inner.get("model_type", "llama"))
     if family not in families:
         known = ", ".join(families)
         raise CheckpointError(f"an {kind} head of the family {family!r} is not supported, only of {known}")
-    if (found := positive_size(inner, "num_hidden_layers")) != layers:
+    if (found := positive_size(inner, "num_hidden_layers")) != (layers or found):
         only = "one" if layers == 1 else layers
         raise CheckpointError(f"an {kind} head of {found} layers is not supported, only of {only}")
     usual = {"quantization_config": raw.get("quantization_config"), "tie_word_embeddings": False}

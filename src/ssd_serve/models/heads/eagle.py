@@ -40,10 +40,11 @@ class EagleWeights:
     norm: RmsNorm | None  # [hidden]
     head: Linear | None  # hidden -> draft vocabulary
     proposed: torch.Tensor | None  # int64 [draft vocabulary], ids of the target; None: all
-    more_layers: tuple[DecoderLayer, ...] = ()  # Gumiho
+    more_layers: tuple[DecoderLayer, ...] = ()  # Gumiho, P-EAGLE
     guesses: tuple[
         tuple[Linear, ...], ...
     ] = ()  # Gumiho's heads: 2 * hidden -> hidden, then hidden -> hidden
+    mask: torch.Tensor | None = None  # P-EAGLE: the features of a mask, [fused * target_hidden]
 
 
 class EagleHead(DenseModel):
@@ -65,6 +66,18 @@ class EagleHead(DenseModel):
         self.proposed = None if weights.proposed is None else weights.proposed.to(torch.int32).numpy()
         """Ids of the tokens that logits are of, ascending or not, int32 [proposed]; None: the whole vocabulary."""
         self._fused = fused_head(config, weights, parts)
+
+    @property
+    def config(self) -> EagleConfig:
+        """The configuration of the head."""
+        return self._config
+
+    @property
+    def mask_vector(self) -> torch.Tensor:
+        """P-EAGLE: the vector of a mask, [1, hidden]. Raises `ValueError` for other heads."""
+        if self._weights.mask is None:
+            raise ValueError("the head knows no masks")
+        return self.fuse(self._weights.mask[None])
 
     @property
     def width(self) -> int:
@@ -105,7 +118,7 @@ class EagleHead(DenseModel):
         """Logits of the wanted rows, float32 [wanted, proposed], and their own vectors."""
         if inputs.vectors is None or inputs.wanted is None:
             raise ValueError("a head's rows carry vectors")
-        operations, blocks, joins = self._operations, self._weights.blocks, self._config.joins
+        blocks, joins = self._weights.blocks, self._config.joins
         rotations = self._rotations.index_select(0, inputs.positions)  # [rows, 1, head_dim / 2]
         token = self._embedding.index_select(0, inputs.tokens)
         if self._fused is not None:
@@ -121,11 +134,27 @@ class EagleHead(DenseModel):
         if self._config.residual_is_normed:
             hidden = rows.clone()
         read = rows if joins else torch.cat((token, rows), dim=-1)  # [rows, hidden or 2 * hidden]
-        added = blocks.output(self._attend(0, blocks, read, rotations, inputs.plan))
-        rows = operations.norm(hidden, added, blocks.mlp_norm)
-        own = (hidden + blocks.down(operations.gate(blocks.gate_up(rows)))).index_select(0, inputs.wanted)
+        hidden = self._layer(0, blocks, read, hidden, rotations, inputs)
+        for index, layer in enumerate(self._weights.more_layers, 1):
+            read = self._normed(hidden, layer.input_norm)
+            hidden = self._layer(index, layer.blocks, read, hidden, rotations, inputs)
+        own = hidden.index_select(0, inputs.wanted)
         normed = self._normed(own, self._weights.norm)
         return self._head(normed).float(), {OWN: normed if self._config.feed_normed else own}
+
+    def _layer(
+        self,
+        index: int,
+        blocks: LayerBlocks,
+        read: torch.Tensor,
+        hidden: torch.Tensor,
+        rotations: torch.Tensor,
+        inputs: Inputs,
+    ) -> torch.Tensor:
+        """Add a layer to rows `hidden` [rows, hidden]; its attention reads `read`."""
+        added = blocks.output(self._attend(index, blocks, read, rotations, inputs.plan))
+        rows = self._operations.norm(hidden, added, blocks.mlp_norm)
+        return hidden + blocks.down(self._operations.gate(blocks.gate_up(rows)))
 
     def _normed(self, rows: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
         """Rows as they are where there is no norm."""
@@ -145,7 +174,12 @@ def fused_head(config: EagleConfig, weights: EagleWeights, parts: ModelParts) ->
     attention, norms = parts.attention, (weights.token_norm, weights.hidden_norm, weights.norm)
     if type(parts.operations) is not NativeRows or not isinstance(attention, NativeAttention):
         return None
-    if config.joins or not can_narrow(attention) or not isinstance(weights.head, NativePackedLinear):
+    if (
+        config.joins
+        or weights.more_layers
+        or not can_narrow(attention)
+        or not isinstance(weights.head, NativePackedLinear)
+    ):
         return None
     token, hidden, last = norms
     if token is None or hidden is None or last is None:

@@ -23,6 +23,8 @@ class HeadKind(StrEnum):
 
     EAGLE1 = "EAGLE-1"
     EAGLE3 = "EAGLE-3"
+    PEAGLE = "P-EAGLE"
+    """An EAGLE-3 head that guesses several positions."""
     PARD = "PARD"
     """A whole model that guesses several positions; PARD-2 too."""
     MEDUSA = "Medusa"
@@ -36,6 +38,7 @@ EAGLE_KINDS = frozenset({HeadKind.EAGLE1, HeadKind.EAGLE3})
 _ALGORITHMS = {
     "eagle": HeadKind.EAGLE1,
     "eagle3": HeadKind.EAGLE3,
+    "peagle": HeadKind.PEAGLE,
     **dict.fromkeys(("dflash", "dflash2", "dspark"), HeadKind.DFLASH),
 }
 """Kinds by `speculators_model_type`."""
@@ -47,6 +50,8 @@ _ARCHITECTURES = {
     "Eagle3LlamaForCausalLM": HeadKind.EAGLE3,
     "Eagle3Speculator": HeadKind.EAGLE3,
     "LlamaForCausalLMEagle3": HeadKind.EAGLE3,
+    "PEagleDraftModel": HeadKind.PEAGLE,
+    "PeagleLlamaForCausalLM": HeadKind.PEAGLE,
     "MedusaModel": HeadKind.MEDUSA,
     "HydraModel": HeadKind.HYDRA,
     "DFlashDraftModel": HeadKind.DFLASH,
@@ -65,13 +70,15 @@ _OTHERS = ("eagle", "medusa", "hydra", "mtp", "dflash", "dspark", "speculator")
 """Words in the names of other heads' architectures."""
 _OTHER_KEYS = ("medusa_", "hydra_", "dflash_", "dspark_")
 """Prefixes of keys that only other heads have."""
+MASK_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
+"""Keys of a P-EAGLE head's mask token."""
 GUMIHO_HEADS = frozenset({"mlp.0.0.linear.weight", "mlp.mlp.0.0.linear.weight"})
 """The first matrix of a Gumiho head's first head, in either layout."""
 _FUSIONS = frozenset({"fc.weight", "fusion_fc.weight"})
 _KNOWN = (
     "heads that can draft are EAGLE-1 (EAGLE-2 and HASS are alike), EAGLE-3 and EAGLE-3.1, as SafeAILab, "
-    "SpecForge, SGLang, vLLM and speculators write them, PARD, Medusa, Hydra, Gumiho, DFlash, DFlash 2 and DSpark; "
-    "other drafts are whole models, ngram, suffix and self:N"
+    "SpecForge, SGLang, vLLM and speculators write them, P-EAGLE, PARD, Medusa, Hydra, Gumiho, DFlash, DFlash 2 and "
+    "DSpark; other drafts are whole models, ngram, suffix and self:N"
 )
 
 
@@ -83,6 +90,8 @@ def head_kind(folder: Path) -> HeadKind | None:
         raise CheckpointError(f"the draft {folder} is a head of another kind ({declared}); {_KNOWN}")
     if declared and declared is not HeadKind.EAGLE3:
         return declared
+    if declared and any(raw.get(key) is not None for key in MASK_KEYS):
+        return HeadKind.PEAGLE
     names = {name.removeprefix("model.") for name in tensor_names(folder)}
     if _FUSIONS & names and GUMIHO_HEADS & names:  # with a reduced vocabulary its keys are EAGLE-3's
         return HeadKind.GUMIHO

@@ -42,7 +42,7 @@ _BLOCKS = 6
 
 
 def head_config(folder: Path, target: Path, features: Sequence[int] | None = None) -> EagleConfig:
-    """A head for a target; an EAGLE-3 head reads the layers among `features`, if there are any, instead of
+    """A head for a target; an EAGLE-3 or P-EAGLE head reads the layers among `features`, if there are any, instead of
     those that it names. Raises `CheckpointError` where the two do not fit each other."""
     if (kind := head_kind(folder)) is None:
         raise CheckpointError(f"{folder} is no head")
@@ -51,7 +51,7 @@ def head_config(folder: Path, target: Path, features: Sequence[int] | None = Non
     config = PARSERS[kind](read_config(folder), {})
     if kind is HeadKind.GUMIHO:
         config = replace(config, guesses=count_guesses(folder))
-    if kind is HeadKind.EAGLE3:
+    if not config.joins:
         named = tuple(each for each in features or () if each != FINAL)
         wanted = named or config.features or usual_features(layers)
         config = replace(config, features=check_features(wanted, layers))
@@ -167,10 +167,12 @@ def target_norm(target: Path, hidden: int) -> torch.Tensor:
 def _sizes(config: EagleConfig, parallel: Parallel) -> Sizes:
     usual = dense_sizes(config.layer, parallel)
     qkv, *rest = usual.matrices
+    wide = [] if config.joins else [replace(qkv, inputs=2 * config.hidden, count=1)]
     return replace(
         usual,
         matrices=(
-            qkv if config.joins else replace(qkv, inputs=2 * config.hidden),
+            *wide,
+            replace(qkv, count=qkv.count - len(wide)),
             *rest,
             Matrices((config.hidden,), config.fuse_inputs),
             *[Matrices((config.hidden,), (_BLOCKS + 1) * config.hidden) for _ in range(config.guesses)],
@@ -222,7 +224,14 @@ class _HeadReader:
             proposed=read_proposed(c.vocabulary, c.draft_vocabulary, self._checkpoint),
             more_layers=tuple(self._decoder_layer(index) for index in range(1, c.layer.layers)),
             guesses=tuple(self._guess(index) for index in range(c.guesses)),
+            mask=None if c.mask is None else self._mask(),
         )
+
+    def _mask(self) -> torch.Tensor:
+        """The features of a mask; published with no, one or two dimensions before them."""
+        name, width = f"{self._outside}mask_hidden", self._config.fused * self._config.target_hidden
+        dimensions = len(self._checkpoint.shape(name)) if name in self._checkpoint else 3
+        return self._make.tensor(name, (1,) * (dimensions - 1) + (width,)).reshape(-1)
 
     def _decoder_layer(self, index: int) -> DecoderLayer:
         name, c = f"{self._outside}layers.{index}", self._config

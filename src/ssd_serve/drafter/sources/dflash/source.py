@@ -24,7 +24,7 @@ from ssd_serve.drafter.sources.draft_model import (
     RankingInputs,
     prefill_rows_of,
 )
-from ssd_serve.drafter.sources.eagle import step_seconds
+from ssd_serve.drafter.sources.eagle import require_head, step_seconds
 from ssd_serve.drafter.sources.features import FeatureStepSource
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, draft_slots, tokenizer_info
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
@@ -203,9 +203,7 @@ class DFlashSource(FeatureStepSource[Block]):
 
 def describe_dflash(config: EngineConfig, folder: Path | None) -> SourceDescription:
     """The target layers that a head reads. Asynchronous drafting has anchors besides roots if the head says so."""
-    if folder is None:
-        raise SettingsError(f"{config.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
-    own = dflash_config(folder, find_model(config, config.target, "target"))
+    own = dflash_config(require_head(folder, config), find_model(config, config.target, "target"))
     if own.ahead and config.mode is Mode.SSD:
         depth = None if own.gap else own.positions
         return SourceDescription(features=own.features, depth=depth, keeps_tree=False)

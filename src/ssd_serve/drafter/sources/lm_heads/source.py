@@ -14,11 +14,11 @@ import torch
 
 from ssd_serve.base.draft_messages import FINAL
 from ssd_serve.base.engine_config import EngineConfig
-from ssd_serve.base.errors import ProtocolError, SettingsError
+from ssd_serve.base.errors import ProtocolError
 from ssd_serve.base.messages import SamplingParameters
 from ssd_serve.drafter.sources.contract import Block, CandidateBatch, Candidates, NodeRequest, Scales
 from ssd_serve.drafter.sources.draft_model import blocks_of, in_order
-from ssd_serve.drafter.sources.eagle import step_seconds
+from ssd_serve.drafter.sources.eagle import require_head, step_seconds
 from ssd_serve.drafter.sources.lm_heads.heads import LmHeads, check_heads, read_heads
 from ssd_serve.drafter.sources.loading import LoadedSource, SourceConfig, target_tokenizer_info
 from ssd_serve.drafter.sources.registry import RegisteredSource, SourceDescription
@@ -175,8 +175,7 @@ class LmHeadSource:
 
 def describe_heads(config: EngineConfig, folder: Path | None) -> SourceDescription:
     """Medusa's heads draft a whole tree at once, Hydra's node by node."""
-    if folder is None:
-        raise SettingsError(f"{config.draft_model} names no head: set SSD_DRAFT to a folder or a hub id")
+    folder = require_head(folder, config)
     kind, raw = head_kind(folder), read_config(folder)
     check_heads(kind, raw)
     if kind is HeadKind.MEDUSA:
