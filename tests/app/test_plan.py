@@ -94,6 +94,8 @@ def test_command_prints_the_plan_of_an_absent_machine(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["ngram"], "of whole draft models only, and ngram is none"),
+        (["self:4"], "ssd bench modes TARGET self:4"),
         (["--device", "abacus"], "there are mi300x, mi325x, mi350x, mi355x, h100, h200"),
         (["--acceptance", "1"], "--acceptance must be"),
         (["--acceptance", "0.5", "0.6"], "one for each draft"),
@@ -106,6 +108,12 @@ def test_command_prints_the_plan_of_an_absent_machine(capsys: Captured) -> None:
 def test_wrong_arguments_are_refused(arguments: list[str], sentence: str, capsys: Captured) -> None:
     assert cli.main(["plan", "llama-3.1-8b", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_heads_are_refused_as_drafts(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    assert cli.main(["plan", "llama-3.1-8b", str(tmp_path), "--device", "h100"]) == 2
+    assert f"and {tmp_path} is none: measure it with `ssd bench modes" in capsys.readouterr().err
 
 
 def test_file_instead_of_a_folder_is_refused(tmp_path: Path, capsys: Captured) -> None:

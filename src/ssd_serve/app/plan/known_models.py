@@ -13,15 +13,18 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ssd_serve.app.plan.device_tables import device_sheet
 from ssd_serve.base.devices import this_machine
-from ssd_serve.base.errors import CheckpointError, HubError
+from ssd_serve.base.engine_config import NGRAM, SUFFIX
+from ssd_serve.base.errors import CheckpointError, HubError, SettingsError
 from ssd_serve.base.names import HubId, hub_id
 from ssd_serve.base.settings import Settings
+from ssd_serve.drafter.sources.registry import is_source, self_draft_layers
 from ssd_serve.kernels.device import dtype_name
 from ssd_serve.kernels.fp8 import FORMATS, can_multiply, native_format
 from ssd_serve.kernels.native.library import NativeLibrary, native_library
 from ssd_serve.models.architectures.contract import Description, Sizes
 from ssd_serve.models.architectures.registry import describe, load_description
 from ssd_serve.models.config import model_name, read_json
+from ssd_serve.models.heads.kinds import HeadKind, head_kind
 from ssd_serve.models.hub import Role, cached_model, embedded_model, local_model
 from ssd_serve.models.parallel import Parallel
 from ssd_serve.models.sizes import (
@@ -213,6 +216,11 @@ def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[An
     """Display name, description and folder (if there is one) of a model."""
     if (folder := embedded_model(name, role)) is not None:
         return model_name(folder), load_description(folder), folder
+    if role == "draft" and not _is_whole_model(name):
+        raise SettingsError(
+            f"`ssd plan` has figures of whole draft models only, and {name} is none: measure it with `ssd bench modes "
+            f"TARGET {name}`"
+        )
     if (local := local_model(name)) is not None:
         return model_name(local.resolve()), load_description(local), local
     if Path(name).expanduser().is_file():
@@ -228,6 +236,13 @@ def _find(name: str, role: Role, token: str | None) -> tuple[str, Description[An
     if (cached := cached_model(found)) is not None:
         return model_name(cached), load_description(cached), cached
     return name, _from_hub(found, token), None
+
+
+def _is_whole_model(draft: str) -> bool:
+    if draft in {NGRAM, SUFFIX} or is_source(draft) or self_draft_layers(draft) is not None:
+        return False
+    folder = local_model(draft)
+    return folder is None or head_kind(folder) in {None, HeadKind.PARD}
 
 
 def _from_hub(name: HubId, token: str | None) -> Description[Any]:
