@@ -16,6 +16,16 @@ from ssd_serve.base.messages import Ready
 from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.limits import MAX_MESSAGES, MAX_TOKEN_IDS, MAX_TOOLS
 from ssd_serve.server.openai.chat import ChatEndpoint
+from ssd_serve.server.openai.conversation import (
+    FunctionFields,
+    Message,
+    NamedTool,
+    function_tool,
+    json_format,
+    model_message,
+    named_tool,
+    tool_call,
+)
 from ssd_serve.server.openai.fields import (
     Ignored,
     Lenient,
@@ -31,19 +41,7 @@ from ssd_serve.server.openai.fields import (
 )
 from ssd_serve.server.openai.message import arguments_object
 from ssd_serve.server.openai.prompts import chat_text, text_ids
-from ssd_serve.server.openai.protocol import (
-    RULES,
-    ChatRequest,
-    FunctionFields,
-    GenerationRequest,
-    Message,
-    NamedTool,
-    function_tool,
-    json_format,
-    model_message,
-    named_tool,
-    tool_call,
-)
+from ssd_serve.server.openai.protocol import RULES, ChatRequest, GenerationRequest
 from ssd_serve.server.openai.serialize import ResponseHead
 from ssd_serve.server.openai.stream import Entry, Event, MessageStream, handle_generation
 from ssd_serve.server.openai.tasks import GenerationTask

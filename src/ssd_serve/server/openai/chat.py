@@ -13,11 +13,12 @@ from ssd_serve.sampling.grammar import GrammarPart
 from ssd_serve.sampling.thinking import BEGIN, make_thinking_budget, starts_in_thinking
 from ssd_serve.sampling.validation import output_limit
 from ssd_serve.server.errors import bad_request
+from ssd_serve.server.openai.conversation import NamedTool
 from ssd_serve.server.openai.grammar import CallForm, forced_calls, grammar_of, strict_calls
 from ssd_serve.server.openai.message import MessageRules, MessageWriter
 from ssd_serve.server.openai.output_readers import FORMATS, format_of
 from ssd_serve.server.openai.prompts import TokenPrompt, chat_prompt, sends_tools
-from ssd_serve.server.openai.protocol import ChatRequest, NamedTool
+from ssd_serve.server.openai.protocol import ChatRequest
 from ssd_serve.server.openai.serialize import ChatSerializer
 from ssd_serve.server.openai.stream import handle_generation
 from ssd_serve.server.openai.tasks import (

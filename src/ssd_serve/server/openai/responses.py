@@ -14,6 +14,17 @@ from ssd_serve.base.messages import Ready
 from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.limits import MAX_LABELS, MAX_MESSAGES, MAX_TOOLS
 from ssd_serve.server.openai.chat import ChatEndpoint
+from ssd_serve.server.openai.conversation import (
+    Function,
+    Message,
+    NamedFunction,
+    ToolCall,
+    function_tool,
+    json_format,
+    model_message,
+    named_tool,
+    tool_call,
+)
 from ssd_serve.server.openai.fields import (
     JsonObject,
     Lenient,
@@ -28,21 +39,7 @@ from ssd_serve.server.openai.fields import (
     text_of_parts,
     text_or_list,
 )
-from ssd_serve.server.openai.protocol import (
-    RULES,
-    ChatRequest,
-    Function,
-    GenerationRequest,
-    Message,
-    NamedFunction,
-    ToolCall,
-    TopLogprobs,
-    function_tool,
-    json_format,
-    model_message,
-    named_tool,
-    tool_call,
-)
+from ssd_serve.server.openai.protocol import RULES, ChatRequest, GenerationRequest, TopLogprobs
 from ssd_serve.server.openai.serialize import ResponseHead
 from ssd_serve.server.openai.stream import Entry, Event, MessageStream, handle_generation
 from ssd_serve.server.openai.tasks import GenerationTask
