@@ -9,6 +9,7 @@ from ssd_serve.app.cli.main import main
 from ssd_serve.base.engine_config import EMBEDDED
 from ssd_serve.base.errors import PairMismatchError, UserError
 from ssd_serve.base.settings import Settings
+from ssd_serve.bench.commands import add_commands
 from ssd_serve.bench.options import add_pair, count, pair_settings, positive_or_zero
 from ssd_serve.bench.workload import check_pair
 from tests.end_to_end.tiny_pair import write_pair
@@ -42,3 +43,17 @@ def test_numbers_out_of_range_are_refused(text: str) -> None:
         positive_or_zero(text)
     with pytest.raises((argparse.ArgumentTypeError, ValueError)):
         count(text)
+
+
+def test_llama_server_in_the_current_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_commands(parser)
+    (tmp_path / "server").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    words = ["peers", "--data", str(tmp_path), "--llama-server"]
+    assert parser.parse_args([*words, "./server"]).llama_server == tmp_path / "server"
+    with pytest.raises(SystemExit):
+        parser.parse_args([*words, "./other"])
+    assert "./other is no program" in capsys.readouterr().err

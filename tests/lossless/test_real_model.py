@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +49,7 @@ def questions() -> list[dict[str, Any]]:
     return [
         {
             "messages": [{"role": "user", "content": text}],
-            "max_tokens": 40,
+            "max_tokens": 24,
             "temperature": temperature,
             "seed": index,
             "return_token_ids": True,
@@ -105,19 +105,27 @@ def path() -> Path:
     return find_model(EngineConfig(target=MODEL), MODEL, "target")
 
 
-def by_transformers(path: Path, tokens: list[int]) -> torch.Tensor:
+Oracle = Callable[[list[int]], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def by_transformers(path: Path) -> Oracle:
     """Logits of all tokens, computed at once; transformers dequantises the file itself."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     oracle = AutoModelForCausalLM.from_config(config).eval()
     tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=oracle)["tensors"]
     oracle.load_state_dict(oracle.state_dict() | tensors)
     oracle.tie_weights()
-    with torch.inference_mode():
+
+    @torch.inference_mode()
+    def logits(tokens: list[int]) -> torch.Tensor:
         found: torch.Tensor = oracle(torch.tensor([tokens])).logits[0].double()
-    return found
+        return found
+
+    return logits
 
 
-def test_tokens_are_those_of_transformers_with_the_same_noise(path: Path) -> None:
+def test_tokens_are_those_of_transformers_with_the_same_noise(by_transformers: Oracle) -> None:
     prompt, seed, temperature = "The history of the lighthouse begins", 11, 0.8
     sampled = SamplingParams(max_tokens=64, temperature=temperature, seed=seed, ignore_eos=True)
     greedy = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -126,7 +134,7 @@ def test_tokens_are_those_of_transformers_with_the_same_noise(path: Path) -> Non
         ids = list(llm.tokenizer.encode(prompt))
     for output in outputs:
         positions = range(len(ids), len(ids) + 64)
-        logits = by_transformers(path, [*ids, *output.token_ids])[len(ids) - 1 : -1].numpy()
+        logits = by_transformers([*ids, *output.token_ids])[len(ids) - 1 : -1].numpy()
         if output is outputs[1]:
             noise = log_exponential([choice_seed(seed, 0)] * 64, positions, logits.shape[1])
             logits = logits / temperature - noise
@@ -136,7 +144,7 @@ def test_tokens_are_those_of_transformers_with_the_same_noise(path: Path) -> Non
         assert logits.argmax(axis=1)[clear].tolist() == np.array(output.token_ids)[clear].tolist()
 
 
-def test_sampling_parameters_are_applied_as_to_the_logits_of_transformers(path: Path) -> None:
+def test_sampling_parameters_are_applied_as_to_the_logits_of_transformers(by_transformers: Oracle) -> None:
     prompt, seed, favoured = "The history of the lighthouse begins", 5, 260
     params = SamplingParams(
         max_tokens=48,
@@ -152,7 +160,7 @@ def test_sampling_parameters_are_applied_as_to_the_logits_of_transformers(path: 
     with LLM(MODEL, dtype="fp32", draft="self:2,ngram") as llm:
         found = llm.generate([prompt], [params])[0].token_ids
         ids = list(llm.tokenizer.encode(prompt))
-    rows = by_transformers(path, [*ids, *found])[len(ids) - 1 : -1].numpy()
+    rows = by_transformers([*ids, *found])[len(ids) - 1 : -1].numpy()
     noise = log_exponential([choice_seed(seed, 0)] * 48, range(len(ids), len(ids) + 48), rows.shape[1])
     counts, clear = np.zeros(rows.shape[1]), 0
     for token, row, each in zip(found, rows, noise, strict=True):
