@@ -23,7 +23,8 @@ from ssd_serve.base.settings_sources import origins, resolve
 from ssd_serve.server.access.tenants import Tenants
 from ssd_serve.server.engine.client import EngineClient
 from ssd_serve.server.observability.metrics import ServerMetrics
-from ssd_serve.server.openai.fields import SpeculationOptions, StructuredOutputs
+from ssd_serve.server.openai.fields import SpeculationOptions
+from ssd_serve.server.openai.formats import StructuredOutputs
 from ssd_serve.server.openai.protocol import GenerationRequest, StreamOptions
 from ssd_serve.server.openapi import OPERATIONS, SecuritySchemes
 from tests.server.fakes import READY, STATUS

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from ssd_serve.server.anthropic import MessagesRequest
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
-from ssd_serve.server.openai.responses import ResponsesRequest
+from ssd_serve.server.openai.responses_protocol import ResponsesRequest
 
 ASK = [{"role": "user", "content": "Write a function that adds two numbers."}]
 SCHEMA = {

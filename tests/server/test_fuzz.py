@@ -14,7 +14,7 @@ from ssd_serve.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from ssd_serve.server.openai.responses import ResponsesRequest
+from ssd_serve.server.openai.responses_protocol import ResponsesRequest
 from tests.examples import examples
 from tests.server.fakes import say
 from tests.server.running_server import running_server

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from ssd_serve.base.settings import Settings
 from ssd_serve.server.errors import ApiError
 from ssd_serve.server.limits import MAX_UNKNOWN_FIELDS
-from ssd_serve.server.openai.fields import IGNORED_HEADER, UnknownFields, names_of
 from ssd_serve.server.openai.protocol import ChatRequest, CompletionRequest
+from ssd_serve.server.openai.unknown_fields import IGNORED_HEADER, UnknownFields, names_of
 from tests.examples import examples
 from tests.server.fakes import say
 from tests.server.running_server import post, running_server

@@ -31,20 +31,20 @@ from ssd_serve.server.openai.fields import (
     Lenient,
     Media,
     NotBuilt,
-    Schema,
     Stop,
     ToolName,
     by_type,
-    ignored_header,
     not_built,
     text_or_list,
 )
+from ssd_serve.server.openai.formats import Schema
 from ssd_serve.server.openai.message import arguments_object
 from ssd_serve.server.openai.prompts import chat_text, text_ids
 from ssd_serve.server.openai.protocol import RULES, ChatRequest, GenerationRequest
 from ssd_serve.server.openai.serialize import ResponseHead
 from ssd_serve.server.openai.stream import Entry, Event, MessageStream, handle_generation
 from ssd_serve.server.openai.tasks import GenerationTask
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.service import Service
 
 

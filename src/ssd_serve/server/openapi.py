@@ -22,8 +22,8 @@ from ssd_serve.server.anthropic import CountRequest, MessagesRequest
 from ssd_serve.server.http.middleware import REQUEST_ID_HEADER
 from ssd_serve.server.openai import protocol
 from ssd_serve.server.openai import response_models as answers
-from ssd_serve.server.openai.fields import IGNORED_HEADER
-from ssd_serve.server.openai.responses import ResponsesRequest
+from ssd_serve.server.openai.responses_protocol import ResponsesRequest
+from ssd_serve.server.openai.unknown_fields import IGNORED_HEADER
 
 Schema = dict[str, Any]
 

@@ -37,9 +37,9 @@ from ssd_serve.server.limits import Limits
 from ssd_serve.server.observability.metrics import ServerMetrics
 from ssd_serve.server.openai.chat import ChatEndpoint
 from ssd_serve.server.openai.completions import CompletionsEndpoint
-from ssd_serve.server.openai.fields import IGNORED_HEADER, UnknownFields
 from ssd_serve.server.openai.prompts import TokenizingEndpoints
 from ssd_serve.server.openai.responses import ResponsesEndpoint
+from ssd_serve.server.openai.unknown_fields import IGNORED_HEADER, UnknownFields
 from ssd_serve.server.openapi import SecuritySchemes, describe
 from ssd_serve.server.page import add_page
 from ssd_serve.server.service import Service, StopGate, model_name

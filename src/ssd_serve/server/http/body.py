@@ -18,7 +18,8 @@ from ssd_serve.server.http.parsing import TokenNumbers, parse
 from ssd_serve.server.http.streaming import while_connected
 from ssd_serve.server.http.worker_pool import WorkerPool
 from ssd_serve.server.limits import Limits
-from ssd_serve.server.openai.fields import Strict, UnknownFields, for_log
+from ssd_serve.server.openai.fields import Strict
+from ssd_serve.server.openai.unknown_fields import UnknownFields, for_log
 
 logger = logging.getLogger(__name__)
 

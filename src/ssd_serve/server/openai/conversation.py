@@ -6,16 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from ssd_serve.server.limits import MAX_TOOLS
-from ssd_serve.server.openai.fields import (
-    Content,
-    JsonOfSchema,
-    Lenient,
-    NamedSchema,
-    NotBuilt,
-    ToolName,
-    not_built,
-    text_of_parts,
-)
+from ssd_serve.server.openai.fields import Content, Lenient, NotBuilt, ToolName, not_built, text_of_parts
+from ssd_serve.server.openai.formats import JsonOfSchema, NamedSchema
 
 
 class CalledFunction(Lenient):

@@ -1,21 +1,13 @@
-"""Types of request fields: strict base models, unsupported fields, bounded lists, and output formats.
+"""Types of request fields: strict base models, unsupported fields, and bounded lists.
 
-Unknown fields are reported in a header and ignored, or refused as a typing error: clients send fields of other
-servers, which must not fail. Knows the shapes of values, not what the server does with them.
+Knows the shapes of values, not what the server does with them.
 """
 
-import difflib
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, cast
-from urllib.parse import quote
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import Request
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -27,19 +19,16 @@ from pydantic import (
 )
 from pydantic import Strict as Strictness
 from pydantic.config import JsonDict
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from ssd_serve.base.messages import FixedShape
 from ssd_serve.sampling.parameters import range_of
 from ssd_serve.sampling.validation import range_field
-from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.http.middleware import REQUEST_ID_PATTERN
 from ssd_serve.server.limits import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
-    MAX_GRAMMAR_CHARACTERS,
     MAX_LABEL_CHARACTERS,
     MAX_LABEL_NAME_CHARACTERS,
     MAX_LABELS,
@@ -51,16 +40,7 @@ from ssd_serve.server.limits import (
     MAX_STOPS,
     MAX_TOKEN_ID,
     MAX_TOKEN_IDS,
-    MAX_UNKNOWN_FIELDS,
 )
-
-IGNORED_HEADER = "X-SSD-Ignored"
-"""Response header with the ignored fields of the request, separated by commas."""
-
-_ALIKE = 0.85
-"""Similarity (difflib) of a known name and its misspelling, both without punctuation."""
-_LONGEST_NAME = 64
-_MOST_REPORTED = 32
 
 
 class Strict(BaseModel):
@@ -377,167 +357,3 @@ Content = Annotated[
 def text_of_parts(parts: Sequence[Any]) -> str:
     """Return the text of a message's parts."""
     return "".join(part.text for part in parts)
-
-
-Schema = Annotated[dict[str, object], Field(description="a JSON schema")]
-Expression = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
-
-
-class TextFormat(Lenient):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonObject(Lenient):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class NamedSchema(Lenient):
-    """A schema with a name, which is ignored."""
-
-    name: str | None = None
-    description: str | None = None
-    json_schema: Schema = Field(validation_alias=AliasChoices("schema"))
-    strict: bool | None = Field(None, description="ignored: the output always matches")
-
-
-class JsonOfSchema(Lenient):
-    """JSON that matches a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-class Tagged(Lenient):
-    """A part of the output, from `begin` to `end`, that matches a schema."""
-
-    begin: Annotated[str, Field(min_length=1, max_length=256)]
-    json_schema: Schema = Field(validation_alias=AliasChoices("schema"))
-    end: Annotated[str, Field(max_length=256)]
-
-
-class StructuralTags(Lenient):
-    """Text in which every trigger begins one of the structures."""
-
-    type: Literal["structural_tag"] = "structural_tag"
-    structures: list[Tagged] = Field(min_length=1, max_length=64)
-    triggers: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(min_length=1, max_length=64)
-
-
-ResponseFormat = Annotated[
-    Annotated[TextFormat, Tag("<text>")]
-    | Annotated[JsonObject, Tag("<json_object>")]
-    | Annotated[JsonOfSchema, Tag("<json_schema>")]
-    | Annotated[StructuralTags, Tag("<structural_tag>")],
-    by_type("text", "json_object", "json_schema", "structural_tag"),
-]
-
-
-class StructuredOutputs(Lenient):
-    """vLLM's field of output formats; exactly one of these."""
-
-    json_schema: Schema | None = Field(
-        None, validation_alias=AliasChoices("json"), description="JSON that matches this schema"
-    )
-    regex: Expression | None = Field(None, description="text that matches this regular expression")
-    choice: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(
-        None, min_length=1, max_length=1024, description="the output is one of these texts"
-    )
-    grammar: Expression | None = Field(None, description="Lark as llguidance reads it, or GBNF")
-    json_object: bool | None = Field(None, description="any JSON object")
-    structural_tag: StructuralTags | None = Field(None, description="free text with tagged parts")
-    disable_any_whitespace: bool | None = Field(None, description="no blanks between parts of JSON")
-    whitespace_pattern: Annotated[object, not_built()] = None
-
-
-@dataclass(frozen=True, slots=True)
-class UnknownFields:
-    """Finds unknown fields; `strict` refuses them."""
-
-    strict: bool = False
-
-    def ignored(self, body: BaseModel) -> tuple[str, ...]:
-        """Return the paths of ignored fields.
-
-        Raises `ApiError` for a misspelled field, an alias of a field that is given too, too many fields, and
-        any unknown field where this is strict.
-        """
-        return tuple(dict.fromkeys(self._unknown(body, "")))
-
-    def _unknown(self, body: BaseModel, path: str) -> Iterator[str]:
-        extra = body.model_extra or {}
-        if extra:
-            self._check(type(body), extra, path)
-            if not (isinstance(body, Lenient) and body.passes_on):
-                yield from (path + name[:_LONGEST_NAME] for name in extra)
-        for name, value in body:
-            if isinstance(value, BaseModel):
-                yield from self._unknown(value, f"{path}{name}.")
-            elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-                for each in cast("list[BaseModel]", value):
-                    yield from self._unknown(each, f"{path}{name}.")
-
-    def _check(self, kind: type[BaseModel], extra: Mapping[str, object], path: str) -> None:
-        if len(extra) > MAX_UNKNOWN_FIELDS:
-            raise _unknown_field(path or "body", f"more than {MAX_UNKNOWN_FIELDS} fields that are not known")
-        known, bare = _known(kind)
-        for name in extra:
-            full = path + name[:_LONGEST_NAME]
-            if name in known:
-                raise bad_request(
-                    f"{full}: another name of {known[name]}; give one of them", full, "invalid_value"
-                )
-            meant = _nearest(name, bare)
-            if meant is not None:
-                raise _unknown_field(full, f"unknown field; did you mean {meant}?")
-            if self.strict:
-                raise _unknown_field(full, "unknown field")
-
-
-def names_of(kind: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Yield every name and alias with its field."""
-    for field, info in kind.model_fields.items():
-        yield field, field
-        yield from ((other, field) for other in _aliases(info))
-
-
-def _aliases(info: FieldInfo) -> Iterable[str]:
-    alias = info.validation_alias
-    return [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else []
-
-
-@cache
-def _known(kind: type[BaseModel]) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return fields by name and alias, and names by their form without punctuation."""
-    known = dict(names_of(kind))
-    return known, {_bare(each): each for each in known}
-
-
-def _nearest(name: str, bare: Mapping[str, str]) -> str | None:
-    if len(name) > _LONGEST_NAME:
-        return None
-    found = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=_ALIKE)
-    return bare[found[0]] if found else None
-
-
-def _bare(name: str) -> str:
-    return re.sub(r"[-_ ]", "", name.casefold())
-
-
-def _unknown_field(path: str, what: str) -> ApiError:
-    return bad_request(f"{path}: {what}", path, "unknown_field")
-
-
-def for_log(names: Iterable[str]) -> str:
-    """Return names for the log, without those that may be text of the user."""
-    usual = [name for name in names if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
-    return ", ".join(usual[:_MOST_REPORTED]) or "with unusual names"
-
-
-def ignored_header(request: Request) -> dict[str, str]:
-    """Return the header with the ignored fields of a request; empty where there are none."""
-    names: tuple[str, ...] = request.state.ignored
-    return {IGNORED_HEADER: ",".join(quote(name) for name in names[:_MOST_REPORTED])} if names else {}

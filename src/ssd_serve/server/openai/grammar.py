@@ -24,7 +24,7 @@ from ssd_serve.sampling.thinking import BEGIN, END
 from ssd_serve.server.errors import ApiError, bad_request
 from ssd_serve.server.limits import MAX_GRAMMAR_CHARACTERS
 from ssd_serve.server.openai.conversation import Function
-from ssd_serve.server.openai.fields import JsonObject, JsonOfSchema, StructuralTags, StructuredOutputs
+from ssd_serve.server.openai.formats import JsonObject, JsonOfSchema, StructuralTags, StructuredOutputs
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.service import Service
 

@@ -18,7 +18,6 @@ from ssd_serve.sampling.validation import (
 from ssd_serve.server.errors import bad_request
 from ssd_serve.server.http.worker_pool import Steps, WorkerPool
 from ssd_serve.server.openai.conversation import Message, ToolCall
-from ssd_serve.server.openai.fields import ignored_header
 from ssd_serve.server.openai.message import arguments_object
 from ssd_serve.server.openai.protocol import (
     ChatRequest,
@@ -27,6 +26,7 @@ from ssd_serve.server.openai.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.service import Service
 from ssd_serve.server.text import TextTokenizer, token_units
 

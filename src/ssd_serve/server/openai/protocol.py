@@ -24,13 +24,10 @@ from ssd_serve.server.openai.fields import (
     NotBuilt,
     Prompt,
     RequestName,
-    ResponseFormat,
-    Schema,
     SomeTokenIds,
     SpeculationOptions,
     Stop,
     StopTokenIds,
-    StructuredOutputs,
     TemplateVariables,
     TokenIds,
     Tokens,
@@ -38,6 +35,7 @@ from ssd_serve.server.openai.fields import (
     not_built,
     only_where,
 )
+from ssd_serve.server.openai.formats import ResponseFormat, Schema, StructuredOutputs
 
 TopLogprobs = Annotated[int, range_field("logprobs")]
 

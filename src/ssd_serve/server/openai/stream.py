@@ -27,11 +27,11 @@ from ssd_serve.server.http.streaming import (
     while_connected,
 )
 from ssd_serve.server.http.worker_pool import Steps
-from ssd_serve.server.openai.fields import ignored_header
 from ssd_serve.server.openai.protocol import GenerationRequest
 from ssd_serve.server.openai.serialize import ResponseHead, speculation
 from ssd_serve.server.openai.tasks import GenerationTask
 from ssd_serve.server.openai.traces import trace_in_steps, trace_object
+from ssd_serve.server.openai.unknown_fields import ignored_header
 from ssd_serve.server.service import Service
 
 _SCORED_TOKEN_UNITS = 32
