@@ -25,7 +25,7 @@ from ssd_serve.recipes.checkpoint import (
 )
 from ssd_serve.recipes.data import Workspace, evaluation_windows
 from ssd_serve.recipes.decoder import Decoder
-from ssd_serve.recipes.training import Rates, Recipe, Teacher, Training, run
+from ssd_serve.recipes.training import Rates, Recipe, Teacher, Training, fast_products, run
 
 RATES = Rates(matrix=5e-4, embedding=5e-5, head=5e-5, norm=5e-5, matrix_decay=0.0)
 """Learning rates of a model that is trained already."""
@@ -113,7 +113,7 @@ def distil(
 
 def draft_loss(model: Decoder, inputs: Tensor, truth: Tensor) -> Tensor:
     """Return the cross entropy against the target's logits `truth`, over the ids that both models have."""
-    with torch.autocast(inputs.device.type, torch.bfloat16):
+    with fast_products(inputs.device):
         guesses = model(inputs)
     common = min(guesses.shape[-1], truth.shape[-1])
     teacher = truth[..., :common].float().flatten(0, 1)
@@ -131,7 +131,7 @@ def held_out_figures(model: Decoder, teacher: Teacher, windows: Tensor) -> dict[
     losses, equal = list[Tensor](), list[Tensor]()
     for window in windows:
         inputs = window[None, :-1]
-        with torch.autocast(inputs.device.type, torch.bfloat16):
+        with fast_products(inputs.device):
             guesses = model(inputs)[0].float()
         losses.append(functional.cross_entropy(guesses, window[1:]))
         equal.append((guesses.argmax(-1) == teacher.read(inputs).logits[0].argmax(-1)).float())

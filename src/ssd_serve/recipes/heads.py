@@ -24,7 +24,16 @@ from ssd_serve.recipes.chats import LONGEST, ChatLessons
 from ssd_serve.recipes.checkpoint import llama_config, replaced_folder, write_json, write_weights
 from ssd_serve.recipes.data import Ids, Workspace, evaluation_windows
 from ssd_serve.recipes.decoder import Shape
-from ssd_serve.recipes.training import Lesson, Rates, Recipe, Teacher, Training, run
+from ssd_serve.recipes.training import (
+    Lesson,
+    Rates,
+    Recipe,
+    Teacher,
+    Training,
+    fast_products,
+    product_dtype,
+    run,
+)
 
 
 class Anchors(NamedTuple):
@@ -125,18 +134,19 @@ class HeadRecipe(Recipe, ABC):
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of logits against distributions; the products are of 16 bits, the gradient is made at once."""
+    """Mean cross entropy of logits against distributions, with `product_dtype`; the gradient is made at once."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, matrix: Tensor, bias: Tensor | None, wanted: Tensor) -> Tensor:
-        narrow, rows = vectors.bfloat16(), matrix.bfloat16()
+        dtype = product_dtype(vectors.device)
+        narrow, rows = vectors.to(dtype), matrix.to(dtype)
         logits = (narrow @ rows.T).float()
         if bias is not None:
             logits += bias
         normaliser = logits.logsumexp(-1, keepdim=True)
         loss = (normaliser[:, 0] - (wanted * logits).sum(-1)).sum() / max(len(logits), 1)
         slope = logits.sub_(normaliser).exp_().sub_(wanted).div_(max(len(logits), 1))
-        ctx.save_for_backward(slope.bfloat16(), narrow, rows)
+        ctx.save_for_backward(slope.to(dtype), narrow, rows)
         ctx.bias = bias is not None
         return loss
 
@@ -160,7 +170,7 @@ def head_loss(
     The lesson's logits are those of the proposed tokens; `forward` is a compiled form of the head.
     """
     features, embedded = _features(lesson), functional.embedding(tokens, embedding)
-    with torch.autocast(tokens.device.type, torch.bfloat16):
+    with fast_products(tokens.device):
         vectors: list[Tensor] = (head if forward is None else forward)(embedded, features, anchors)
     shares = functional.softmax(lesson.logits.float(), dim=-1).flatten(0, 1)
     matrices, total = head.matrices(), torch.zeros((), device=tokens.device)
@@ -200,7 +210,7 @@ def held_out_figures(
     `agreement` is of all places, `accepted` of those where the text has the guesses of all depths before. The
     lesson's logits are those of the whole vocabulary.
     """
-    with torch.autocast(tokens.device.type, torch.bfloat16):
+    with fast_products(tokens.device):
         vectors = head(functional.embedding(tokens, embedding), _features(lesson), anchors)
     truth = lesson.logits.flatten(0, 1).argmax(-1)
     following = functional.pad(tokens[:, 1:], (0, 1), value=-1).flatten()
@@ -257,7 +267,7 @@ def train_head(
     teacher = Teacher(target, places, read, device, native=native)
     place, sizes = teacher.device, (shape.vocabulary, shape.hidden)
     embedding = target_embedding(target, *sizes).to(place, torch.float32)
-    output = target_head(target, *sizes).to(place, torch.bfloat16)
+    output = target_head(target, *sizes).to(place, product_dtype(place))
     lessons = (
         ChatLessons(workspace, teacher, output, recipe.layers)
         if recipe.chats

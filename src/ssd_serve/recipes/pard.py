@@ -26,7 +26,7 @@ from ssd_serve.recipes.data import Workspace, evaluation_windows, load_tokenizer
 from ssd_serve.recipes.decoder import Decoder, rotary_tables
 from ssd_serve.recipes.distil import Distilled, DistilRecipe, export_distilled, read_draft
 from ssd_serve.recipes.heads import counted_places, soft_cross_entropy
-from ssd_serve.recipes.training import Lesson, Teacher, Training, run
+from ssd_serve.recipes.training import Lesson, Teacher, Training, fast_products, product_dtype, run
 
 KEPT, LEAST = 0.7, 0.1
 """Share of the places of a position that the next one keeps, and of all places that the last ones keep."""
@@ -69,7 +69,7 @@ def masked_vectors(
     visible = torch.where(masks == 0, places <= anchors[:, None], own)
     cos, sin = (each[places] for each in rotary_tables(model.shape, len(window), window.device))
     counts = counted[places] & (places < len(window) - 1)  # the last token's follower is not in the window
-    with torch.autocast(window.device.type, torch.bfloat16):
+    with fast_products(window.device):
         vectors = model.model(torch.where(masks == 0, window[places], mask)[None], cos, sin, visible)
     return vectors[0, counts], masks[counts], places[counts]
 
@@ -128,7 +128,8 @@ def adapt(
     """Train to the last token, from the checkpoint if there is one."""
     student, theirs = read_draft(source, target).to(device), load_description(target).config
     teacher = Teacher(target, LONGEST, (FINAL,), device, native=native)
-    head = target_head(target, theirs.vocabulary, theirs.hidden).to(teacher.device, torch.bfloat16)
+    head = target_head(target, theirs.vocabulary, theirs.hidden)
+    head = head.to(teacher.device, product_dtype(teacher.device))
     lessons = ChatLessons(workspace, teacher, head)
     counts, shape = lessons.counts(theirs.vocabulary), student.shape
     mask = int(np.flatnonzero(counts == counts.min())[-1]) if recipe.mask is None else recipe.mask

@@ -17,11 +17,23 @@ from torch import Tensor, nn
 
 from ssd_serve.base.errors import UserError
 from ssd_serve.kernels.batch import RequestRows, build_batch
+from ssd_serve.kernels.cpu_products import cpu_has_fast_bf16
 from ssd_serve.kernels.native.library import NativeLibrary
 from ssd_serve.models.architectures.registry import load_description
 from ssd_serve.models.interface import ForwardResult, feature_name
 from ssd_serve.models.load import ModelOptions, load_model
 from ssd_serve.recipes.data import Ids, Sampler, Stream
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of a training's products: float32 on CPUs that only emulate bfloat16, many times slower."""
+    emulated = device.type == "cpu" and not cpu_has_fast_bf16()
+    return torch.float32 if emulated else torch.bfloat16
+
+
+def fast_products(device: torch.device) -> torch.autocast:
+    """Return the context in which a model in float32 multiplies in `product_dtype`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=product_dtype(device) is torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -125,30 +137,34 @@ class Optimiser:
             {"params": [p for n, p in named.items() if "lm_head" in n], "lr": rates.head},
             {"params": [p for n, p in named.items() if p.dim() == 1 and n not in outer], "lr": rates.norm},
         ]
-        self._muon = torch.optim.Muon(matrices, lr=rates.matrix, weight_decay=rates.matrix_decay)
+        from ssd_serve.recipes.muon import Float32Muon  # not importable with an older torch
+
+        narrow = all(product_dtype(each.device) is torch.bfloat16 for each in matrices)
+        muon = torch.optim.Muon if narrow else Float32Muon
+        self.muon = muon(matrices, lr=rates.matrix, weight_decay=rates.matrix_decay)
         self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-10, weight_decay=0.0, fused=True)
         self._peaks = [float(group["lr"]) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [*self._muon.param_groups, *self._adam.param_groups]
+        return [*self.muon.param_groups, *self._adam.param_groups]
 
     def step(self, factor: float, momentum: float) -> None:
         """Update once with every learning rate multiplied by `factor`, and clear the gradients."""
         for group, peak in zip(self._groups(), self._peaks, strict=True):
             group["lr"] = peak * factor
-        self._muon.param_groups[0]["momentum"] = momentum
-        both: tuple[torch.optim.Optimizer, ...] = self._muon, self._adam
+        self.muon.param_groups[0]["momentum"] = momentum
+        both: tuple[torch.optim.Optimizer, ...] = self.muon, self._adam
         for optimiser in both:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of both optimisers for a checkpoint."""
-        return {"muon": self._muon.state_dict(), "adam": self._adam.state_dict()}
+        return {"muon": self.muon.state_dict(), "adam": self._adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._muon.load_state_dict(state["muon"])
+        self.muon.load_state_dict(state["muon"])
         self._adam.load_state_dict(state["adam"])
 
 
