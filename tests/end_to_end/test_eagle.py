@@ -65,8 +65,9 @@ def test_eagle_head_drafts_and_texts_equal_plain_decoding(
 
 def test_embedded_head_drafts_are_accepted(expected: list[tuple[int, ...]], cache_dir: Path) -> None:
     # A chain, because on some processors the step of this head costs more than its tokens are worth.
-    settings = SETTINGS | {"num_speculative_tokens": 3}
-    with LLM(draft="embedded-head", mode="sd", cache_dir=cache_dir, **settings) as llm:
+    with LLM(
+        draft="embedded-head", mode="sd", num_speculative_tokens=3, cache_dir=cache_dir, **SETTINGS
+    ) as llm:
         found = llm.generate(PROMPTS, PARAMS)
     assert [tuple(each.token_ids) for each in found] == expected
     assert sum(each.figures.accepted for each in found) > 16

@@ -6,7 +6,7 @@ import { Bars, Figure, Problem, number, percent, useEvery } from "./ui.js";
 
 const WINDOW = 10; // seconds, of one sample each
 const DEPTHS = 16; // deeper ones are counted together
-const LAYOUTS = { async: "drafter on its own device", sync: "drafts on the target's device", off: "no draft model; lookups may draft" };
+const LAYOUTS = { async: "drafter on its own device", sync: "drafts on the target's device", off: "plain decoding; lookups may draft" };
 
 // Seconds of a trace by kind of work.
 export function shares(rounds) {
