@@ -287,7 +287,7 @@ def _program(text: str) -> Path:
     found = shutil.which(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text} is no program")
-    return Path(found).absolute()  # a bare name is looked for in PATH only
+    return Path(found).absolute()  # without a folder, a name is searched in PATH only
 
 
 def _add_kernels(commands: Commands) -> None:

@@ -91,7 +91,7 @@ class Head(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a new head takes from its target."""
+    """Parts of the target that a new head takes."""
 
     shape: Shape
     layers: int
@@ -134,7 +134,7 @@ class HeadRecipe(Recipe, ABC):
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of logits against distributions, with `product_dtype`; the gradient is made at once."""
+    """Mean cross entropy of logits against distributions, in `product_dtype`; the forward makes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, matrix: Tensor, bias: Tensor | None, wanted: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 soft_cross_entropy: Callable[..., Tensor] = _SoftCrossEntropy.apply
-"""Its arguments are vectors, matrix, bias and distributions."""
+"""`_SoftCrossEntropy` of vectors, matrix, bias and distributions."""
 
 
 def head_loss(

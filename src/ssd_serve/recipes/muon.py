@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class Float32Muon(torch.optim.Muon):
-    """torch's Muon with its state and options; the products of a step are of float32."""
+    """torch's Muon with products in float32 and the same state; it ignores `nesterov` and `adjust_lr_fn`."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all matrices that have a gradient once; there is no closure."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's also takes a function
+        """Update each matrix that has a gradient once."""
         del closure
         for group in self.param_groups:
             for weight in group["params"]:

@@ -1,6 +1,6 @@
 """Output formats of requests: JSON, schemas, regular expressions, grammars and structural tags.
 
-Knows the shapes of values, not how they are compiled.
+Knows the shapes of values; `grammar.py` compiles them.
 """
 
 from typing import Annotated, Literal
